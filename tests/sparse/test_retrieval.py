@@ -375,5 +375,5 @@ def test_wrong_arguments_say_what_and_where() -> None:
     narrow, lacking = retrieval.Kept.rooms(1, 2, 1, 2)[0], retrieval.Kept.rooms(1, 1, 1, 4)[0]
     with pytest.raises(InvalidInputError, match="more blocks than there are places"):
         retrieval.select_blocks(torch.zeros(2, 1, 4), table, blocks, 1, [2, 2], into=narrow)
-    with pytest.raises(InvalidInputError, match="the kept blocks have the wrong size"):
+    with pytest.raises(InvalidInputError, match="the kept blocks has the wrong size"):
         retrieval.select_blocks(torch.zeros(2, 1, 4), table, blocks, 1, [2, 2], into=lacking)

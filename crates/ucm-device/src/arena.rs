@@ -1,6 +1,6 @@
-//! One mapping of host memory that all staging slots are cut from: page aligned (direct I/O needs
-//! it), on huge pages where they can be had (fewer TLB misses in copies and checksums), kept out of
-//! core dumps and of forked children.
+//! One mapping of host memory from which all staging slots are cut: page aligned (for direct I/O),
+//! on huge pages if available (fewer TLB misses in copies and checksums), excluded from core dumps
+//! and forked children.
 //!
 //! Children must not share it: a fork while direct I/O is in flight into a private mapping may
 //! deliver the bytes to the wrong side (open(2), O_DIRECT), so the mapping is marked MADV_DONTFORK.
@@ -22,22 +22,22 @@ use ucm_core::{Error, PAGE, Result, round_up};
 use crate::fork::Origin;
 use crate::numa;
 
-/// Size and alignment of a huge page we ask for.
+/// Size and alignment of a huge page.
 const HUGE: usize = 2 << 20;
 
-/// Which huge pages to ask for.
+/// Kinds of huge pages to request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum HugePages {
     /// Reserved huge pages, then transparent ones, then ordinary pages.
     #[default]
     Try,
-    /// Transparent huge pages at most.
+    /// Transparent huge pages, then ordinary pages.
     Transparent,
     /// Ordinary pages only.
     Off,
 }
 
-/// Which pages the arena got.
+/// The kind of pages of an arena.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Paging {
     /// Reserved huge pages (MAP_HUGETLB).
@@ -59,15 +59,15 @@ impl Paging {
     }
 }
 
-/// How to make an arena.
+/// Configuration of an arena.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct ArenaOptions {
     /// Huge pages.
     pub huge: HugePages,
-    /// Touch every page now, so that the first load does not pay for it and a shortage shows as an
-    /// error here.
+    /// Touch every page now, so that the first load does not pay for it and a shortage is an error
+    /// here.
     pub prefault: bool,
-    /// The node whose memory is preferred, of machines with several.
+    /// The preferred NUMA node.
     pub node: Option<u32>,
 }
 
@@ -96,7 +96,7 @@ impl Mapping {
             )
         }?;
         if let Some(node) = node {
-            // SAFETY: the mapping, which is whole pages, and which no one has touched.
+            // SAFETY: the mapping, which is whole pages, and is still untouched.
             unsafe { numa::prefer(start, len, node) };
         }
         let start = NonNull::new(start.cast()).ok_or(std::io::ErrorKind::OutOfMemory)?;
@@ -116,22 +116,22 @@ impl Mapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         if self.origin.here() {
-            // SAFETY: the mapping is ours, and a view that holds a range of it holds the arena, so
-            // no one is left. In a forked child it is not mapped, and something else may be there.
-            // An error is not possible for an existing mapping, and there would be no one to tell.
+            // SAFETY: the mapping is ours, and every view of a range of it holds the arena, so none
+            // is left. In a forked child it is not mapped, and another mapping may have the
+            // address. Unmapping an existing mapping cannot fail.
             let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
         }
     }
 }
 
-/// What knows of an arena's memory.
+/// A user of an arena's memory, such as a device that pins it.
 pub(crate) trait LetGo: Send + Sync {
-    /// Uses the memory no more from now on; false where it may, for ever: then the memory is never
+    /// Ends the use of the memory. False if it may be used for ever: then the memory is never
     /// unmapped.
     fn let_go(&self) -> bool;
 }
 
-/// What lets go of an arena before it is unmapped.
+/// The users that must release an arena before it is unmapped.
 #[derive(Default)]
 struct Kept(Option<Box<dyn LetGo>>);
 
@@ -144,28 +144,27 @@ impl fmt::Debug for Kept {
 /// One anonymous private mapping of host memory, cut into slots by slot pools.
 #[derive(Debug)]
 pub struct HostArena {
-    /// What a device knows of the mapping.
+    /// The users of the mapping.
     kept: Kept,
     mapping: ManuallyDrop<Mapping>,
-    /// Where the usable bytes start in the mapping; page aligned, and huge-page aligned where they
-    /// are huge.
+    /// Start of the usable bytes in the mapping; page aligned, on huge pages aligned to those.
     offset: usize,
     /// Usable bytes, a multiple of 4096.
     len: usize,
     paging: Paging,
-    /// Bytes already given to slot pools; it only grows, so no byte ever has two owners.
+    /// Bytes claimed by slot pools; it only grows, so no byte ever has two owners.
     claimed: Mutex<usize>,
 }
 
-// SAFETY: the arena owns its mapping; its bytes are reached only through ranges that `claim` hands
-// out once, whose owners (slots) keep Rust's rules for them.
+// SAFETY: the arena owns its mapping; its bytes are accessed only through ranges that `claim`
+// returns once, whose owners (slots) keep Rust's rules for them.
 unsafe impl Send for HostArena {}
 // SAFETY: as above; `claimed` is behind a lock and everything else is immutable.
 unsafe impl Sync for HostArena {}
 
 impl HostArena {
-    /// At least `bytes` of zeroed memory (rounded up to 4096), on huge pages where allowed, not
-    /// touched yet. `InvalidInput` for an impossible size, `Io` when the system refuses the memory.
+    /// At least `bytes` of zeroed memory (rounded up to 4096), on huge pages if allowed, not
+    /// touched yet. `InvalidInput` for an impossible size, `Io` if the system refuses the memory.
     pub fn new(bytes: usize) -> Result<Arc<Self>> {
         Self::with(bytes, ArenaOptions::default())
     }
@@ -182,7 +181,7 @@ impl HostArena {
         let refused = |e: std::io::Error| {
             Error::from_io(
                 e,
-                "the system refuses memory for the host arena; give it less",
+                "the system refuses memory for the host arena; lower its size",
             )
             .with("bytes", len)
         };
@@ -191,7 +190,7 @@ impl HostArena {
             Some(arena) => arena,
             None => Self::ordinary(len, options, origin).map_err(refused)?,
         };
-        // Advice only: an old kernel that knows neither still gives a working arena.
+        // Advice only: the arena also works on an old kernel that knows neither.
         let _ = arena
             .mapping
             .advise(0, arena.mapping.len, Advice::LinuxDontFork);
@@ -204,7 +203,7 @@ impl HostArena {
         Ok(Arc::new(arena))
     }
 
-    /// On reserved huge pages; `None` where there are none to have.
+    /// On reserved huge pages; `None` if there are none.
     fn reserved(len: usize, options: ArenaOptions, origin: Origin) -> Option<Self> {
         if options.huge != HugePages::Try {
             return None;
@@ -212,8 +211,8 @@ impl HostArena {
         let mapped = round_up(len as u64, HUGE as u64) as usize;
         let flags = MapFlags::HUGETLB | MapFlags::HUGE_2MB;
         let mapping = Mapping::new(mapped, flags, options.node, origin).ok()?;
-        // A cgroup may refuse reserved pages at the first touch, with SIGBUS; touched here it is an
-        // error instead.
+        // A cgroup may refuse reserved pages at the first touch, with SIGBUS; a touch here turns
+        // that into an error.
         mapping.advise(0, mapped, Advice::LinuxPopulateWrite).ok()?;
         Some(Self {
             kept: Kept::default(),
@@ -225,10 +224,10 @@ impl HostArena {
         })
     }
 
-    /// On ordinary pages, joined by the kernel if it accepts the advice.
+    /// On ordinary pages, which the kernel may join if it accepts the advice.
     fn ordinary(len: usize, options: ArenaOptions, origin: Origin) -> std::io::Result<Self> {
         let try_huge = options.huge != HugePages::Off && len >= HUGE;
-        // One huge page more, so that the usable part can start on the border of one.
+        // One huge page more, so that the usable part can be aligned to one.
         let mapped = if try_huge { len + HUGE } else { len };
         let mapping = Mapping::new(mapped, MapFlags::empty(), options.node, origin)?;
         let mut arena = Self {
@@ -252,7 +251,7 @@ impl HostArena {
         Ok(arena)
     }
 
-    /// Touches every page; an old kernel without the advice leaves that to the first use.
+    /// Touches every page; on an old kernel without the advice the first use does.
     fn prefault(&self) -> std::io::Result<()> {
         match self
             .mapping
@@ -263,7 +262,7 @@ impl HostArena {
         }
     }
 
-    /// Keeps what knows of the memory.
+    /// Registers a user of the memory.
     pub(crate) fn keep(&mut self, kept: Box<dyn LetGo>) {
         self.kept = Kept(Some(kept));
     }
@@ -278,7 +277,7 @@ impl HostArena {
         self.len == 0
     }
 
-    /// Address of the first usable byte, for a library that has to know of the memory before it
+    /// Address of the first usable byte, for a library that must register the memory before it
     /// moves bytes of slots.
     pub fn address(&self) -> u64 {
         self.at(0) as u64
@@ -289,13 +288,12 @@ impl HostArena {
         self.paging
     }
 
-    /// Bytes no slot pool owns yet.
+    /// Bytes that no slot pool owns yet.
     pub fn unclaimed(&self) -> usize {
         self.len - *self.claimed.lock()
     }
 
-    /// Gives `bytes` (a multiple of 4096) to the caller for the life of the arena; `None` when that
-    /// much is not left.
+    /// Claims `bytes` (a multiple of 4096) for the life of the arena; `None` if fewer are left.
     pub(crate) fn claim(&self, bytes: usize) -> Option<Range<usize>> {
         debug_assert!((bytes as u64).is_multiple_of(PAGE));
         let mut claimed = self.claimed.lock();
@@ -366,19 +364,19 @@ mod tests {
     fn impossible_sizes_are_errors() {
         assert!(HostArena::new(0).is_err());
         assert!(HostArena::new(usize::MAX).is_err());
-        // A size the address space has but no machine gives.
+        // A size within the address space but beyond any machine's memory.
         let error = HostArena::new(1 << 60).unwrap_err();
         assert!(error.to_string().contains("give it less"), "{error}");
     }
 
-    /// The child has memory of its own where the arena is in its parent.
+    /// The child maps memory of its own at the address of its parent's arena.
     #[test]
     fn a_forked_child_that_drops_an_arena_unmaps_nothing() {
         let arena = HostArena::new(1 << 20).unwrap();
         let (start, len) = (arena.mapping.start.as_ptr(), arena.mapping.len);
         let status = in_child(move || {
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
-            // SAFETY: maps memory where there is none; an access of memory that is not mapped any
+            // SAFETY: maps memory at a free address; an access to memory that is not mapped any
             // more ends the child.
             unsafe {
                 let own = libc::mmap(

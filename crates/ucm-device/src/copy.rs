@@ -1,4 +1,4 @@
-//! The byte moves of the host platform: everything is checked first, then moved.
+//! Byte moves of the host platform: all arguments are checked before the first byte moves.
 #![allow(
     unsafe_code,
     reason = "reads and writes the memory that device spans name; their maker vouched for it"
@@ -78,7 +78,7 @@ pub(crate) fn batch(pairs: &[(DeviceSpan, DeviceSpan)]) -> Result<()> {
     check_pairs(pairs)?;
     for (src, dst) in pairs {
         // SAFETY: the maker of each span promised that its memory can be read or written until this
-        // operation ends and that no one interferes; the lengths are equal; `copy` allows overlap.
+        // operation ends, without interference; the lengths are equal; `copy` allows overlap.
         unsafe {
             std::ptr::copy(
                 with_exposed_provenance::<u8>(src.addr() as usize),
@@ -90,7 +90,7 @@ pub(crate) fn batch(pairs: &[(DeviceSpan, DeviceSpan)]) -> Result<()> {
     Ok(())
 }
 
-/// Device pieces into the host buffer, each told of at once.
+/// Copies device pieces into the host buffer and reports each at once.
 pub(crate) fn gather(src: &[Piece], dst: &mut [u8], landed: &mut Landed<'_>) -> Result<()> {
     check_pieces(src, dst.len())?;
     for (piece, count) in src.iter().zip(1..) {
@@ -110,7 +110,7 @@ pub(crate) fn gather(src: &[Piece], dst: &mut [u8], landed: &mut Landed<'_>) -> 
     Ok(())
 }
 
-/// The host buffer into device pieces.
+/// Copies the host buffer into device pieces.
 pub(crate) fn scatter(src: &[u8], dst: &[Piece]) -> Result<()> {
     check_pieces(dst, src.len())?;
     for piece in dst {
@@ -128,7 +128,7 @@ pub(crate) fn scatter(src: &[u8], dst: &[Piece]) -> Result<()> {
     Ok(())
 }
 
-/// Pairs of device and host, one way.
+/// Copies pairs of device and host in one direction.
 pub(crate) fn transfer(direction: Direction, pairs: &[(DeviceSpan, HostSpan)]) -> Result<()> {
     check_host_pairs(pairs)?;
     for (device, host) in pairs {
@@ -137,7 +137,7 @@ pub(crate) fn transfer(direction: Direction, pairs: &[(DeviceSpan, HostSpan)]) -
             Direction::ToHost => (device.addr(), host.addr()),
         };
         // SAFETY: the makers of both spans promised that they can be read and written until this
-        // operation ends and that no one interferes; the lengths are equal; `copy` allows overlap,
+        // operation ends, without interference; the lengths are equal; `copy` allows overlap,
         // should both lie in one buffer.
         unsafe {
             std::ptr::copy(

@@ -1,13 +1,13 @@
-//! CRC-32C of host memory with every unit the processor has for it.
+//! CRC-32C of host memory with all suitable units of the processor.
 //!
 //! The library behind [`ucm_core::crc32c`] has kernels for AVX-512 and for the 128-bit carry-less
 //! multiplier, and none for processors between the two (AVX2 with VPCLMULQDQ: Zen 3, Alder Lake).
-//! There the checksum is half of what a load from the page cache costs, so they have a kernel here:
-//! a stretch is cut in four, the first part folded 128 bytes at a step by the wide multiplier, the
-//! other three taken in by the CRC instruction, all at the same time; then the four results are
-//! moved to their places and added. The values are the same on every processor.
+//! There the checksum is half of the cost of a load from the page cache, so this module has a
+//! kernel for them. A stretch is cut in four: the wide multiplier folds the first part 128 bytes a
+//! step, while the CRC instruction processes the other three. Then the four results are shifted to
+//! their positions and added. The values are the same on every processor.
 
-/// CRC-32C of `bytes`, as [`ucm_core::crc32c`] gives it.
+/// CRC-32C of `bytes`; the same value as [`ucm_core::crc32c`].
 pub fn crc32c(bytes: &[u8]) -> u32 {
     #[cfg(target_arch = "x86_64")]
     if bytes.len() >= wide::SHORTEST && wide::pays() {
@@ -19,33 +19,33 @@ pub fn crc32c(bytes: &[u8]) -> u32 {
 #[cfg(target_arch = "x86_64")]
 #[allow(
     unsafe_code,
-    reason = "instructions that not every processor has, used after asking; one unaligned load"
+    reason = "instructions that not every processor has, used after detection; one unaligned load"
 )]
 mod wide {
     use std::arch::x86_64::*;
 
     /// The polynomial, bits reflected.
     const POLYNOMIAL: u32 = 0x82f6_3b78;
-    /// Bytes that the multiplier takes in at a step: four registers.
+    /// Bytes of the multiplier in one step: four registers.
     const FOLDED: usize = 128;
-    /// Bytes that each of the three chains of CRC instructions takes in meanwhile. The multiplier
-    /// starts one product every second cycle, and a step needs eight; the CRC instruction takes 8
-    /// bytes a cycle: 120 in 15 of these 16.
+    /// Bytes of each of the three chains of CRC instructions in one step. The multiplier starts one
+    /// product every second cycle, and a step needs eight; the CRC instruction takes 8 bytes a
+    /// cycle: 120 in 15 of these 16.
     const CHAINED: usize = 40;
     /// Bytes of a step.
     const STEP: usize = FOLDED + 3 * CHAINED;
-    /// Steps of the longest, the middle and the shortest stretch. Long ones cost less to put
-    /// together.
+    /// Steps of the longest, the middle and the shortest stretch. Longer ones need fewer
+    /// combinations.
     const STEPS: [usize; 3] = [128, 32, 4];
-    /// Fewest bytes for which this is used at all.
+    /// Fewest bytes for which this kernel is used.
     pub(super) const SHORTEST: usize = STEPS[2] * STEP;
 
-    /// Whether this processor is faster with this than with the library.
+    /// True if this processor is faster with this kernel than with the library.
     pub(super) fn pays() -> bool {
         is_x86_feature_detected!("vpclmulqdq") && !is_x86_feature_detected!("avx512vl") && works()
     }
 
-    /// Whether this processor has the instructions.
+    /// True if this processor has the instructions.
     pub(super) fn works() -> bool {
         is_x86_feature_detected!("vpclmulqdq")
             && is_x86_feature_detected!("avx2")
@@ -53,10 +53,10 @@ mod wide {
             && is_x86_feature_detected!("sse4.2")
     }
 
-    /// The checksum; the caller asked [`works`].
+    /// The checksum; the caller has checked [`works`].
     pub(super) fn crc32c(bytes: &[u8]) -> u32 {
         debug_assert!(works());
-        // SAFETY: every caller asked whether the processor has these instructions.
+        // SAFETY: every caller has checked that the processor has these instructions.
         unsafe { whole(bytes) }
     }
 
@@ -71,7 +71,7 @@ mod wide {
         !rest.iter().fold(crc, |crc, &byte| _mm_crc32_u8(crc, byte))
     }
 
-    /// Takes in as many stretches of `N` steps as there are; what is left over comes back.
+    /// Processes all whole stretches of `N` steps; returns the remaining bytes.
     #[inline]
     #[target_feature(enable = "avx2,vpclmulqdq,pclmulqdq,sse4.2")]
     fn stretches<const N: usize>(mut crc: u32, mut bytes: &[u8]) -> (u32, &[u8]) {
@@ -82,7 +82,7 @@ mod wide {
         (crc, bytes)
     }
 
-    /// Takes in one stretch of `N` steps.
+    /// Processes one stretch of `N` steps.
     #[inline]
     #[target_feature(enable = "avx2,vpclmulqdq,pclmulqdq,sse4.2")]
     fn stretch<const N: usize>(crc: u32, bytes: &[u8]) -> u32 {
@@ -108,7 +108,7 @@ mod wide {
                 crcs[2] = _mm_crc32_u64(crcs[2], u64::from_le_bytes(*c));
             }
         }
-        // Four registers to one, its two halves to one, that one to a checksum.
+        // Folds four registers to one, its halves to one, and that to a checksum.
         let near = const { factors(32) };
         let near = _mm256_set_epi64x(near.1, near.0, near.1, near.0);
         let [first, others @ ..] = fold;
@@ -140,7 +140,7 @@ mod wide {
         }
     }
 
-    /// Two times 128 bits, moved on to where `next` stands, and that added.
+    /// Two times 128 bits, shifted to the position of `next`, plus `next`.
     #[inline]
     #[target_feature(enable = "avx2,vpclmulqdq")]
     fn moved(bits: __m256i, factors: __m256i, next: __m256i) -> __m256i {
@@ -149,7 +149,7 @@ mod wide {
         _mm256_xor_si256(_mm256_xor_si256(low, next), high)
     }
 
-    /// A checksum moved on over zero bytes, `by` being the power of as many bits less 33.
+    /// A checksum shifted over zero bytes; `by` is x to the power of their bits minus 33.
     #[inline]
     #[target_feature(enable = "pclmulqdq,sse4.2")]
     fn shifted(crc: u64, by: u32) -> u64 {
@@ -166,7 +166,7 @@ mod wide {
         })
     }
 
-    /// What the two halves of 128 bits are multiplied with to stand so many bytes further on.
+    /// Factors that shift the two halves of 128 bits by `bytes` bytes.
     const fn factors(bytes: usize) -> (i64, i64) {
         (power(8 * bytes + 31) as i64, power(8 * bytes - 33) as i64)
     }
@@ -219,8 +219,8 @@ mod tests {
         }
     }
 
-    /// Also where the processor has something better, so that this is tested on every machine that
-    /// can run it.
+    /// Also on processors with faster instructions, so that every machine that can run this tests
+    /// it.
     #[cfg(target_arch = "x86_64")]
     #[test]
     fn the_wide_kernel_agrees_around_every_cut() {

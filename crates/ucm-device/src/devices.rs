@@ -1,7 +1,7 @@
-//! The platforms of this build: the one table of what differs between them by name.
+//! The platforms of this build: one table of their differences.
 //!
-//! [`open_device`] makes a device by the name that a configuration gives it. Python takes names,
-//! spellings and what vLLM and torch call a platform from [`PLATFORMS`] (`ucm._core.platforms`).
+//! [`open_device`] opens a device by its name in a configuration. Python reads names, spellings and
+//! the names used by vLLM and torch from [`PLATFORMS`] (`ucm._core.platforms`).
 
 use std::sync::Arc;
 
@@ -14,23 +14,23 @@ use crate::host::HostDevice;
 use crate::queued::QueueOptions;
 use crate::transfer::Transfer;
 
-/// The device of a store whose description names none.
+/// The default device of a store.
 pub const DEFAULT_DEVICE: &str = "host";
 
 /// A platform: one kind of device.
 pub struct Platform {
-    /// `platform` of a configuration, and what the name of a device begins with.
+    /// `platform` in a configuration, and the first part of a device's name.
     pub name: &'static str,
-    /// Other names that mean the same.
+    /// Aliases.
     pub spellings: &'static [&'static str],
-    /// What vLLM calls it: `device_name` of its platform.
+    /// vLLM's name: `device_name` of its platform.
     pub in_vllm: &'static [&'static str],
     /// The type of its devices in torch.
     pub in_torch: &'static str,
     runtime: DeviceRuntime,
 }
 
-/// What makes the devices of a platform.
+/// The implementation of a platform's devices.
 enum DeviceRuntime {
     Host,
     Cuda,
@@ -136,12 +136,12 @@ pub static PLATFORMS: &[Platform] = &[
 ];
 
 impl Platform {
-    /// Every name of it, its own first.
+    /// All its names, its own first.
     pub fn names(&self) -> impl Iterator<Item = &'static str> {
         std::iter::once(self.name).chain(self.spellings.iter().copied())
     }
 
-    /// Opens its device number `ordinal`; the host has one, whatever its number.
+    /// Opens its device number `ordinal`; the host ignores the number.
     fn open(
         &'static self,
         ordinal: u32,
@@ -159,10 +159,9 @@ impl Platform {
     }
 }
 
-/// The device of this name (`host`, `cuda`, `cuda:1`), on the clock of the caller that uses it:
-/// their deadlines are points on it. It belongs to the process that opens it, not to its children.
-/// `Config` for a device that this build or machine does not have, `Unsupported` where the library
-/// of its vendor is not there or lacks what is needed.
+/// The device of this name (`host`, `cuda`, `cuda:1`), on the clock of its user's deadlines. It
+/// belongs to the process that opens it, not to its children. `Config` for a device that this build
+/// or machine does not have, `Unsupported` if its vendor's library is missing or lacks a function.
 pub fn open_device(
     name: &str,
     transfer: Transfer,
@@ -179,7 +178,7 @@ pub fn open_device(
         }
     }
     let known: Vec<&str> = PLATFORMS.iter().flat_map(Platform::names).collect();
-    let unknown = "this build has no such device; name one that it knows";
+    let unknown = "this build has no such device; use one of the known names";
     let unknown = Error::new(ErrorKind::Config, unknown).with("device", name);
     Err(unknown.with("known", known.join(", ")))
 }

@@ -1,24 +1,22 @@
-//! What a fork does: the child has no region, no arena and no device of its parent's.
+//! Effects of a fork: the child has no region, arena or device of its parent.
 //!
-//! Their memory is not mapped in a child, where something else may lie at its addresses, a lock of
-//! theirs may be held by a thread that the child does not have, and a vendor's library does not
-//! work there. So a fork handler raises a number by which whatever keeps an [`Origin`] sees that it
+//! In a child, their memory is not mapped and other memory may have its addresses; one of their
+//! locks may be held by a thread that the child does not have; and a vendor's library does not
+//! work. So a fork handler increments a number by which the owner of an [`Origin`] detects that it
 //! belongs to another process.
 //!
-//! A child would also inherit the descriptor that holds the lock of a registry file, and keep the
-//! lock after its parent was killed. So the handler closes the descriptors registered here. Files
-//! that are kept open are closed in the same way: a child that lives on would hold their space when
-//! they are removed.
+//! A child would also inherit the descriptor with the lock of a registry file, and keep the lock
+//! after its parent was killed. So the handler closes the descriptors registered here. Kept open
+//! files are closed in the same way: a child would hold their space after they are removed.
 //!
-//! Between the making of a descriptor or a mapping and the moment at which the handler knows of it,
-//! or the kernel that no child is to have it, a fork would slip through. So forks of this process
-//! wait while something is made or closed ([`hold_forks`]); where that takes calls on a file
-//! system, which may hang, it is asked afterwards whether there was a fork ([`forks`]), and made
-//! anew. Files that are kept open hold up no fork: their closing may hang, and what slips through
-//! costs a child one descriptor.
+//! A fork must not happen between the creation of a descriptor or mapping and its registration with
+//! the handler or the kernel. So forks of this process wait while one is created or closed
+//! ([`hold_forks`]). If that needs file-system calls, which may hang, the number of forks
+//! ([`forks`]) is compared afterwards instead, and after a fork the creation is repeated. Kept open
+//! files do not delay forks: their close may hang, and a missed one costs the child one descriptor.
 #![allow(
     unsafe_code,
-    reason = "a fork handler, which may only call what is safe after a fork"
+    reason = "a fork handler, which may only call functions that are safe after a fork"
 )]
 
 use std::cell::Cell;
@@ -29,22 +27,22 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 
 use ucm_core::{Error, ErrorKind, Result};
 
-/// Most such descriptors in one process: 256 for regions, the rest for files kept open.
+/// Most such descriptors in one process: 256 for regions, the rest for kept open files.
 const MOST: usize = 1024;
 const FREE: i32 = -1;
 
-/// Descriptors that a child must not keep.
+/// Descriptors that the handler closes in a child.
 static CLOSED_IN_CHILDREN: [AtomicI32; MOST] = [const { AtomicI32::new(FREE) }; MOST];
-/// How many forks lie between this process and the first that asked for an [`Origin`].
+/// Number of forks between this process and the first one that made an [`Origin`].
 static FORKS: AtomicU64 = AtomicU64::new(0);
-/// Whether the handlers are installed, or the error number that says why not.
+/// Whether the handlers are installed, or the error number of the failure.
 static HANDLER: OnceLock<i32> = OnceLock::new();
-/// A fork is under way, or somebody holds them up.
+/// True while a fork is under way or held up.
 static GATE: AtomicBool = AtomicBool::new(false);
-/// Forks that this process began.
+/// Number of forks of this process.
 static BEGUN: AtomicU64 = AtomicU64::new(0);
-/// Looks at the gate, and the time between two of them: a second in all, after which the rare leak
-/// is preferred.
+/// Polls of the gate, and their interval: a second in total, after which a rare leak is preferred
+/// to a wait.
 const LOOKS: u32 = 10_000;
 const BETWEEN: libc::timespec = libc::timespec {
     tv_sec: 0,
@@ -52,27 +50,27 @@ const BETWEEN: libc::timespec = libc::timespec {
 };
 
 thread_local! {
-    /// Whether the fork that this thread makes has the gate.
+    /// True if the current fork of this thread closed the gate.
     static HAS_GATE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Closes the gate; false when it stayed closed by another for too long. Safe in a fork handler.
+/// Closes the gate; false if another thread kept it closed for too long. Safe in a fork handler.
 fn close_gate() -> bool {
     for _ in 0..LOOKS {
         if !GATE.swap(true, Ordering::Acquire) {
             return true;
         }
-        // SAFETY: reads a constant; the time that was left is not asked for.
+        // SAFETY: reads a constant; the remaining time is not requested.
         unsafe { libc::nanosleep(&BETWEEN, std::ptr::null_mut()) };
     }
     false
 }
 
-/// Forks of this process wait until it is dropped.
+/// Forks of this process wait until this is dropped.
 pub(crate) struct NoForks(bool);
 
-/// Holds forks up: for a few short system calls on memory, never on a file system, and never twice
-/// on one thread. Gives up after a second: then a fork may come in between.
+/// Delays forks, for a few short system calls on memory. Never use it around file-system calls or
+/// twice on one thread. Gives up after a second: then a fork may happen in between.
 pub(crate) fn hold_forks() -> Result<NoForks> {
     Origin::this()?;
     Ok(NoForks(close_gate()))
@@ -86,8 +84,8 @@ impl Drop for NoForks {
     }
 }
 
-/// How many forks this process began, none of them being under way. Two equal answers: none came in
-/// between.
+/// Number of forks of this process while none is under way. Two equal results mean that no fork
+/// happened in between.
 pub(crate) fn forks() -> Result<u64> {
     let _still = hold_forks()?;
     Ok(BEGUN.load(Ordering::Relaxed))
@@ -110,25 +108,25 @@ extern "C" fn in_parent() {
 /// Runs in the child between fork and its return: atomics and close(2) only.
 extern "C" fn in_child() {
     HAS_GATE.with(|gate| gate.set(false));
-    GATE.store(false, Ordering::Release); // another thread that had it is not here
+    GATE.store(false, Ordering::Release); // the thread that had it does not exist here
     FORKS.fetch_add(1, Ordering::Relaxed);
     for entry in &CLOSED_IN_CHILDREN {
         let fd = entry.swap(FREE, Ordering::Relaxed);
         if fd != FREE {
-            // SAFETY: the descriptor was open in the parent (it is taken off this list before it is
-            // closed there), so it is open in the child, where nothing else uses it: its owner asks
-            // `Origin::here` first.
+            // SAFETY: the descriptor was open in the parent (it is removed from this list before it
+            // is closed there), so it is open in the child, where nothing else uses it: its owner
+            // checks `Origin::here` first.
             unsafe { libc::close(fd) };
         }
     }
 }
 
-/// The process something was made in.
+/// The process in which a value was made.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Origin(u64);
 
 impl Origin {
-    /// This process. Installs the fork handlers. `Io` when the system refuses them.
+    /// This process. Installs the fork handlers. `Io` if the system refuses them.
     pub(crate) fn this() -> Result<Self> {
         let install = || {
             // SAFETY: the handlers only touch atomics and a thread-local byte, sleep, and close
@@ -146,12 +144,12 @@ impl Origin {
         }
     }
 
-    /// Whether this is still the process it was made in.
+    /// True in the process in which it was made.
     pub(crate) fn here(self) -> bool {
         FORKS.load(Ordering::Relaxed) == self.0
     }
 
-    /// `Forked`, with this sentence, where it is not.
+    /// `Forked` with this message in another process.
     pub(crate) fn check(self, text: &'static str) -> Result<()> {
         if self.here() {
             return Ok(());
@@ -160,26 +158,26 @@ impl Origin {
     }
 }
 
-/// A descriptor that children of this process do not have.
+/// A descriptor that is closed in children of this process.
 #[derive(Debug)]
 pub struct OwnFd {
     fd: ManuallyDrop<OwnedFd>,
-    /// Its place on the list.
+    /// Its index in the list.
     at: usize,
     origin: Origin,
-    /// Whether forks wait while it is closed.
+    /// True if forks wait while it is closed.
     gated: bool,
 }
 
 impl OwnFd {
-    /// Puts the descriptor of a file that is kept open on the list. `Busy` when the process has too
-    /// many on it, `Io` when the system refuses the handlers; it is closed then.
+    /// Adds the descriptor of a kept open file to the list. `Busy` if the list is full, `Io` if the
+    /// system refuses the handlers; it is closed then.
     pub fn of_file(fd: OwnedFd) -> Result<Self> {
         Self::listed(fd, false)
     }
 
-    /// Puts an open descriptor on the list; forks are to be held up since it was opened. Errors as
-    /// of [`OwnFd::of_file`].
+    /// Adds an open descriptor to the list; the caller has held up forks since it was opened.
+    /// Errors as of [`OwnFd::of_file`].
     pub(crate) fn new(fd: OwnedFd) -> Result<Self> {
         Self::listed(fd, true)
     }
@@ -214,7 +212,7 @@ impl AsFd for OwnFd {
 
 impl Drop for OwnFd {
     fn drop(&mut self) {
-        // In a child it was closed and taken off, and number and place may be another's.
+        // In a child it was closed and removed, and its number and index may be in use again.
         if self.origin.here() {
             let _together = self.gated.then(|| NoForks(close_gate()));
             CLOSED_IN_CHILDREN[self.at].store(FREE, Ordering::Relaxed);
@@ -228,10 +226,10 @@ impl Drop for OwnFd {
 pub(crate) mod tests {
     use super::*;
 
-    /// Runs this in a forked child; 0 where it was true, otherwise what waitpid(2) says. It may use
-    /// memory, and no thread.
+    /// Runs this in a forked child. Returns 0 if it returned true, otherwise the status of
+    /// waitpid(2). It may use memory but no thread.
     pub(crate) fn in_child(test: impl FnOnce() -> bool) -> i32 {
-        // SAFETY: the child runs the test, and ends without what a process does at its end.
+        // SAFETY: the child runs the test and ends without exit handlers.
         let child = unsafe { libc::fork() };
         if child == 0 {
             // SAFETY: as above; a test that hangs ends by the alarm.

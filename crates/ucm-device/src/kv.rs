@@ -1,5 +1,5 @@
-//! Where the KV of a model lies: told once, so that a block is named by its number and not by its
-//! addresses.
+//! The layout of a model's KV, registered once, so that a block is named by its number and not by
+//! its addresses.
 #![allow(
     unsafe_code,
     reason = "the constructor is where a caller vouches for the addresses; everything after it is \
@@ -23,8 +23,8 @@ pub struct KvPiece {
     pub len: u64,
 }
 
-/// The pieces of a block, layer by layer and in the order of a layer's tensors, and how many blocks
-/// there are.
+/// The pieces of a block, layer by layer in the order of a layer's tensors, and the number of
+/// blocks.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct KvLayout {
     pieces: Vec<KvPiece>,
@@ -38,9 +38,8 @@ impl KvLayout {
     /// `InvalidInput` for a null address, a piece past the end of the address space, and pieces of
     /// neighbours that overlap.
     ///
-    /// # Safety
-    /// What [`DeviceSpan::new`] asks holds for every piece of a block from when a task names that
-    /// block until the task has ended.
+    /// # Safety The conditions of [`DeviceSpan::new`] hold for every piece of a block from the
+    /// moment a task names that block until the task has ended.
     pub unsafe fn new(pieces: Vec<KvPiece>, blocks: u64) -> Result<Self> {
         for (number, piece) in pieces.iter().enumerate() {
             let last = piece.stride.checked_mul(blocks.saturating_sub(1));
@@ -59,17 +58,17 @@ impl KvLayout {
         Ok(Self { pieces, blocks })
     }
 
-    /// How many pieces a block has.
+    /// Number of pieces of a block.
     pub fn pieces(&self) -> usize {
         self.pieces.len()
     }
 
-    /// How many blocks there are.
+    /// Number of blocks.
     pub fn blocks(&self) -> u64 {
         self.blocks
     }
 
-    /// Some pieces of a block; none of a block or piece that is not there.
+    /// Some pieces of a block; `None` if the block or a piece does not exist.
     pub fn spans(&self, block: u64, pieces: Range<usize>) -> impl Iterator<Item = DeviceSpan> {
         let some = self.pieces.get(pieces).filter(|_| block < self.blocks);
         some.unwrap_or_default().iter().map(move |piece| {

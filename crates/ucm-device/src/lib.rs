@@ -1,4 +1,4 @@
-//! Where KV lives: devices, streams, the host arena and its slots.
+//! The memory of KV: devices, streams, the host arena and its slots.
 //!
 //! `Device` hands out streams and arenas; a `Stream` moves bytes between device pieces
 //! ([`DeviceSpan`]) and slots of host memory. A [`SharedRegion`] is memory that other processes

@@ -1,33 +1,32 @@
-//! How much memory machine and container really have: what a cache of a given size is checked
-//! against at start.
+//! Memory of the machine and the container, against which the size of a cache is checked at start.
 //!
-//! The machine says it in `/proc/meminfo`. A container says it in its control groups, version 2
+//! The machine's figures are in `/proc/meminfo`. A container's are in its control groups, version 2
 //! (`memory.max`) or 1 (`memory.limit_in_bytes`): every group from the process's own up to the root
-//! of the mount may set a limit. What a group uses for files no one touched of late can be taken
-//! back, so it counts as free.
+//! of the mount may set a limit. A group's inactive file cache can be reclaimed, so it counts as
+//! free.
 
 use std::path::{Path, PathBuf};
 
 use ucm_core::{Error, ErrorKind, Result};
 
-/// Memory of the machine, or of the container where that is less.
+/// Memory of the machine, or of the container if that is less.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct MachineMemory {
-    /// Bytes that this process could have at the most.
+    /// Most bytes that this process can have.
     pub total: u64,
-    /// Bytes that can be had now without pushing others out.
+    /// Bytes available now without eviction of others.
     pub available: u64,
-    /// What sets `available`, in words for a message.
+    /// The limit behind `available`, as text for a message.
     pub limited_by: String,
 }
 
 impl MachineMemory {
-    /// As it is now. `Io` when the system does not say.
+    /// The current values. `Io` if the system does not report them.
     pub fn now() -> Result<Self> {
         Self::below(Path::new("/"))
     }
 
-    /// As the files below `root` say, laid out as below `/`.
+    /// The values in the files below `root`, which has the layout of `/`.
     pub fn below(root: &Path) -> Result<Self> {
         let path = root.join("proc/meminfo");
         let text = std::fs::read_to_string(&path).map_err(|error| {
@@ -44,13 +43,13 @@ impl MachineMemory {
         let total = field("MemTotal").ok_or_else(|| {
             Error::new(
                 ErrorKind::Io,
-                "the system does not say how much memory it has",
+                "the system does not report how much memory it has",
             )
             .with("path", path.display())
         })?;
         let mut memory = Self {
             total,
-            // A kernel before 3.14 does not estimate it.
+            // A kernel before 3.14 has no estimate.
             available: field("MemAvailable")
                 .or_else(|| field("MemFree"))
                 .unwrap_or(total)
@@ -69,13 +68,12 @@ impl MachineMemory {
         Ok(memory)
     }
 
-    /// Whether so many bytes can be had now; `Config` if not, with what there is.
+    /// Checks that `bytes` are available now; else `Config`, with the available amount.
     pub fn check(&self, key: &'static str, bytes: u64) -> Result<()> {
         if bytes <= self.available {
             return Ok(());
         }
-        let text =
-            format!("{key} is more than the memory that can be had now; lower it or free some");
+        let text = format!("{key} is more than the available memory; lower it or free some");
         Err(Error::new(ErrorKind::Config, text)
             .with(key, bytes)
             .with("available", self.available)
@@ -96,11 +94,11 @@ enum Version {
     Two,
 }
 
-/// A limit of version 1 that is none: the largest number of pages.
+/// "No limit" in version 1: the largest number of pages.
 const NO_LIMIT: u64 = 1 << 62;
 
 impl Group {
-    /// Its limit, and what is left of it.
+    /// Its limit, and the unused part of it.
     fn limit(&self) -> Option<(u64, u64)> {
         let (limit, used, idle) = match self.version {
             Version::One => (
@@ -133,8 +131,8 @@ impl Group {
 }
 
 /// Every group that this process is in, with its ancestors. In a container the path may be the
-/// host's, of which only the end, or nothing, is mounted: what is not there sets no limit, and the
-/// root of the mount is always looked at.
+/// host's, of which only the end, or nothing, is mounted: missing groups set no limit, and the root
+/// of the mount is always read.
 fn groups(root: &Path) -> Vec<Group> {
     let text = std::fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
     let mount = root.join("sys/fs/cgroup");
@@ -183,7 +181,7 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
-    /// A tree of files as below `/`: a machine of 64 GiB, 48 of them available.
+    /// A tree of files with the layout of `/`: a machine with 64 GiB, 48 of them available.
     fn tree(files: &[(&str, &str)]) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         let meminfo =

@@ -1,13 +1,13 @@
-//! Memory of a device that ucm took itself; the KV of a model is never of this kind.
+//! Device memory allocated by ucm; the KV of a model is never of this kind.
 
 use std::any::Any;
 use std::fmt;
 
-/// Some bytes of a device, given back when this is dropped. Nothing may use them any more then.
+/// Some bytes of a device, freed on drop. Nothing may use them at that time.
 pub struct DeviceMemory {
     address: u64,
     len: usize,
-    /// Gives them back when it is dropped.
+    /// Frees them on drop.
     _owner: Box<dyn Any + Send + Sync>,
 }
 

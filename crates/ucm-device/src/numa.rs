@@ -1,5 +1,5 @@
-//! Memory near a device: on a machine of several nodes a device reaches the memory of its own node
-//! faster.
+//! Memory near a device: on a machine with several nodes, a device reaches the memory of its own
+//! node faster.
 #![allow(unsafe_code, reason = "a system call that has no safe form")]
 
 use std::ffi::c_void;
@@ -7,14 +7,14 @@ use std::path::Path;
 
 use tracing::debug;
 
-/// Where Linux describes the machine.
+/// Linux's description of the machine.
 const SYSFS: &str = "/sys";
 
-/// Words of a set of nodes: as many nodes as Linux can have.
+/// Words of a set of nodes, for the most nodes that Linux supports.
 const WORDS: usize = 1024 / 64;
 
-/// The node of the device at this address of the PCI bus (`0000:3B:00.0`). `None` where the machine
-/// has one node only, or does not say.
+/// The node of the device at this address of the PCI bus (`0000:3B:00.0`). `None` if the machine
+/// has one node only, or does not report it.
 pub(crate) fn node_of(pci: &str) -> Option<u32> {
     node_in(Path::new(SYSFS), pci)
 }
@@ -32,8 +32,8 @@ fn node_in(sysfs: &Path, pci: &str) -> Option<u32> {
     (node < 64 * WORDS as u32).then_some(node)
 }
 
-/// Lets pages of a mapping that are first touched from now on come from this node as long as it has
-/// any.
+/// Makes pages of a mapping that are first touched from now on come from this node, as long as it
+/// has any.
 ///
 /// # Safety
 /// The range is whole pages of one mapping of this process.
@@ -57,7 +57,7 @@ pub(crate) unsafe fn prefer(start: *mut c_void, len: usize, node: u32) {
         )
     };
     if answer != 0 {
-        // A container may forbid it: then memory comes from where the thread runs.
+        // A container may forbid it: then memory comes from the thread's node.
         debug!(node, error = %std::io::Error::last_os_error(), "memory near the device cannot be \
         asked for");
     }
@@ -102,7 +102,7 @@ mod tests {
         );
     }
 
-    /// Whether or not the machine has the node, and lets us ask for it.
+    /// Independent of whether the machine has the node and permits the call.
     #[test]
     fn memory_is_had_where_the_preferred_node_has_none() {
         for node in [0, 1000] {

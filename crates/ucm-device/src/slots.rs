@@ -1,11 +1,9 @@
-//! Fixed-size leases of arena memory. A slot goes back to its pool when it is dropped, whichever
-//! thread holds it: so a slot that lives inside a system call that never returns is quarantined by
-//! that alone, and comes back if the call does.
+//! Fixed-size leases of arena memory. A slot returns to its pool when it is dropped, on any thread.
+//! So a slot inside a hanging system call is out of use until the call returns.
 //!
-//! A lease is a promise at first: which memory it has is decided when its bytes are first asked
-//! for, and then it is the memory that came back last. So a batch that leases all its slots at once
-//! and fills one after the other goes through the few that a processor's caches hold, and not once
-//! through all there are.
+//! A lease gets its memory only when its bytes are first used, and then the most recently returned
+//! one. So a batch that leases all its slots at once and fills them in turn reuses the few that are
+//! in the processor's caches, instead of passing once through the whole arena.
 #![allow(
     unsafe_code,
     reason = "turns a leased range of the arena into a slice; the lease is unique"
@@ -20,7 +18,7 @@ use ucm_core::{Error, PAGE, Result, round_up};
 
 use crate::arena::HostArena;
 
-/// What a pool calls after a slot came back.
+/// Callback of a pool after a slot was returned.
 type ReleaseHook = Box<dyn Fn() + Send + Sync>;
 
 /// A pool of equal slots cut from one range of an arena.
@@ -48,11 +46,12 @@ pub struct SlotPool {
     on_release: OnceLock<ReleaseHook>,
 }
 
-/// What no one uses yet.
+/// The free slots.
 struct Free {
-    /// The last returned on top: its bytes are likeliest still in the processor's caches.
+    /// The most recently returned on top: its bytes are most likely still in the processor's
+    /// caches.
     places: Vec<u32>,
-    /// How many of them are leased already; never more than there are.
+    /// Number of leases without memory yet; at most the free ones.
     promised: usize,
 }
 
@@ -63,16 +62,16 @@ impl Free {
 }
 
 impl SlotPool {
-    /// Cuts all that is left of `arena` into slots of `slot_len` bytes (rounded up to 4096, so that
-    /// each is fit for direct I/O). `InvalidInput` when not even one fits.
+    /// Cuts the rest of `arena` into slots of `slot_len` bytes (rounded up to 4096, for direct
+    /// I/O). `InvalidInput` if not even one fits.
     pub fn new(arena: Arc<HostArena>, slot_len: usize) -> Result<Arc<Self>> {
         let stride = Self::stride(slot_len)?;
         let slots = arena.unclaimed() / stride;
         Self::with_slots(arena, slot_len, slots)
     }
 
-    /// Cuts `slots` slots from what is left of `arena`. `InvalidInput` when they do not fit or
-    /// there would be none.
+    /// Cuts `slots` slots from the rest of `arena`. `InvalidInput` if they do not fit or the number
+    /// is zero.
     pub fn with_slots(arena: Arc<HostArena>, slot_len: usize, slots: usize) -> Result<Arc<Self>> {
         let stride = Self::stride(slot_len)?;
         let no_room = || {
@@ -91,7 +90,7 @@ impl SlotPool {
             start: range.start,
             slot_len: stride,
             capacity: slots,
-            // Descending, so that the first slots are handed out first.
+            // Descending, so that the first slots are used first.
             free: Mutex::new(Free {
                 places: (0..count).rev().collect(),
                 promised: 0,
@@ -108,13 +107,13 @@ impl SlotPool {
         Ok(round_up(slot_len as u64, PAGE) as usize)
     }
 
-    /// A free slot, or `None`. Its bytes are whatever its last holder left (zero at first).
+    /// A free slot, or `None`. Its bytes are those of its last owner (zero at first).
     pub fn try_acquire(self: &Arc<Self>) -> Option<Slot> {
         self.try_acquire_above(0)
     }
 
-    /// A free slot, but only if at least `reserved` stay free after it was taken: how the part of
-    /// the slots that is never given to dumps is kept.
+    /// A free slot, but only if at least `reserved` others stay free. This keeps a part of the
+    /// slots away from dumps.
     pub fn try_acquire_above(self: &Arc<Self>, reserved: usize) -> Option<Slot> {
         let mut free = self.free.lock();
         if free.unpromised() <= reserved {
@@ -132,12 +131,12 @@ impl SlotPool {
         self.capacity
     }
 
-    /// Number of free slots at this moment.
+    /// Current number of free slots.
     pub fn available(&self) -> usize {
         self.free.lock().unpromised()
     }
 
-    /// Number of leased slots at this moment, those inside stuck operations included.
+    /// Current number of leased slots, including those in stuck operations.
     pub fn out(&self) -> usize {
         self.capacity - self.available()
     }
@@ -152,8 +151,8 @@ impl SlotPool {
         &self.arena
     }
 
-    /// Sets, once, what is called after a slot came back, on the thread that dropped it and with no
-    /// lock held; it must not block. `false` when there is one already.
+    /// Sets, once, the callback after a slot was returned. It runs on the thread that dropped the
+    /// slot, without a lock held, and must not block. `false` if one is set already.
     pub fn on_release(&self, hook: impl Fn() + Send + Sync + 'static) -> bool {
         self.on_release.set(Box::new(hook)).is_ok()
     }
@@ -181,11 +180,10 @@ impl fmt::Debug for SlotPool {
     }
 }
 
-/// The lease of one slot. It keeps its pool and the memory alive and gives the slot back when
-/// dropped.
+/// The lease of one slot. It keeps its pool and the memory alive and returns the slot on drop.
 pub struct Slot {
     pool: Arc<SlotPool>,
-    /// Its number in the pool, once its bytes were asked for.
+    /// Its number in the pool, after its bytes were first used.
     place: OnceLock<u32>,
 }
 
@@ -198,8 +196,8 @@ impl Slot {
 
     /// The bytes, for reading.
     pub fn as_slice(&self) -> &[u8] {
-        // SAFETY: the range belongs to this pool (claimed once) and to this lease (its place left
-        // the free list for it alone and returns only in drop); mapped zeroed, so always
+        // SAFETY: the range belongs to this pool (claimed once) and to this lease (its number left
+        // the free list for this lease only and returns in drop); mapped zeroed, so always
         // initialised; borrowed with `self`.
         unsafe { std::slice::from_raw_parts(self.pool.address(self.place()), self.pool.slot_len) }
     }
@@ -217,7 +215,7 @@ impl Slot {
         &self.pool
     }
 
-    /// Its number in the pool, 0 to capacity - 1; from now on it has that memory.
+    /// Its number in the pool, 0 to capacity - 1. Assigns its memory if it has none.
     pub fn index(&self) -> usize {
         self.place() as usize
     }
@@ -253,21 +251,21 @@ impl fmt::Debug for Slot {
     }
 }
 
-/// Host memory owned by one operation until that operation has really ended: a slot of the arena,
-/// or ordinary memory for small things (documents, headers).
+/// Host memory owned by one operation until that operation has ended: a slot of the arena, or
+/// ordinary memory for small data (documents, headers).
 #[derive(Debug)]
 pub enum HostBuf {
-    /// A slot, aligned to 4096 and so fit for direct I/O.
+    /// A slot, aligned to 4096 for direct I/O.
     Slot(Slot),
-    /// Ordinary memory; its length is its capacity to hold bytes. Never used for direct I/O.
+    /// Ordinary memory; its length is its capacity. Never used for direct I/O.
     Heap(Vec<u8>),
 }
 
 impl HostBuf {
-    /// Its length in bytes. Of a slot nothing else is asked, so it may still have no memory.
+    /// Its length in bytes. Does not assign memory to a slot.
     #[allow(
         clippy::len_without_is_empty,
-        reason = "nothing asks whether it is empty"
+        reason = "an emptiness check is not needed"
     )]
     pub fn len(&self) -> usize {
         match self {
@@ -367,7 +365,10 @@ mod tests {
     fn a_batch_of_leases_goes_through_the_memory_that_came_back_last() {
         let pool = pool(4);
         let batch: Vec<_> = (0..4).map(|_| pool.try_acquire().unwrap()).collect();
-        assert!(pool.try_acquire().is_none(), "what is promised is taken");
+        assert!(
+            pool.try_acquire().is_none(),
+            "a lease without memory counts"
+        );
         let used: Vec<_> = batch
             .into_iter()
             .map(|mut slot| {
@@ -379,11 +380,7 @@ mod tests {
         let (one, two) = (pool.try_acquire().unwrap(), pool.try_acquire().unwrap());
         assert_ne!(one.index(), two.index());
         drop((one, two, pool.try_acquire()));
-        assert_eq!(
-            pool.available(),
-            4,
-            "also that of which nobody asked for the bytes"
-        );
+        assert_eq!(pool.available(), 4, "also one whose bytes were never used");
     }
 
     #[test]

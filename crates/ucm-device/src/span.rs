@@ -1,5 +1,4 @@
-//! The name of a piece of device memory: an address and a length, vouched for once by the caller
-//! that makes it.
+//! The name of a piece of device memory: an address and a length. Its maker vouches for it once.
 #![allow(
     unsafe_code,
     reason = "the constructor is where a caller vouches for an address; everything after it is safe"
@@ -20,11 +19,10 @@ pub struct DeviceSpan {
 impl DeviceSpan {
     /// Names `len` bytes at `addr`.
     ///
-    /// # Safety
-    /// Until every task and stream operation that names this span (or a part or copy of it) has
-    /// ended, the memory must stay mapped, readable and (when it is the target of a scatter or
-    /// copy) writable, no one may write to it while it is read or touch it while it is written, and
-    /// no Rust reference to it may be in use meanwhile.
+    /// # Safety Until every task and stream operation that names this span (or a part or copy of
+    /// it) has ended, the memory must stay mapped, readable and, as the target of a scatter or
+    /// copy, writable. Nothing may write to it while it is read or access it while it is written,
+    /// and no Rust reference to it may be in use.
     pub const unsafe fn new(addr: u64, len: u64) -> Self {
         Self { addr, len }
     }
@@ -58,13 +56,12 @@ impl DeviceSpan {
         }
     }
 
-    /// Whether the span can be used at all: no null address unless empty, no end past the address
-    /// space.
+    /// True if the span is valid: no null address unless empty, no end past the address space.
     pub(crate) const fn is_sound(self) -> bool {
         self.is_empty() || (self.addr != 0 && self.addr.checked_add(self.len).is_some())
     }
 
-    /// The same, with what is wrong.
+    /// The same as an error.
     pub(crate) fn check(self) -> Result<()> {
         if self.is_sound() {
             return Ok(());
@@ -77,7 +74,7 @@ impl DeviceSpan {
     }
 }
 
-/// One fragment of a gather or scatter: a device piece and where it lies in the host buffer.
+/// One fragment of a gather or scatter: a device piece and its offset in the host buffer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Piece {
     /// Offset in the host buffer, in bytes.
@@ -86,16 +83,15 @@ pub struct Piece {
     pub span: DeviceSpan,
 }
 
-/// `len` bytes at `addr` in this process's memory, which belong to no one that this crate knows.
+/// `len` bytes at `addr` in this process's memory, outside of this crate's ownership.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct HostSpan(DeviceSpan);
 
 impl HostSpan {
     /// Names `len` bytes at `addr`.
     ///
-    /// # Safety
-    /// What [`DeviceSpan::new`] asks, of this process's memory; and where the span is registered
-    /// with a device, the memory stays mapped until that has ended.
+    /// # Safety The conditions of [`DeviceSpan::new`], for this process's memory. If the span is
+    /// registered with a device, the memory stays mapped until the registration has ended.
     pub const unsafe fn new(addr: u64, len: u64) -> Self {
         Self(DeviceSpan { addr, len })
     }

@@ -1,11 +1,11 @@
-//! How bytes go between a device and the host, and which way.
+//! Methods and directions of transfers between a device and the host.
 
 use ucm_core::{Error, ErrorKind, Result};
 
 /// Which copies to use.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Transfer {
-    /// What is cheapest by what was measured of the device.
+    /// The cheapest method by the device's measured costs.
     #[default]
     Auto,
     /// Plain copies, one for each run of bytes.
@@ -17,7 +17,7 @@ pub enum Transfer {
 }
 
 impl Transfer {
-    /// By the word of a configuration; `Config` for another.
+    /// Parses the value of the configuration key; `Config` for any other text.
     pub fn from_word(word: &str) -> Result<Self> {
         match word {
             "auto" => Ok(Self::Auto),
@@ -35,8 +35,8 @@ impl Transfer {
 /// Which way bytes go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Direction {
-    /// From the host to the device: what a load does.
+    /// From the host to the device: a load.
     ToDevice,
-    /// From the device to the host: what a dump does.
+    /// From the device to the host: a dump.
     ToHost,
 }

@@ -1,5 +1,4 @@
-//! Devices of CUDA over the software driver: right bytes by every method, order, failures, what is
-//! left behind.
+//! Devices of CUDA over the software driver: correct bytes by every method, order, failures, leaks.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
 use std::sync::Arc;
@@ -47,7 +46,7 @@ fn place(memory: &Memory, piece: &Piece) -> usize {
     (piece.span.addr() - memory.address) as usize
 }
 
-/// What a gather should give.
+/// Expected result of a gather.
 fn gathered(pieces: &[Piece], memory: &Memory, device: &[u8], host: &[u8]) -> Vec<u8> {
     let mut host = host.to_vec();
     for piece in pieces {
@@ -57,7 +56,7 @@ fn gathered(pieces: &[Piece], memory: &Memory, device: &[u8], host: &[u8]) -> Ve
     host
 }
 
-/// What a scatter should leave on the device.
+/// Expected bytes on the device after a scatter.
 fn scattered(pieces: &[Piece], memory: &Memory, device: &[u8], host: &[u8]) -> Vec<u8> {
     let mut device = device.to_vec();
     for piece in pieces {
@@ -145,7 +144,8 @@ fn copies_between_places_on_the_device_do_not_overlap() {
     assert_eq!(overlap.kind(), ErrorKind::InvalidInput);
 }
 
-/// The caller's stream writes what is gathered; the copy begins when its event is done, or never.
+/// The caller's stream writes the source of the gather; the copy begins when its event is done, or
+/// never.
 #[test]
 fn a_copy_waits_for_the_callers_event_and_not_longer_than_it_may() {
     let driver = Driver::load();
@@ -176,8 +176,8 @@ fn a_copy_waits_for_the_callers_event_and_not_longer_than_it_may() {
     );
 }
 
-/// Each call that a copy makes fails once, the first and later ones: the copy fails or is right,
-/// the next one is right, and nothing is left behind.
+/// Each call of a copy fails once, the first and later ones: the copy fails or is correct, the next
+/// one is correct, and nothing leaks.
 #[test]
 fn a_call_that_fails_costs_one_copy_and_leaves_nothing() {
     const FAILING: [&str; 11] = [
@@ -211,7 +211,7 @@ fn a_call_that_fails_costs_one_copy_and_leaves_nothing() {
             let (bytes, host) = (random.bytes(memory.len), random.bytes(slot.len()));
             memory.fill(&bytes);
             slot.as_mut_slice().copy_from_slice(&host);
-            // The lane that there is is not used again: what makes another can fail too.
+            // The existing lane is not used again; creating another can fail too.
             driver.fail("cuStreamSynchronize", 1, 999);
             gather(&mut *stream, &[], &mut []).unwrap_err();
             let made = driver.calls(function);
@@ -232,7 +232,8 @@ fn a_call_that_fails_costs_one_copy_and_leaves_nothing() {
         };
         for number in 0..FAILING.len() {
             for nth in 1..4 {
-                // Each on a thread of its own: one whose context could not be taken back keeps it.
+                // Each on a thread of its own: a thread whose context could not be restored keeps
+                // it.
                 std::thread::scope(|scope| {
                     scope.spawn(|| fails_once(number, nth));
                 });
@@ -243,7 +244,7 @@ fn a_call_that_fails_costs_one_copy_and_leaves_nothing() {
     assert_eq!(left(&driver), before);
 }
 
-/// To free memory of a device makes some drivers wait for all that goes on there.
+/// On some drivers, freeing device memory waits for all work on the device.
 #[test]
 fn a_device_is_opened_with_one_set_of_buffers() {
     const CALLS: [&str; 4] = [
@@ -260,7 +261,7 @@ fn a_device_is_opened_with_one_set_of_buffers() {
     let since = |before: [u64; 4], after: [u64; 4]| -> [u64; 4] {
         std::array::from_fn(|i| after[i] - before[i])
     };
-    // Those of the first lane are kept for it.
+    // The allocations of the first lane are kept.
     assert_eq!(since(before, opened), [3, 1, 2, 1]);
     let memory = driver.memory(1 << 20);
     let memory_taken = count();
@@ -275,7 +276,7 @@ fn a_device_is_opened_with_one_set_of_buffers() {
     assert_eq!(
         since(memory_taken, count()),
         [0; 4],
-        "copies take and free nothing"
+        "copies allocate and free nothing"
     );
     drop(device);
     assert_eq!(since(memory_taken, count()), [0, 2, 0, 1]);

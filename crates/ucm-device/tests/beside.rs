@@ -1,5 +1,5 @@
-//! What else the process does with its devices: it captures graphs, and its threads have devices
-//! and contexts of their own.
+//! Other uses of devices in the process: graph captures, and threads with devices and contexts of
+//! their own.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 #![allow(unsafe_code, reason = "names memory of the test's own")]
 
@@ -12,7 +12,7 @@ use ucm_infra::begin_thread;
 
 const DEVICES: [&str; 5] = ["cuda", "hip", "musa", "maca", "ascend"];
 
-/// All that is done with a device: opened, used in every way, closed.
+/// Opens a device, uses it in every way, closes it.
 fn everything(memory: &Memory, name: &str, event: u64) {
     let content = Random::new(5).bytes(memory.len);
     memory.fill(&content);
@@ -46,7 +46,7 @@ fn everything(memory: &Memory, name: &str, event: u64) {
             .unwrap();
         let mut own = vec![0_u8; 3 * 4096];
         let first = own.as_mut_ptr().expose_provenance().next_multiple_of(4096) as u64;
-        // SAFETY: inside the vector, which is there until the registration and the copy have ended.
+        // SAFETY: inside the vector, which lives until the registration and the copy have ended.
         let span = unsafe { HostSpan::new(first, 4096) };
         let registered = device.register(span).unwrap();
         stream
@@ -73,8 +73,8 @@ fn a_graph_that_a_thread_captures_is_not_disturbed_and_disturbs_nothing() {
     }
 }
 
-/// What a thread had current, it has current again, also nothing: torch takes the device of what is
-/// current.
+/// A thread's previous context, or none, is current again: torch uses the device of the current
+/// context.
 #[test]
 fn a_thread_keeps_the_context_that_it_had() {
     let driver = Driver::load();
@@ -96,8 +96,8 @@ fn use_device(name: &str) {
     copy_on(&*device);
 }
 
-/// A thread of the caller's keeps its device. One of ours does not go back to the first device,
-/// which no one asked for: on some runtimes that takes memory there.
+/// A thread of the caller keeps its device. A thread of ours does not switch back to the first
+/// device, which on some runtimes would allocate memory there.
 #[test]
 fn threads_of_the_caller_keep_their_device_and_ours_take_no_other() {
     type Get = (&'static CStr, &'static CStr, &'static str);

@@ -1,5 +1,5 @@
-//! A context that is broken for good: every later call is an error at once, and everything can be
-//! closed. In a process of its own, whose contexts stay broken.
+//! A context that is broken for good: every later call fails at once, and everything can be closed.
+//! In a process of its own, because its contexts stay broken.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 #![allow(unsafe_code, reason = "names memory that is not there")]
 
@@ -14,7 +14,7 @@ use ucm_infra::SystemClock;
 
 const LEN: usize = 1 << 16;
 
-/// Everything that a broken device is asked for fails, and none of it hangs.
+/// Every call on a broken device fails, and none hangs.
 fn all_fail(
     name: &str,
     device: &Arc<dyn Device>,
@@ -44,11 +44,11 @@ fn all_fail(
         let text = failure.unwrap().to_string();
         assert!(text.contains(answer), "{name}, {number}: {text}");
     }
-    // Host memory is had all the same.
+    // Host memory is still available.
     device.make_arena(LEN, ArenaOptions::default()).unwrap();
 }
 
-/// A slot that is gathered into while the device does not go on, until its context is broken.
+/// A gather into a slot on a stopped device, until its context is broken.
 fn broken_meanwhile(
     driver: &Driver,
     device: &dyn Device,
@@ -81,7 +81,7 @@ fn a_broken_context_fails_every_call_at_once_and_closes() {
     {
         let device = open_named(name, Transfer::Sm);
         let memory = device.allocate(LEN).unwrap();
-        // SAFETY: the memory is there until the end.
+        // SAFETY: the memory lives until the end.
         let page = unsafe { DeviceSpan::new(memory.address(), LEN as u64) };
         let mut stream = device.make_stream().unwrap();
         let mut host = slot(&*device, LEN);
@@ -92,8 +92,8 @@ fn a_broken_context_fails_every_call_at_once_and_closes() {
         )
         .unwrap();
         let answer = if number == 0 {
-            // By a kernel of ours that leaves its memory.
-            // SAFETY: no one's memory is there: that is what it is for.
+            // By a kernel of ours that accesses unmapped memory. SAFETY: no memory is mapped there,
+            // which is the purpose.
             let wild = unsafe { DeviceSpan::new(memory.address() + (1 << 40), 64) };
             let pieces = [Piece { at: 0, span: wild }];
             gather(&mut *stream, &pieces, host.as_mut_slice()).unwrap_err();

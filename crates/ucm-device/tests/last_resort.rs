@@ -1,6 +1,6 @@
-//! Ways of copying that give wrong bytes: each is found out when the device is opened, said and not
-//! used; the next one is taken, down to plain copies, and where those are wrong too there is no
-//! device.
+//! Copy methods with wrong bytes: each is detected at the opening of the device, logged and not
+//! used. The next method is used instead, down to plain copies; if those are wrong too, the device
+//! is refused.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
 use std::ffi::CStr;
@@ -21,9 +21,9 @@ const TO_DEVICE: &CStr = c"cuMemcpyHtoDAsync_v2";
 const TO_HOST: &CStr = c"cuMemcpyDtoHAsync_v2";
 const PLAIN: [&str; 2] = ["cuMemcpyHtoD_v2", "cuMemcpyDtoH_v2"];
 
-/// The methods that were switched off since this was last asked, by the lines of the log.
+/// The methods disabled since the last call, by the log.
 fn said() -> Vec<String> {
-    let records = log::take(0).into_iter(); // what is said for no store
+    let records = log::take(0).into_iter(); // records without a store
     let wrong = records.filter(|it| it.message.contains("wrong on this device"));
     let mut said: Vec<String> = wrong
         .map(|it| {
@@ -43,8 +43,8 @@ fn said() -> Vec<String> {
     said
 }
 
-/// Moves small and large pieces there and back by a device on which these are wrong; how many plain
-/// copies were made each way.
+/// Moves small and large pieces in both directions by a device on which these methods are wrong;
+/// returns the number of plain copies in each direction.
 fn moves(driver: &Driver, transfer: Transfer, wrong: &[&CStr]) -> [u64; 2] {
     let memory = driver.memory(3 << 20);
     wrong.iter().for_each(|name| driver.corrupt(name));
@@ -108,7 +108,7 @@ fn a_method_that_is_wrong_is_said_and_the_next_one_taken() {
         let run = |wrong: &[&CStr], off: &[&str]| {
             let plain = moves(&driver, transfer, wrong);
             if transfer == Transfer::Auto {
-                assert_eq!(said(), off); // the log takes so many lines a minute
+                assert_eq!(said(), off); // the log limits lines a minute
             }
             plain
         };
@@ -122,12 +122,12 @@ fn a_method_that_is_wrong_is_said_and_the_next_one_taken() {
             run(&[c"ucm_gather", c"ucm_scatter", c"ucm_batch"], &kernels),
             [0, 0]
         );
-        // Copies of streams to the host: kernels that write there are left, and plain copies for
-        // what they do not take.
+        // Copies of streams to the host are wrong: kernels that write there remain, and plain
+        // copies for the rest.
         let plain = run(&[TO_HOST], &["dma ToHost", "staging ToHost"]);
-        let alone = transfer == Transfer::Dma; // every piece goes alone
+        let alone = transfer == Transfer::Dma; // every piece by itself
         assert_eq!((plain[0], plain[1] > 0), (0, alone), "{transfer:?}");
-        // And to the device: descriptors of kernels go there too.
+        // And to the device, which also affects descriptors of kernels.
         let to_device = [&["dma ToDevice"], kernels.as_slice()].concat();
         assert_eq!(run(&[TO_DEVICE], &to_device), [101, 0], "a piece each");
         let all = [&["dma ToDevice", "dma ToHost"], kernels.as_slice()].concat();
@@ -163,7 +163,7 @@ fn runtimes_of_other_vendors_have_plain_copies_too() {
         ("ascend", ["aclrtMemcpy", "aclrtMemcpyAsync"]),
     ];
     for (name, calls) in names {
-        // What is wrong is so for every vendor: the copies below their names are the same.
+        // The faults apply to every vendor: the copies below their names are the same.
         [TO_DEVICE, TO_HOST]
             .iter()
             .for_each(|name| driver.corrupt(name));
@@ -194,7 +194,7 @@ fn runtimes_of_other_vendors_have_plain_copies_too() {
     }
 }
 
-/// By a kernel where that is right; else nothing is copied.
+/// By a kernel if that is correct; else nothing is copied.
 #[test]
 fn copies_on_the_device_that_are_wrong_are_not_used() {
     const ON_DEVICE: &CStr = c"cuMemcpyDtoDAsync_v2";

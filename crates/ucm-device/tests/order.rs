@@ -1,6 +1,5 @@
-//! Order, over streams that are held or lag. Memory that queued work needs stays as it is,
-//! transfers stay within the memory that they may use, and a copy begins after all events that it
-//! waits for.
+//! Order, over streams that are held or lag. Memory of queued work stays unchanged, transfers stay
+//! within their memory, and a copy begins after all its events.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
 use std::sync::mpsc;
@@ -20,7 +19,7 @@ const PART: usize = 64 * MIB;
 /// Bytes that are staged at once.
 const STAGED: usize = 8 * MIB;
 
-/// Every device with the call that asks whether an event is done.
+/// Every device with its call that queries an event.
 const DEVICES: [(&str, &str); 5] = [
     ("cuda", "cuEventQuery"),
     ("hip", "hipEventQuery"),
@@ -44,7 +43,7 @@ fn pieces(memory: &Memory, at: usize, lens: &[usize], gaps: [usize; 2]) -> Vec<P
 }
 
 /// Copies pieces from their places in `from` to their places in `into`: from the device to the host
-/// if `to_host`. Of the host buffer the bytes from `first` on are given.
+/// if `to_host`. The slice of the host buffer begins at its byte `first`.
 fn moved(
     pieces: &[Piece],
     memory: &Memory,
@@ -68,7 +67,7 @@ fn moved(
 }
 
 /// Gathers and scatters pieces of a slot, which lie behind its byte `first`. The streams are held
-/// at first and lag then.
+/// at first and then lag.
 fn move_held(
     driver: &Driver,
     name: &str,
@@ -103,7 +102,7 @@ fn move_held(
         assert!(memory.bytes() == right, "{what}: scattered");
     }
     driver.jitter(1, 0);
-    // A way that was found to be wrong when the device was opened would not be used.
+    // A method found wrong at the opening of the device would not be used.
     if matches!(transfer, Transfer::Sm | Transfer::Staging) {
         assert!(
             driver.calls("cuLaunchKernel") >= launched + 4,
@@ -195,7 +194,7 @@ fn transfers_respect_the_parts_that_host_memory_is_pinned_in() {
                 assert_eq!(
                     driver.live(REGISTRATIONS),
                     registered,
-                    "{name}: all is let go"
+                    "{name}: everything is released"
                 );
             }
         }
@@ -251,11 +250,10 @@ fn a_stream_waits_for_every_event_that_it_was_given() {
             driver.jitter(first as u64 + 1, 300);
             callers[first].go();
             callers[first].synchronize();
-            // One query may still be of the event that is done. Further ones are of the other
-            // event.
+            // One query may still be of the completed event. Further ones are of the other event.
             let before = driver.calls(asked);
             let mut early = None;
-            eventually("the other event is asked about", || {
+            eventually("the other event is queried", || {
                 early = early.take().or_else(|| told.try_recv().ok());
                 early.is_some() || driver.calls(asked) > before + 2
             });

@@ -1,5 +1,5 @@
-//! When work is over: nothing that the device may still read or write is given back before,
-//! whatever the driver answers, and no wait that has a deadline is longer.
+//! The end of work: memory that the device may still access is not released before, whatever the
+//! driver returns, and no wait exceeds its deadline.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
 use std::sync::{Arc, mpsc};
@@ -13,7 +13,7 @@ use ucm_core::{ErrorKind, Result};
 use ucm_device::{Piece, Transfer, open_device};
 use ucm_infra::{Clock, ManualClock};
 
-/// A device, and what it calls to wait for a stream, to ask it, and to be current on a thread.
+/// A device, with its calls to wait for a stream, to query it, and to become current on a thread.
 const CALLS: [(&str, [&str; 3]); 5] = [
     (
         "cuda",
@@ -52,8 +52,8 @@ fn whole(memory: &Memory) -> [Piece; 1] {
     }]
 }
 
-/// Gathers while no stream goes on, with the calls that fail; lets them go on once `asked` was
-/// called often. The gather has not returned before, and what it gave is told.
+/// Gathers while all streams are held, with failing calls; releases them after several calls of
+/// `asked`. Checks that the gather did not return before, and returns its result.
 fn gather_held(driver: &Driver, name: &str, asked: &str, fails: impl FnOnce()) -> Result<()> {
     let memory = driver.memory(4096);
     memory.fill(&[1; 4096]);
@@ -70,12 +70,12 @@ fn gather_held(driver: &Driver, name: &str, asked: &str, fails: impl FnOnce()) -
     std::thread::scope(|scope| {
         scope.spawn(|| {
             let result = gather(&mut *stream, &whole(&memory), slot.as_mut_slice());
-            // Whatever comes now is somebody else's.
+            // Later bytes would belong to another owner.
             slot.as_mut_slice().fill(7);
             tell.send(result).unwrap();
         });
         let returned = || told.try_recv().ok();
-        eventually("it is asked whether it is over", || {
+        eventually("its end is queried", || {
             assert!(
                 returned().is_none(),
                 "{name}: while the device could still write"
@@ -110,14 +110,14 @@ fn a_wait_that_fails_says_nothing_of_the_work() {
         };
         let error = gather_held(&driver, name, ask, waits_fail).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Io, "{error}");
-        // The first is of the copy; then it cannot even be asked.
+        // The first is of the copy; then not even the query works.
         let error =
             gather_held(&driver, name, ask, || driver.fail_times(bind, 2, 5, 999)).unwrap_err();
         assert!(error.to_string().contains(bind), "{error}");
     }
 }
 
-/// Where plain copies alone are right, and the memory is no one's that the device knows.
+/// With only plain copies correct, and memory unknown to the device.
 #[test]
 fn a_plain_copy_is_over_when_its_bytes_are_there() {
     let driver = Driver::load();
@@ -182,7 +182,7 @@ fn a_device_that_does_not_answer_is_not_waited_for() {
     }
 }
 
-/// Its caller may drop it when the deadline is over.
+/// Its caller may drop it after the deadline.
 #[test]
 fn a_callers_event_is_not_asked_about_at_its_deadline() {
     let driver = Driver::load();
@@ -215,7 +215,7 @@ fn a_callers_event_is_not_asked_about_at_its_deadline() {
     event.wait(None).unwrap();
 }
 
-/// Each lane has memory on the device, up to a few; what is more goes by copies of its own.
+/// A limited number of lanes has memory on the device; further ones copy each run by itself.
 #[test]
 fn transfers_at_once_take_little_memory_of_the_device() {
     const THREADS: usize = 9;
@@ -245,7 +245,7 @@ fn transfers_at_once_take_little_memory_of_the_device() {
                     assert!(host == expected);
                 });
             }
-            // One lane was there before.
+            // One lane existed before.
             let lanes = 2 * (THREADS as u64 - 1);
             eventually("all are under way", || {
                 driver.live(STREAMS) >= before[1] + lanes

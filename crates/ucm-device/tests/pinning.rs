@@ -1,5 +1,5 @@
-//! Host memory that is pinned: until its owner ends, and not longer; where the driver refuses, it
-//! is used as it is.
+//! Pinned host memory: pinned until its owner is dropped, and not longer; if the driver refuses, it
+//! is used unpinned.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 #![allow(unsafe_code, reason = "names memory of the test's own")]
 
@@ -22,7 +22,7 @@ fn pages(len: usize, from: usize) -> (Vec<u8>, HostSpan) {
     (bytes, span)
 }
 
-/// While other memory is pinned, which takes long.
+/// While other memory is being pinned, which takes long.
 #[test]
 fn the_driver_has_let_go_when_the_owner_has_ended() {
     let driver = Driver::load();
@@ -42,7 +42,7 @@ fn the_driver_has_let_go_when_the_owner_has_ended() {
     )
     .unwrap();
     let mut other = slot(&*device, 1 << 16);
-    // SAFETY: the slot is there until the copy below is over.
+    // SAFETY: the slot lives until the copy below is over.
     let to = unsafe {
         HostSpan::new(
             other.as_mut_slice().as_mut_ptr().expose_provenance() as u64,
@@ -69,12 +69,13 @@ fn the_driver_has_let_go_when_the_owner_has_ended() {
         driver.block(None);
         [of_arena, of_caller]
     });
-    // Before the one was unmapped, and the owner of the other one may free it.
+    // Before the first is unmapped, and before the owner of the other may free it.
     assert_eq!(left, [before - 1, before - 2]);
     assert_eq!(driver.live(REGISTRATIONS), before - 1);
 }
 
-/// Where the driver does not let go, nothing else comes to lie there: copies to it would go astray.
+/// If the driver cannot unregister memory, the range stays reserved: copies to other memory there
+/// would go wrong.
 #[test]
 fn memory_that_the_driver_keeps_is_never_unmapped() {
     let driver = Driver::load();
@@ -87,7 +88,7 @@ fn memory_that_the_driver_keeps_is_never_unmapped() {
     }];
     let mut stream = device.make_stream().unwrap();
     let is_mapped = |at: *mut u8| {
-        // SAFETY: looks whether there is a mapping.
+        // SAFETY: only tests for a mapping.
         unsafe { libc::msync(at.cast(), PAGE, libc::MS_ASYNC) == 0 }
     };
     let mut kept = slot(&*device, 1 << 20);
@@ -97,7 +98,7 @@ fn memory_that_the_driver_keeps_is_never_unmapped() {
     drop(kept);
     driver.mend();
     assert!(is_mapped(at));
-    let mut unmapped = 0; // where nothing else came to lie at once
+    let mut unmapped = 0; // unless another mapping took the place
     for _ in 0..3 {
         let mut next = slot(&*device, 1 << 20);
         let at = next.as_mut_slice().as_mut_ptr();
@@ -125,7 +126,7 @@ fn spans_of_no_byte_are_nowhere() {
             .unwrap();
     }
     drop(bytes);
-    // An arena of whole parts ends where no part is.
+    // An arena of whole parts ends at the border of a part.
     let mut whole = slot(&*device, 64 << 20);
     let behind = whole.as_mut_slice().split_at_mut(64 << 20).1;
     gather(&mut *stream, &[], behind).unwrap();
@@ -173,7 +174,7 @@ fn that_a_driver_does_not_pin_is_said_once() {
     }
 }
 
-/// What begins elsewhere is refused, and copied as it is.
+/// Memory with another alignment is refused and copied unpinned.
 #[test]
 fn ascend_pins_what_begins_at_a_page() {
     let driver = Driver::load();

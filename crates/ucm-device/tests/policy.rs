@@ -1,6 +1,6 @@
-//! The choice of a method, measured by the software driver's clock, which follows costs of an H100
-//! and no real time: `auto` beside each method forced, over fragments of 256 B to 4 MiB. What is
-//! said here holds of that model.
+//! The choice of a method, measured by the software driver's clock, which models costs of an H100
+//! and not real time: `auto` compared with each forced method, over fragments of 256 B to 4 MiB.
+//! The results hold for that model.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
 mod common;
@@ -22,8 +22,8 @@ const CALLS: [&str; 3] = [
     "cuLaunchKernel",
 ];
 
-/// What a transfer took: nanoseconds of the model, calls by [`CALLS`], bytes that crossed the bus
-/// by DMA to the device and to the host.
+/// Cost of a transfer: nanoseconds of the model, calls by [`CALLS`], bytes by DMA to the device and
+/// to the host.
 #[derive(Clone, Copy, Debug)]
 struct Took {
     ns: f64,
@@ -31,7 +31,7 @@ struct Took {
     bytes: [u64; 2],
 }
 
-/// A stream of a device whose method is forced, or not, with a slot of its own.
+/// A stream of a device with a forced method, or none, and a slot of its own.
 struct Way {
     _device: Arc<dyn Device>,
     stream: Box<dyn Stream>,
@@ -47,7 +47,7 @@ impl Way {
             _device: device,
             slot: SlotPool::new(arena, WHOLE).unwrap().try_acquire().unwrap(),
         };
-        way.run(driver, &[memory.span(0, WHOLE)], TO_HOST); // pins, and makes what a stream has
+        way.run(driver, &[memory.span(0, WHOLE)], TO_HOST); // pins, and makes the resources
         way
     }
 
@@ -89,13 +89,13 @@ impl Way {
     }
 }
 
-/// Fragments that lie apart on the device.
+/// Fragments with gaps on the device.
 fn apart(memory: &Memory, len: usize, count: usize) -> Vec<DeviceSpan> {
     let step = (memory.len / count) & !15;
     (0..count).map(|i| memory.span(i * step, len)).collect()
 }
 
-/// Fragments (bytes, count): 32 MiB in all, and fewer bytes. `UCM_TEST_LONG` adds the slow ones.
+/// Fragments (bytes, count): 32 MiB in total, and less. `UCM_TEST_LONG` adds the slow ones.
 fn grid() -> Vec<(usize, usize)> {
     let (mut whole, mut fewer) = (vec![8 << 10, 64 << 10, 1 << 20], vec![512, 16 << 10]);
     if std::env::var_os("UCM_TEST_LONG").is_some() {
@@ -143,8 +143,8 @@ fn auto_is_as_fast_as_the_cheapest_method() {
             let what = format!(
                 "{count} of {len} bytes, {direction}: {took:?}, {of_large:.2}, others {others:?}"
             );
-            // The costs know no second chunk of a round, and no more than bytes of what a kernel
-            // does on the device.
+            // The costs do not model a second chunk of a round, and model a kernel on the device by
+            // its bytes only.
             let most = if count <= 16 << 10 { 1.05 } else { 1.2 };
             assert!(took.ns <= most * least, "{what}");
             if len * count < WHOLE - len {
@@ -153,9 +153,9 @@ fn auto_is_as_fast_as_the_cheapest_method() {
             let (n, bytes) = (count as u64, (len * count) as u64);
             if len <= 1 << 20 {
                 let rounds = n.div_ceil(16 << 10);
-                // Kernels over the bus, and nothing by DMA but a round's descriptors; or one copy
-                // for each 8 MiB and 16384 descriptors, a kernel for each copy, and the
-                // descriptors' own copies.
+                // Kernels over the bus, with DMA only for a round's descriptors; or one copy for
+                // each 8 MiB and 16384 descriptors, a kernel for each copy, and the copies of the
+                // descriptors.
                 let is_mapped = took.bytes == [n * DESCRIPTOR, 0];
                 let (moved, kernels) = match is_mapped {
                     true => (0, rounds),
@@ -182,7 +182,7 @@ fn auto_is_as_fast_as_the_cheapest_method() {
     }
 }
 
-/// Large and small fragments of one transfer each go their own way.
+/// Large and small fragments of one transfer use different methods.
 #[test]
 fn large_and_small_fragments_of_a_transfer_are_moved_apart() {
     let driver = Driver::load();

@@ -1,6 +1,6 @@
-//! Random transfers over the software driver, whose work comes late and whose calls fail: what was
-//! reported as good is right, nothing outside of the destinations is written, the stream works
-//! afterwards, and nothing is left behind.
+//! Random transfers over the software driver with late work and failing calls: successful transfers
+//! are correct, nothing outside of the destinations is written, the stream works afterwards, and
+//! nothing leaks.
 #![allow(
     clippy::unwrap_used,
     clippy::panic,
@@ -23,7 +23,7 @@ const TRANSFERS: [Transfer; 4] = [
     Transfer::Staging,
 ];
 
-/// Calls of which one fails now and then, or a few in a row.
+/// Calls that fail at times, once or a few in a row.
 const FAILING: [&str; 18] = [
     "cuMemcpyHtoDAsync_v2",
     "cuMemcpyDtoHAsync_v2",
@@ -45,11 +45,11 @@ const FAILING: [&str; 18] = [
     "cuMemHostGetDevicePointer_v2",
 ];
 
-/// What a failing call answers: out of memory, not while a graph is captured, something unknown.
+/// Errors of failing calls: out of memory, not permitted during a capture, an unknown number.
 const ANSWERS: [i32; 3] = [2, 900, 999];
 
-/// Of calls that say nothing of whether work is over, an illegal address too. Of those that do it
-/// would be a lie: with it all work of a context has ended.
+/// Calls that do not report the end of work may also return an illegal address. For those that do
+/// it would be false: after that error all work of a context has ended.
 const ILLEGAL_ADDRESS: i32 = 700;
 const SAY_WHAT_IS_OVER: [&str; 3] = [
     "cuCtxPushCurrent_v2",
@@ -111,7 +111,7 @@ struct Bench {
     device: Arc<dyn Device>,
     stream: Box<dyn Stream>,
     pool: Arc<SlotPool>,
-    /// One of the caller's that is done.
+    /// An event of the caller that is done.
     event: u64,
 }
 
@@ -126,7 +126,7 @@ impl Bench {
         })
     }
 
-    /// One random transfer; whether it was reported as good. Its bytes are verified either way.
+    /// One random transfer; true if it succeeded. Its bytes are verified in both cases.
     fn transfer(&mut self, random: &mut Random, memory: &Memory) -> bool {
         let before = random.bytes(memory.len);
         memory.fill(&before);
@@ -249,7 +249,7 @@ fn check_memory(
     );
 }
 
-/// One device, opened, used and closed, with calls that fail. How many transfers failed.
+/// One device, opened, used and closed, with failing calls. Returns the number of failed transfers.
 fn round(driver: &Driver, memory: &Memory, event: u64, random: &mut Random) -> u64 {
     let transfer = TRANSFERS[random.below(4)];
     driver.jitter(

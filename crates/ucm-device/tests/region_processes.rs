@@ -1,7 +1,7 @@
-//! Regions between processes: writers that are killed at bad moments, children that outlive them.
+//! Regions between processes: writers killed at critical moments, children that outlive them.
 //!
-//! The other process is this test binary again, running `other_process` with its role in the
-//! environment; both speak in lines.
+//! The other process is this test binary, running `other_process` with its role in the environment;
+//! both exchange lines of text.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
 use std::io::{BufRead, BufReader, Lines, Read, Write};
@@ -67,11 +67,11 @@ fn other_process() {
     }
 }
 
-/// Makes a child that lives until it is killed, and says whether it saw nothing of the region.
+/// Makes a child that lives until it is killed; true if it could not access the region.
 #[allow(unsafe_code, reason = "fork")]
 fn fork(region: &Arc<SharedRegion>) -> i32 {
     let (mut reader, mut writer) = std::io::pipe().unwrap();
-    // SAFETY: the child does nothing but look at atomics and make system calls.
+    // SAFETY: the child only reads atomics and makes system calls.
     let child = unsafe { libc::fork() };
     if child == 0 {
         let nothing = region.pin(id(2)).is_none()
@@ -161,7 +161,7 @@ fn look(dir: &Path, known: &[Arc<RegionView>]) -> Scan {
     Registry::new(dir).scan(&wanted, known).unwrap()
 }
 
-/// Copies a record if it is there, and verifies it.
+/// Copies a record if it exists, and verifies it.
 fn copy(view: &RegionView, n: u8, out: &mut [u8]) -> bool {
     let copied = view.copy_out(id(n), out).is_some();
     assert!(!copied || out.iter().all(|&byte| byte == out[0]), "torn");
@@ -178,7 +178,7 @@ fn a_writer_killed_in_the_middle_of_a_record_leaves_a_miss_and_then_nothing() {
     assert_eq!((views.len(), view.pid()), (1, other.child.id()));
     assert!(!copy(view, 1, &mut out) && copy(view, 2, &mut out) && out[0] == 2);
     other.kill();
-    // What is mapped stays readable until somebody looks.
+    // A mapped region stays readable until the next scan.
     assert!(!copy(view, 1, &mut out) && copy(view, 3, &mut out) && out[0] == 3);
     let scan = look(dir.path(), &views);
     assert_eq!((scan.views.len(), scan.swept), (0, 1));
@@ -259,7 +259,7 @@ fn a_child_forked_at_any_moment_has_nothing_of_a_region() {
     let kept = std::thread::scope(|scope| {
         scope.spawn(|| {
             while !over.load(Ordering::Relaxed) {
-                // Eight forks in a row may come in between: then it is not announced.
+                // Up to eight forks may interfere; then it is not announced.
                 let _ = create().announce(&Registry::new(made.path()));
             }
         });
@@ -270,7 +270,7 @@ fn a_child_forked_at_any_moment_has_nothing_of_a_region() {
         });
         let kept = (0..400).find_map(|_| {
             let (mut reader, mut writer) = std::io::pipe().unwrap();
-            // SAFETY: the child does nothing but write a byte and wait for a signal.
+            // SAFETY: the child only writes a byte and waits for a signal.
             let child = unsafe { libc::fork() };
             if child == 0 {
                 let _ = writer.write(&[1]); // its fork handlers have run
@@ -286,8 +286,7 @@ fn a_child_forked_at_any_moment_has_nothing_of_a_region() {
                 let entry = entry.unwrap().file_name().into_string().unwrap();
                 let link = std::fs::read_link(format!("/proc/{child}/fd/{entry}")).unwrap();
                 has.push(link.to_string_lossy().into_owned());
-                // A file may be there that was given up for that; what counts is whether it is
-                // locked.
+                // An abandoned file may exist; only its lock matters.
                 let info =
                     std::fs::read_to_string(format!("/proc/{child}/fdinfo/{entry}")).unwrap();
                 let locked = info.lines().find(|line| line.starts_with("lock:"));

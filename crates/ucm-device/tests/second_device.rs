@@ -1,5 +1,5 @@
-//! A rank that uses the second device takes nothing of the first one. In a process of its own: what
-//! a runtime has begun it keeps.
+//! A rank that uses the second device allocates nothing on the first one. In a process of its own,
+//! because a runtime keeps its allocations.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
 mod common;

@@ -1,5 +1,4 @@
-//! Copies between devices and addresses that callers name, over the host and over the software
-//! driver.
+//! Copies between devices and addresses from callers, over the host and over the software driver.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 #![allow(unsafe_code, reason = "names memory of the test's own")]
 
@@ -13,7 +12,7 @@ use ucm_infra::SystemClock;
 
 type Pairs = Vec<(DeviceSpan, HostSpan)>;
 
-/// What the driver counts, and which calls fail, is the same for all tests of a process.
+/// The driver's counts and failures are global to the process.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -22,18 +21,18 @@ fn alone() -> MutexGuard<'static, ()> {
 /// The bytes of a buffer on the host.
 fn host_bytes(buffer: &Buffer) -> Vec<u8> {
     let first = std::ptr::with_exposed_provenance::<u8>(buffer.address() as usize);
-    // SAFETY: so many bytes are there, and nothing writes to them while the test looks.
+    // SAFETY: the bytes exist, and nothing writes them while the test reads.
     unsafe { std::slice::from_raw_parts(first, buffer.len()) }.to_vec()
 }
 
 fn poison(buffer: &Buffer) {
     let first = std::ptr::with_exposed_provenance_mut::<u8>(buffer.address() as usize);
-    // SAFETY: so many bytes are there, and nothing uses them while the test writes.
+    // SAFETY: the bytes exist, and nothing uses them while the test writes.
     unsafe { first.write_bytes(0xee, buffer.len()) }
 }
 
-/// Pieces of `size` bytes, `stride` apart on the device, in turns in one and the other buffer of
-/// the host.
+/// Pieces of `size` bytes, `stride` apart on the device, alternating between two buffers of the
+/// host.
 fn in_turns(
     memory: &Memory,
     host: [&Buffer; 2],
@@ -109,7 +108,7 @@ fn pieces_in_several_arenas_and_in_none_are_one_transfer() {
         for size in [1, 7, 64, 1000, 4096, 20_000] {
             let pinned = pools.make(Place::Host, 400_000).unwrap();
             let mut plain = random.bytes(400_000);
-            // SAFETY: the vector is not touched while copies go on.
+            // SAFETY: the vector is not touched during copies.
             let raw =
                 unsafe { HostSpan::new(plain.as_mut_ptr().expose_provenance() as u64, 400_000) };
             let host = Pools::new(crate::common::open(transfer), SystemClock::shared());
@@ -188,7 +187,7 @@ fn a_stream_of_kernels_makes_no_plain_copy_of_what_is_registered() {
     copies.transfer(Direction::ToHost, &pair).unwrap();
     assert!(
         driver.calls("cuMemcpyDtoHAsync_v2") > copied,
-        "what is not registered goes another way"
+        "unregistered memory uses another method"
     );
 }
 
@@ -222,11 +221,7 @@ fn a_failed_copy_is_told_at_the_next_wait_and_once() {
     submit(&mut copies);
     assert!(tell.recv().unwrap());
     copies.synchronize(None).unwrap();
-    assert_eq!(
-        Arc::strong_count(&host),
-        1,
-        "copies that are over keep nothing"
-    );
+    assert_eq!(Arc::strong_count(&host), 1, "finished copies keep nothing");
     driver.mend();
 }
 

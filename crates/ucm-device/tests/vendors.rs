@@ -1,4 +1,4 @@
-//! Devices of every vendor over the software driver, which has their functions too: right bytes,
+//! Devices of every vendor over the software driver, which has their functions too: correct bytes,
 //! order, failures, threads.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -12,7 +12,7 @@ use ucm_core::ErrorKind;
 use ucm_device::{Device, Piece, Transfer, open_device};
 use ucm_infra::SystemClock;
 
-/// Every vendor, on the device that a thread has by itself and on another.
+/// Every vendor, on a thread's default device and on another.
 const DEVICES: [&str; 8] = [
     "hip", "hip:1", "musa", "musa:1", "maca", "maca:1", "ascend", "ascend:1",
 ];
@@ -39,7 +39,7 @@ fn pieces(random: &mut Random, memory: &Memory, host: usize) -> Vec<Piece> {
     pieces
 }
 
-/// Copies each piece from where it is in one to where it is in the other.
+/// Copies each piece from its place in one to its place in the other.
 fn moved(pieces: &[Piece], memory: &Memory, direction: i32, from: &[u8], into: &[u8]) -> Vec<u8> {
     let mut into = into.to_vec();
     for piece in pieces {
@@ -99,8 +99,8 @@ fn every_vendor_moves_the_bytes_it_should_and_no_others() {
     }
 }
 
-/// Else copies of ours would wait for the default stream, torch's own, and stand behind whatever
-/// the model computes.
+/// Otherwise our copies would wait for the default stream, which is torch's, and run after the
+/// model's computation.
 #[test]
 fn streams_have_the_highest_priority_and_wait_for_no_default_stream() {
     let driver = Driver::load();
@@ -144,8 +144,7 @@ fn copies_on_the_device_are_by_its_rules() {
     }
 }
 
-/// What the caller's stream writes is gathered when its event is done, whatever the vendor calls
-/// done.
+/// The gather starts when the event of the caller's stream is done, by each vendor's codes.
 #[test]
 fn a_copy_waits_for_the_callers_event_and_not_longer_than_it_may() {
     let driver = Driver::load();
@@ -156,7 +155,7 @@ fn a_copy_waits_for_the_callers_event_and_not_longer_than_it_may() {
         driver.hold();
         let event = device.event_of(driver.recorded_event(&memory)).unwrap();
         assert!(!event.done(), "{name}");
-        // The caller's runtime is not told that somebody asked too early.
+        // A query of an unfinished event leaves no error in the caller's runtime.
         if let Some(last_error) = driver.last_error(name) {
             assert_eq!(last_error, 0, "{name}");
         }
@@ -179,8 +178,8 @@ fn a_copy_waits_for_the_callers_event_and_not_longer_than_it_may() {
     }
 }
 
-/// Each call that a copy makes fails once: the copy fails or is right, the next one is right, and
-/// nothing is left behind.
+/// Each call of a copy fails once: the copy fails or is correct, the next one is correct, and
+/// nothing leaks.
 #[test]
 fn a_call_that_fails_costs_one_copy_and_leaves_nothing() {
     let driver = Driver::load();
@@ -200,7 +199,7 @@ fn a_call_that_fails_costs_one_copy_and_leaves_nothing() {
         "CreateStreamWithConfig",
         "HostRegisterV2",
     ];
-    // One call fails while something is gathered three times.
+    // One call fails during three gathers.
     let fails_once = |device: &dyn Device, wait: &str, function: &str, nth: u64| {
         let mut stream = device.make_stream().unwrap();
         let mut slot = slot(device, MIB);
@@ -210,7 +209,7 @@ fn a_call_that_fails_costs_one_copy_and_leaves_nothing() {
         memory.fill(&bytes);
         slot.as_mut_slice().copy_from_slice(&host);
         let right = moved(&pieces, &memory, TO_HOST, &bytes, &host);
-        // The lane that there is is not used again: what makes another can fail too.
+        // The existing lane is not used again; creating another can fail too.
         driver.fail(wait, 1, 999);
         gather(&mut *stream, &[], &mut []).unwrap_err();
         let calls = driver.calls(function);
@@ -241,8 +240,8 @@ fn a_call_that_fails_costs_one_copy_and_leaves_nothing() {
         let functions = functions.map(|function| format!("{prefix}{function}"));
         for function in &functions {
             for nth in 1..5 {
-                // Each on a thread of its own: one whose device could not be given back has another
-                // one from then on.
+                // Each on a thread of its own: a thread whose device could not be restored has
+                // another one from then on.
                 std::thread::scope(|scope| {
                     scope.spawn(|| fails_once(&*device, &functions[WAIT], function, nth));
                 });
@@ -264,7 +263,7 @@ fn a_device_that_is_not_there_is_refused_by_its_name() {
         let none = open_device(name, Transfer::Auto, SystemClock::shared())
             .err()
             .unwrap();
-        assert_eq!(none.kind(), ErrorKind::Unsupported, "{none}"); // as good as no runtime
+        assert_eq!(none.kind(), ErrorKind::Unsupported, "{none}"); // counts as no runtime
     }
     driver.fail("aclrtGetDeviceCount", 1, 207_004);
     let none = open_device("ascend", Transfer::Auto, SystemClock::shared())

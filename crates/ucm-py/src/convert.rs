@@ -1,4 +1,4 @@
-//! Python values to words of the core and back: errors, ids, tokens.
+//! Conversion between Python values and types of the core: errors, ids, tokens.
 #![allow(
     unsafe_code,
     reason = "reads the items of a Python list without a reference count each, and bytes where \
@@ -25,7 +25,7 @@ pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
     }
 }
 
-/// The exception object itself, for errors that are handed over rather than raised.
+/// The exception object, for errors that are returned and not raised.
 pub(crate) fn exception<'py>(py: Python<'py>, error: &Error) -> PyResult<Bound<'py, PyAny>> {
     let classes = py.import("ucm.errors")?.getattr("BY_KIND")?;
     let class = classes.get_item(error.kind().name())?;
@@ -45,7 +45,7 @@ pub(crate) fn exception<'py>(py: Python<'py>, error: &Error) -> PyResult<Bound<'
     class.call((message,), Some(&arguments))
 }
 
-/// Turns a result of the core into one of Python.
+/// Converts a result of the core to one of Python.
 pub(crate) fn to_py<T>(py: Python<'_>, result: ucm_core::Result<T>) -> PyResult<T> {
     result.map_err(|error| raise(py, &error))
 }
@@ -93,7 +93,7 @@ pub(crate) fn crc32c(py: Python<'_>, data: &Bound<'_, PyAny>) -> PyResult<u32> {
     if buffer.len_bytes() == 0 {
         return Ok(ucm_core::crc32c(&[]));
     }
-    // SAFETY: the buffer is held, lies in one piece of this length, and no one may write to it.
+    // SAFETY: the buffer is held, contiguous, of this length, and read-only.
     let bytes =
         unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast::<u8>(), buffer.len_bytes()) };
     Ok(ucm_core::crc32c(bytes))
@@ -109,12 +109,12 @@ pub(crate) fn id_list<'py>(py: Python<'py>, ids: &[BlockId]) -> PyResult<Bound<'
 pub(crate) enum Tokens<'py> {
     /// Copied out of Python objects.
     Owned(Vec<u32>),
-    /// A view of an array, which stays borrowed.
+    /// A view of a borrowed array.
     Array(PyReadonlyArray1<'py, u32>, usize),
 }
 
 impl<'py> Tokens<'py> {
-    /// Reads the tokens; an item that is no token id is an error that names its index.
+    /// Reads the tokens; an item that is no token id is an error with its index.
     pub(crate) fn read(values: &Bound<'py, PyAny>, skip: usize) -> PyResult<Self> {
         if let Ok(list) = values.cast::<PyList>() {
             return from_list(list, skip).map(Self::Owned);
@@ -143,7 +143,7 @@ impl<'py> Tokens<'py> {
         from_list(&list, skip).map(Self::Owned)
     }
 
-    /// The tokens from the index that was asked for on.
+    /// The tokens from the requested index on.
     pub(crate) fn as_slice(&self) -> PyResult<&[u32]> {
         match self {
             Self::Owned(tokens) => Ok(tokens),
@@ -185,9 +185,9 @@ fn from_list(list: &Bound<'_, PyList>, skip: usize) -> PyResult<Vec<u32>> {
     let object = list.as_ptr();
     let mut tokens = vec![0; list.len().saturating_sub(skip)];
     for (index, token) in (skip..).zip(&mut tokens) {
-        // SAFETY: the GIL is held. PyList_GetItem lends a live object, or answers null for an index
-        // that is out of range by now; PyLong_AsUnsignedLong runs no Python code and answers all
-        // ones for null and for any object that it refuses.
+        // SAFETY: the GIL is held. PyList_GetItem returns a borrowed live object, or null for an
+        // index that is out of range by now; PyLong_AsUnsignedLong runs no Python code and returns
+        // all ones for null and for any object that it refuses.
         let value = unsafe {
             let item = ffi::PyList_GetItem(object, index as ffi::Py_ssize_t);
             ffi::PyLong_AsUnsignedLong(item)
@@ -200,10 +200,10 @@ fn from_list(list: &Bound<'_, PyList>, skip: usize) -> PyResult<Vec<u32>> {
     Ok(tokens)
 }
 
-/// An item that was refused as an integer but may behave like one (a NumPy scalar, say).
+/// An item that was refused as an integer but may convert to one (such as a NumPy scalar).
 #[cold]
 fn odd_item(list: &Bound<'_, PyList>, index: usize) -> PyResult<u32> {
-    drop(PyErr::take(list.py())); // what was refused left an exception behind
+    drop(PyErr::take(list.py())); // the refused item set an exception
     let token = list.get_item(index)?.extract::<u32>();
     token.map_err(|_| not_a_token(list.py(), index))
 }

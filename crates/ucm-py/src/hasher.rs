@@ -1,5 +1,5 @@
-//! Block keys and record ids for Python: one call per prompt, the GIL released while much is
-//! hashed.
+//! Block keys and record ids for Python: one call per prompt. Long inputs are hashed without the
+//! GIL.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
@@ -7,7 +7,7 @@ use ucm_core::{BlockId, ExtraKey, HashMethod, IdMask, Part};
 
 use crate::convert::{Tokens, id, id_list, ids, raise, to_py};
 
-/// Most tokens that are hashed with the GIL held: half a millisecond.
+/// Most tokens hashed with the GIL held: half a millisecond.
 const AT_ONCE: usize = 1 << 15;
 
 /// Computes the chained keys of the full blocks of a token list.
@@ -118,8 +118,8 @@ pub(crate) fn part_mask(
     )
 }
 
-/// Record ids of block keys (or the other way round) under a part's mask. The keys may lie end to
-/// end in one `bytes`.
+/// Record ids of block keys (or the other way round) under a part's mask. The keys may be
+/// concatenated in one `bytes`.
 #[pyfunction]
 pub(crate) fn record_ids<'py>(
     py: Python<'py>,

@@ -10,7 +10,7 @@ pub(crate) fn tier_kinds() -> String {
     registry::describe()
 }
 
-/// A row of [`PLATFORMS`]: name, spellings, what vLLM and what torch call it.
+/// A row of [`PLATFORMS`]: name, spellings, vLLM's name, torch's name.
 type PlatformRow = (
     &'static str,
     &'static [&'static str],

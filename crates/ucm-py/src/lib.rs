@@ -1,10 +1,10 @@
 //! `ucm._core`: conversions between Python and the Rust core, no logic.
 //!
-//! Every call that can wait releases the GIL; no thread of the core ever takes it, but that of a
-//! stream of `ucm.trans` for the callbacks that a user appended, and that of a Mooncake tier, whose
-//! client is a Python library. Short calls keep it: on a machine where every processor is busy,
-//! getting it back can take far longer than the call. Ids are 16 `bytes`, addresses NumPy `uint64`
-//! arrays, errors the tree of `ucm.errors`.
+//! Every call that can wait releases the GIL. No thread of the core ever takes it, with two
+//! exceptions: the thread of a `ucm.trans` stream for a user's callbacks, and that of a Mooncake
+//! tier, whose client is a Python library. Short calls keep the GIL: on a busy machine, taking it
+//! again can take far longer than the call. Ids are 16 `bytes`, addresses NumPy `uint64` arrays,
+//! errors the tree of `ucm.errors`.
 
 mod convert;
 mod ffi;

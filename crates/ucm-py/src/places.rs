@@ -1,4 +1,4 @@
-//! Places that are no directories, for the command line.
+//! Servers and buckets, for the command line.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use ucm_tier::registry;
 use crate::convert::to_py;
 use crate::task::same_process;
 
-/// A server or a bucket, as tools see it.
+/// A server or a bucket, for tools.
 #[pyclass(frozen, module = "ucm._core")]
 pub(crate) struct Place {
     seen: Arc<dyn Seen>,
@@ -23,7 +23,7 @@ type Listed = (String, String, u64, u64, String);
 
 #[pymethods]
 impl Place {
-    /// `kind`: the word of a kind of tier; `options`: its options as a JSON text.
+    /// `kind`: the name of a kind of tier; `options`: its options as a JSON text.
     #[new]
     fn new(py: Python<'_>, kind: &str, options: &str) -> PyResult<Self> {
         let opened = py.detach(|| registry::place(kind, options));
@@ -34,21 +34,21 @@ impl Place {
         })
     }
 
-    /// Most bytes that it takes, bytes that it has (0: it does not say), what it is in words.
+    /// Its capacity in bytes, its used bytes (0: unknown), and its description.
     fn room(&self, py: Python<'_>) -> PyResult<(u64, u64, String)> {
         let room = self.ask(py, |seen| seen.room())?;
         Ok((room.limit, room.used, room.words))
     }
 
-    /// Everything that lies there: where it would lie below a root (empty: not ours), its name on
-    /// the server, length, time of its last use in ns since 1970, version.
+    /// All its items: path below a root (empty: not ours), name on the server, length, time of last
+    /// use in ns since 1970, version.
     fn list(&self, py: Python<'_>) -> PyResult<Vec<Listed>> {
         let items = self.ask(py, |seen| seen.list())?;
         let listed = |item: Item| (item.path, item.name, item.len, item.used_ns, item.version);
         Ok(items.into_iter().map(listed).collect())
     }
 
-    /// Bytes of what has this name, fewer where it ends before; `None` where there is nothing.
+    /// Bytes of the item of this name, fewer at its end; `None` if it does not exist.
     fn read<'py>(
         &self,
         py: Python<'py>,
@@ -60,7 +60,7 @@ impl Place {
         Ok(bytes.map(|bytes| PyBytes::new(py, &bytes)))
     }
 
-    /// Removes something of ours, as it was listed; false where it is gone, or was used or replaced
+    /// Removes a listed item of ours; false if it does not exist any more, or was used or replaced
     /// since.
     fn remove(&self, py: Python<'_>, item: Listed) -> PyResult<bool> {
         let (path, name, len, used_ns, version) = item;

@@ -1,4 +1,4 @@
-//! Digests of files for Python, computed where they disturb no engine.
+//! Digests of files for Python, computed without disturbing an engine.
 #![allow(unsafe_code, reason = "an open file comes from Python as a number")]
 
 use std::os::fd::BorrowedFd;
@@ -10,8 +10,8 @@ use ucm_core::Error;
 
 use crate::convert::raise;
 
-/// SHA-256 of pieces of files, read and hashed by threads of the lowest priority, which never take
-/// the GIL: one that holds it and gets no processor would hold up the engine.
+/// SHA-256 of pieces of files, read and hashed by threads of the lowest priority. They never take
+/// the GIL: a thread that holds it and gets no processor would block the engine.
 #[pyclass(frozen, module = "ucm._core")]
 pub(crate) struct QuietSha256(Mutex<Option<ucm_io::QuietSha256>>);
 
@@ -22,7 +22,7 @@ impl QuietSha256 {
         Self(Mutex::new(Some(ucm_io::QuietSha256::default())))
     }
 
-    /// Adds up to `length` bytes of the open file `fd` from `offset` on; how many there were.
+    /// Adds up to `length` bytes of the open file `fd` from `offset` on; returns their number.
     fn update(&self, py: Python<'_>, fd: i32, offset: u64, length: u64) -> PyResult<u64> {
         if fd < 0 {
             return Err(raise(py, &Error::invalid("no open file").with("fd", fd)));

@@ -1,4 +1,4 @@
-//! Records and segments for the command line: what they say, and whether it is true.
+//! Records and segments for the command line: their fields and their verification.
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -8,7 +8,7 @@ use ucm_tier::place::{SegmentTail, list_segment};
 
 use crate::convert::to_py;
 
-/// What was read, or the reason why it is refused and what was found.
+/// The parsed value, or the reason of the refusal and the found value.
 type Verdict<'py> = (Option<Bound<'py, PyDict>>, &'static str, String);
 /// Bytes of a layer's tensors, layers, tokens and type of the elements, as a manifest lists them.
 type ShapeRow = (Vec<u64>, u32, u32, String);
@@ -28,7 +28,7 @@ impl RecordKeys {
     }
 }
 
-/// What the header at the start of these bytes says.
+/// The fields of the header at the start of these bytes.
 #[pyfunction]
 pub(crate) fn read_header<'py>(py: Python<'py>, data: &[u8]) -> PyResult<Verdict<'py>> {
     match RecordHeader::decode(data) {
@@ -37,8 +37,8 @@ pub(crate) fn read_header<'py>(py: Python<'py>, data: &[u8]) -> PyResult<Verdict
     }
 }
 
-/// Verifies a record read whole: as it is stored, and decrypted and decoded where that is possible.
-/// Only what is given is compared: `namespace` are the first bytes of the digest.
+/// Verifies a whole record: in its stored form, and decrypted and decoded if possible. Only given
+/// values are compared: `namespace` is the first bytes of the digest.
 #[pyfunction]
 #[pyo3(signature = (data, record_id, namespace, shape, keys))]
 pub(crate) fn verify_record<'py>(
@@ -73,8 +73,8 @@ pub(crate) fn verify_record<'py>(
     Ok((Some(found), "", String::new()))
 }
 
-/// What the last bytes of a segment of `file_len` bytes list: its records, or the length of its
-/// footer where that begins before them, or the reason why it is refused.
+/// Parses the last bytes of a segment of `file_len` bytes. Returns its records, or the length of
+/// its footer if that begins before these bytes, or the reason of a refusal.
 #[pyfunction]
 pub(crate) fn read_footer(
     tail: &[u8],
@@ -99,7 +99,7 @@ fn refused<'py>(refusal: &Refusal) -> Verdict<'py> {
     (None, refusal.reason.name(), refusal.to_string())
 }
 
-/// The layout of a part, unless its manifest names none that can be.
+/// The layout of a part; `None` if its manifest is invalid.
 fn layout_of((tensors, layers, block_tokens, dtype): ShapeRow) -> Option<RecordLayout> {
     let geometry = Geometry::new(tensors, layers, layers).ok()?;
     let dtype = (0..)
@@ -108,7 +108,7 @@ fn layout_of((tensors, layers, block_tokens, dtype): ShapeRow) -> Option<RecordL
     Some(RecordLayout::new(&geometry).describing(block_tokens, dtype))
 }
 
-/// The fields of a header as `ucm inspect` shows them.
+/// The fields of a header for `ucm inspect`.
 fn fields<'py>(py: Python<'py>, header: &RecordHeader) -> PyResult<Bound<'py, PyDict>> {
     let meta = &header.meta;
     let beside = header.sides.first().filter(|_| header.without_kv);

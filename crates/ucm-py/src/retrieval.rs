@@ -1,7 +1,6 @@
-//! Sparse retrieval on tensors of the host for Python. The face that users see is
-//! `ucm.sparse.retrieval`.
+//! Sparse retrieval on tensors of the host for Python. Its public API is `ucm.sparse.retrieval`.
 //!
-//! The GIL is released while anything is computed.
+//! The GIL is released during computation.
 #![allow(unsafe_code, reason = "tensors come from Python as addresses")]
 #![allow(
     clippy::too_many_arguments,
@@ -18,7 +17,7 @@ use ucm_retrieval::{
 use crate::convert::to_py;
 use crate::tensor::Tensor;
 
-/// How a call is run: blocks at the ends that need no score, threads, instruction set.
+/// Settings of a call: unscored blocks at the ends, threads, instruction set.
 pub(crate) struct Run {
     init: usize,
     local: usize,
@@ -68,7 +67,7 @@ unsafe fn rows<'a>(table: &Tensor, tokens: &Tensor, block_size: usize) -> Result
     unsafe { rows_of(table, tokens.ints("tokens")?.0, block_size) }
 }
 
-/// Rows of a batch that have so many tokens.
+/// Rows of a batch with these numbers of tokens.
 ///
 /// # Safety
 /// As for [`Tensor::ints`].
@@ -84,7 +83,7 @@ unsafe fn rows_of<'a>(table: &Tensor, tokens: Ints<'a>, block_size: usize) -> Re
     Rows::new(ids, stride, tokens, block_size)
 }
 
-/// Instruction sets of this processor, the poorest first.
+/// Instruction sets of this processor, the smallest first.
 #[pyfunction]
 pub(crate) fn retrieval_isas() -> Vec<&'static str> {
     Isa::ALL
@@ -94,7 +93,7 @@ pub(crate) fn retrieval_isas() -> Vec<&'static str> {
         .collect()
 }
 
-/// Whether calls of several threads run on the threads of an OpenMP runtime of this process.
+/// True if calls with several threads use those of an OpenMP runtime of this process.
 #[pyfunction]
 pub(crate) fn retrieval_openmp() -> bool {
     ucm_retrieval::has_openmp()
@@ -124,7 +123,7 @@ pub(crate) fn dot_scores(
         };
         let span = |count: usize, stride: usize| count.saturating_sub(1).saturating_mul(stride);
         let span = span(count, rep_stride).saturating_add(span(heads, head_stride)) + dim;
-        // SAFETY: Python says that these tensors may be read, and that `out` is its own to write.
+        // SAFETY: Python guarantees that these tensors may be read, and that only this call writes `out`.
         let (rows, blocks_of, out_rows, queries) = unsafe {
             let rows = rows(&table, &blocks, 1)?;
             let blocks_of = reps.blocks("reps", element.size(), 3, span)?;
@@ -230,8 +229,7 @@ fn over_heads(word: &str) -> Result<Heads> {
     }
 }
 
-/// Hash codes of vectors, into pages by slot or one behind the other; see
-/// `ucm.sparse.retrieval.hash_encode`.
+/// Hash codes of vectors, into pages by slot or contiguous; see `ucm.sparse.retrieval.hash_encode`.
 #[pyfunction]
 pub(crate) fn hash_encode(
     py: Python<'_>,
@@ -244,9 +242,9 @@ pub(crate) fn hash_encode(
     computed(py, || {
         let (isa, team) = run.how()?;
         let encoder = encoder(&weights)?;
-        // SAFETY: Python says that these tensors may be read.
+        // SAFETY: Python guarantees that these tensors may be read.
         let vectors = unsafe { vectors.vectors("vectors")? };
-        // SAFETY: Python says that these tensors may be read.
+        // SAFETY: Python guarantees that these tensors may be read.
         let slots = slots
             .as_ref()
             .map(|slots| unsafe { slots.ints("slots") })
@@ -257,12 +255,13 @@ pub(crate) fn hash_encode(
         if (code_heads, code_len) != (vectors.heads(), encoder.code_len()) {
             return Err(codes.wrong(
                 "codes",
-                "the places for codes have another shape than the codes",
+                "the output of codes has another shape than the codes",
             ));
         }
         let (base, strides) = (codes.at("codes")?, [codes.strides[0], codes.strides[1]]);
         let slots = slots.map(|(slots, _)| slots);
-        // SAFETY: Python says that the codes are its own to write, and names no slot twice.
+        // SAFETY: Python guarantees that only this call writes the codes, and that no slot is
+        // repeated.
         let mut codes = unsafe { Codes::from_raw(base, [blocks, block_size], strides, slots) };
         ucm_retrieval::encode(&encoder, &vectors, &mut codes, isa, team)
     })
@@ -276,7 +275,7 @@ fn encoder<'a>(weights: &Tensor) -> Result<Encoder<'a>> {
         [heads, dim, bits] => (heads, dim, bits),
         _ => return Err(weights.wrong("weights", "hash weights have two or three dimensions")),
     };
-    // SAFETY: Python says that these tensors may be read.
+    // SAFETY: Python guarantees that these tensors may be read.
     Encoder::new(unsafe { weights.slice("weights")? }, heads, dim, bits)
 }
 
@@ -293,8 +292,8 @@ pub(crate) fn hash_encode_query(
     computed(py, || {
         let shape = codes.sizes("codes")?;
         codes.is("codes", "torch.uint8")?;
-        // SAFETY: Python says that these tensors may be read, and that the codes are its own to
-        // write.
+        // SAFETY: Python guarantees that these tensors may be read, and that only this call writes
+        // the codes.
         unsafe {
             let made = query_codes(&query, &weights, shape, run.how()?)?;
             codes.slice_mut::<u8>("codes")?.copy_from_slice(&made);
@@ -321,7 +320,7 @@ unsafe fn query_codes(
     let dim = weights.shape[weights.shape.len() - 2];
     // SAFETY: as the caller vouches.
     let means = unsafe { mean_queries(query, rows, heads, dim)? };
-    // SAFETY: so many means are here, for as long as they are needed.
+    // SAFETY: that many means exist, and they live long enough.
     let vectors = unsafe {
         let shape = [rows, heads, dim];
         Vectors::from_raw(
@@ -357,7 +356,8 @@ pub(crate) fn hash_scores(
         let scored = ScoredCodes(&codes, heads_apart, &run);
         let [_, block_size, heads, code_len] = codes.sizes("codes")?;
         let [count, _] = table.sizes("table")?;
-        // SAFETY: Python says that these tensors may be read, and that `out` is its own to write.
+        // SAFETY: Python guarantees that these tensors may be read, and that only this call writes
+        // `out`.
         unsafe {
             let (blocks, _) = blocks.ints("blocks")?;
             let size = i64::try_from(block_size).unwrap_or(i64::MAX);
@@ -388,7 +388,8 @@ pub(crate) fn hamming_scores(
         let [_, block_size, heads, code_len] = codes.sizes("codes")?;
         queries.is("queries", "torch.uint8")?;
         let [count, query_heads, per_head, query_len] = queries.sizes("queries")?;
-        // SAFETY: Python says that these tensors may be read, and that `out` is its own to write.
+        // SAFETY: Python guarantees that these tensors may be read, and that only this call writes
+        // `out`.
         unsafe {
             let rows = rows(&table, &tokens, block_size)?;
             if (count, query_heads, query_len) != (rows.len(), heads, code_len) {
@@ -403,7 +404,7 @@ pub(crate) fn hamming_scores(
     })
 }
 
-/// Hash codes of keys, whether each head has scores of its own, and how the call is run.
+/// Hash codes of keys, whether each head has scores of its own, and the settings of the call.
 struct ScoredCodes<'a>(&'a Tensor, bool, &'a Run);
 
 impl ScoredCodes<'_> {
@@ -439,7 +440,7 @@ impl ScoredCodes<'_> {
     }
 }
 
-/// Room for scores `[row, heads, places]`, and `places`.
+/// The output of scores `[row, heads, places]`, and `places`.
 ///
 /// # Safety
 /// It may be written.
@@ -450,7 +451,7 @@ unsafe fn room_for_scores<'a>(out: &Tensor) -> Result<(&'a mut [i32], usize)> {
     Ok((unsafe { out.slice_mut::<i32>("out")? }, stride))
 }
 
-/// The blocks that rows keep by the hash codes of their queries and of keys; see
+/// The blocks that rows keep, by the hash codes of their queries and of keys; see
 /// `ucm.sparse.retrieval.hash_select`.
 #[pyfunction]
 pub(crate) fn hash_select(
@@ -472,8 +473,8 @@ pub(crate) fn hash_select(
         let [count, stride] = code_table.sizes("code_table")?;
         let apart = if heads_apart { heads } else { 1 };
         let mut scores = vec![0; count * apart * stride];
-        // SAFETY: Python says that these tensors may be read, and that the places for what is kept
-        // are its own.
+        // SAFETY: Python guarantees that these tensors may be read, and that only this call writes
+        // the outputs.
         unsafe {
             let queries = query_codes(&query, &weights, [count, heads, code_len], run.how()?)?;
             let asked = rows(&code_table, &tokens, block_size)?;
@@ -484,15 +485,14 @@ pub(crate) fn hash_select(
     })
 }
 
-/// Where a choice is written: `ucm.sparse.retrieval.Kept`.
+/// The output of a selection: `ucm.sparse.retrieval.Kept`.
 #[derive(FromPyObject)]
 pub(crate) struct KeptTensors(Tensor, Tensor, Tensor, Tensor);
 
 impl KeptTensors {
     /// Writes the best blocks of every row, by scores `[row, heads, stride]`.
     ///
-    /// # Safety
-    /// The places may be written.
+    /// # Safety The outputs may be written.
     unsafe fn choose(
         &self,
         scores: Scores<'_>,
@@ -550,8 +550,8 @@ pub(crate) fn select_blocks(
 ) -> PyResult<()> {
     computed(py, || {
         let [_, heads, stride] = scores.sizes("scores")?;
-        // SAFETY: Python says that the first three may be read, and that the places for what is
-        // kept are its own.
+        // SAFETY: Python guarantees that the first three may be read, and that only this call
+        // writes the outputs.
         unsafe {
             let rows = rows(&table, &tokens, block_size)?;
             let scores = match scores.dtype.as_str() {
@@ -586,7 +586,8 @@ pub(crate) fn paged_attention(
         let [_, out_heads, out_dim] = out.sizes("out")?;
         out.packed("out", 2)?;
         let (out_base, out_element) = (out.at("out")?, out.element("out")?);
-        // SAFETY: Python says that these tensors may be read, and that `out` is its own to write.
+        // SAFETY: Python guarantees that these tensors may be read, and that only this call writes
+        // `out`.
         let (queries, blocks, rows, mut target) = unsafe {
             let queries = query.vectors("query")?;
             let blocks = pages.blocks("pages", element.size(), 1, heads * block_size * both)?;

@@ -19,7 +19,7 @@ use crate::convert::{id_list, ids, raise, to_py};
 use crate::ffi::{Published, spans};
 use crate::task::{Sides, Task, limit, same_process};
 
-/// Most ids that are looked up with the GIL held, where memory answers: a thousand take 0.2 ms.
+/// Most ids of a lookup in memory with the GIL held: a thousand take 0.2 ms.
 const AT_ONCE: usize = 4096;
 
 /// Most rows of a load or dump that is begun with the GIL held.
@@ -34,8 +34,8 @@ pub(crate) struct Asked {
 
 #[pymethods]
 impl Asked {
-    /// What `locate_on_prefix` says, with "absent" where all ids are stored, and the seconds until
-    /// that was known; `None` while it is not. Never waits.
+    /// The result of `locate_on_prefix`, with "absent" if all ids are stored, and the seconds it
+    /// took; `None` while it is unknown. Never waits.
     fn answer<'py>(
         &self,
         py: Python<'py>,
@@ -63,21 +63,21 @@ impl Store {
         to_py(py, opened).map(|engine| Self(Arc::new(engine), OnceLock::new()))
     }
 
-    /// Which ids are stored whole.
+    /// For each id, true if it is stored completely.
     fn lookup(&self, py: Python<'_>, block_ids: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
         let ids = ids(block_ids)?;
         let found = py.detach(|| self.0.lookup(&ids));
         to_py(py, found)
     }
 
-    /// How many ids from the first on are stored without a gap.
+    /// Number of ids stored without a gap, from the first on.
     fn lookup_on_prefix(&self, py: Python<'_>, block_ids: &Bound<'_, PyAny>) -> PyResult<usize> {
         let ids = ids(block_ids)?;
         let run = py.detach(|| self.0.lookup_on_prefix(&ids));
         to_py(py, run)
     }
 
-    /// The same, and the reason why the next id is no hit; `None` if every id is one.
+    /// The same, with the reason why the next id is no hit; `None` if every id is a hit.
     fn explain_on_prefix(
         &self,
         py: Python<'_>,
@@ -88,8 +88,8 @@ impl Store {
         to_py(py, explained).map(|(run, reason)| (run, reason.map(MissReason::name)))
     }
 
-    /// The tier that each id from the first on would be read from, a byte each, and the reason why
-    /// the next is no hit.
+    /// The tier from which each id would be read, a byte each, and the reason why the next id is no
+    /// hit.
     fn locate_on_prefix<'py>(
         &self,
         py: Python<'py>,
@@ -116,7 +116,7 @@ impl Store {
         Ok(Asked { asked, pid })
     }
 
-    /// Whether lookups are answered from memory, without a system call.
+    /// True if lookups need memory only, no system call.
     fn answers_at_once(&self) -> bool {
         self.0.answers_at_once()
     }
@@ -136,8 +136,8 @@ impl Store {
         self.begin(py, rows, |rows| self.0.load(rows, deadline))
     }
 
-    /// Learns where the KV lies: piece `j` of block `n` at `first[j] + n * stride[j]`, for `blocks`
-    /// blocks.
+    /// Registers the layout of the KV: piece `j` of block `n` is at `first[j] + n * stride[j]`, for
+    /// `blocks` blocks.
     fn register_kv(
         &self,
         py: Python<'_>,
@@ -157,8 +157,8 @@ impl Store {
         let pieces = first.iter().zip(stride).zip(lengths);
         let pieces = pieces.map(|((&first, &stride), &len)| KvPiece { first, stride, len });
         // SAFETY: the caller of the store vouches that each piece of each block is that many bytes
-        // of device memory, valid until the tasks ended that name the block; that is the contract
-        // of register_kv, load_blocks and dump_blocks.
+        // of device memory, valid until the tasks that name the block have ended: the contract of
+        // register_kv, load_blocks and dump_blocks.
         let layout = unsafe { KvLayout::new(pieces.collect(), blocks) };
         to_py(py, layout.and_then(|layout| self.0.register_kv(layout)))
     }
@@ -211,8 +211,8 @@ impl Store {
         Sides::new(py, task, sides, shape)
     }
 
-    /// Starts writing side shards of blocks that are stored without them, or refuses at once: by
-    /// name the bytes of each, a row for each block.
+    /// Starts writing side shards of blocks that are stored without them, or refuses at once. Bytes
+    /// by name, with a row for each block.
     fn dump_sides(
         &self,
         py: Python<'_>,
@@ -235,7 +235,7 @@ impl Store {
         to_py(py, task).map(|task| self.task(task))
     }
 
-    /// Side shards that blocks may have here: name, version of the content, bytes.
+    /// The configured side shards: name, version of the content, bytes.
     fn sides(&self) -> Vec<(String, u32, u64)> {
         let sides = self.0.sides().iter();
         sides
@@ -243,7 +243,7 @@ impl Store {
             .collect()
     }
 
-    /// Starts reading and verifying whole blocks as a load does, without a place to copy them to.
+    /// Starts reading and verifying whole blocks as a load does, without copying them.
     #[pyo3(signature = (block_ids, timeout = None))]
     fn verify(
         &self,
@@ -257,7 +257,7 @@ impl Store {
         to_py(py, task).map(|task| self.task(task))
     }
 
-    /// Starts a dump, or refuses it at once. The source is read once the device's event of this
+    /// Starts a dump, or refuses it at once. The source is read when the device's event of this
     /// handle is done (0: at once). `sides`: for each row its share of every side shard, in their
     /// order; copied here.
     #[pyo3(signature = (block_ids, shard_index, addrs, event = 0, sides = None))]
@@ -275,8 +275,8 @@ impl Store {
         self.begin(py, rows, |rows| self.0.dump(self.after(rows, event)?))
     }
 
-    /// Hints for the header: parallel lists of ids, parents, ordinals and token counts, and the tag
-    /// of the tenant whose blocks they are, 32 bytes.
+    /// Hints for the header: parallel lists of ids, parents, ordinals and token counts, and the
+    /// 32-byte tag of the blocks' tenant.
     #[pyo3(signature = (block_ids, parents, ordinals, tokens, tenant = None))]
     fn describe(
         &self,
@@ -330,12 +330,13 @@ impl Store {
         to_py(py, told)
     }
 
-    /// Another rank could not use these records: no hits until the next dump has replaced them.
+    /// Another rank could not use these records: they are no hits until the next dump has replaced
+    /// them.
     fn mark_bad(&self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
         to_py(block_ids.py(), self.0.mark_bad(&ids(block_ids)?))
     }
 
-    /// Another rank replaces these records: what was refused of them is forgotten.
+    /// Another rank replaces these records: their refusals are cleared.
     fn clear_bad(&self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
         to_py(block_ids.py(), self.0.clear_bad(&ids(block_ids)?))
     }
@@ -348,7 +349,7 @@ impl Store {
         to_py(py, told)
     }
 
-    /// The same for what this process alone can touch.
+    /// The same, for records that only this process can touch.
     #[pyo3(signature = (block_ids, first = 0))]
     fn touch_own(&self, py: Python<'_>, block_ids: &Bound<'_, PyAny>, first: u32) -> PyResult<()> {
         let ids: Vec<(BlockId, u32)> = ids(block_ids)?.into_iter().zip(first..).collect();
@@ -361,7 +362,7 @@ impl Store {
         Ok(self.0.wants_touch_own())
     }
 
-    /// Brings blocks into the upper tiers; counts those taken on.
+    /// Prefetches blocks into the upper tiers; returns the number of accepted ones.
     fn prefetch(
         &self,
         py: Python<'_>,
@@ -381,26 +382,26 @@ impl Store {
         to_py(py, taken)
     }
 
-    /// These blocks need not be brought up any more; counts those that were still waiting.
+    /// Cancels the prefetch of these blocks; returns the number of those still waiting.
     fn cancel_prefetch(&self, py: Python<'_>, block_ids: &Bound<'_, PyAny>) -> PyResult<usize> {
         let ids = ids(block_ids)?;
         let cancelled = py.detach(|| self.0.cancel_prefetch(&ids));
         to_py(py, cancelled)
     }
 
-    /// Publishes soon what was dumped and waits for more to be published with it.
+    /// Publishes soon the dumped blocks that wait for others to be published with them.
     fn flush(&self, py: Python<'_>) -> PyResult<()> {
         let flushed = py.detach(|| self.0.flush());
         to_py(py, flushed)
     }
 
-    /// How many more blocks a dump could take now.
+    /// Number of blocks that a dump could accept now.
     fn free_dump_slots(&self, py: Python<'_>) -> PyResult<usize> {
         to_py(py, self.0.check_process())?;
         Ok(self.0.free_dump_slots())
     }
 
-    /// Ids this process can read before others can, gained and lost since the last call.
+    /// Ids that this process can read before others, added and removed since the last call.
     fn early<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyList>, Bound<'py, PyList>)> {
         let early = to_py(py, self.0.locally_visible())?;
         Ok((id_list(py, &early.gained)?, id_list(py, &early.lost)?))
@@ -418,14 +419,14 @@ impl Store {
         Ok(py.detach(|| self.0.stats().to_string()))
     }
 
-    /// What the core logged for this store since the last call: (level of `logging`, message,
+    /// The core's log records of this store since the last call: (level of `logging`, message,
     /// fields).
     fn take_log(&self) -> Vec<Line> {
         lines_of(self.0.writer())
     }
 
-    /// Address of the store's C table (`ucm_store.h`): the same every time, refused to further
-    /// calls once it is closed.
+    /// Address of the store's C table (`ucm_store.h`), the same in every call. An error after the
+    /// store was closed.
     fn cc_store(&self, py: Python<'_>) -> PyResult<usize> {
         if let Some(table) = self.1.get() {
             return Ok(table.address());
@@ -441,7 +442,7 @@ impl Store {
 }
 
 impl Drop for Store {
-    /// Closing waits for what is under way: not with the GIL held.
+    /// Closing waits for work under way, so the GIL is released.
     fn drop(&mut self) {
         let close = || self.end();
         if Python::try_attach(|py| py.detach(close)).is_none() {
@@ -451,10 +452,10 @@ impl Drop for Store {
     }
 }
 
-/// A line of the log: the level of `logging`, the message, the fields.
+/// A log record: the level of `logging`, the message, the fields.
 pub(crate) type Line = (u32, String, HashMap<&'static str, String>);
 
-/// What was logged for a store since the last call, see [`log::take`].
+/// The log records of a store since the last call, see [`log::take`].
 pub(crate) fn lines_of(store: u64) -> Vec<Line> {
     let line = |record: log::Record| {
         let fields = record.fields.into_iter().collect();
@@ -463,7 +464,7 @@ pub(crate) fn lines_of(store: u64) -> Vec<Line> {
     log::take(store).into_iter().map(line).collect()
 }
 
-/// The number that Python's `logging` has for a level.
+/// The number of a level in Python's `logging`.
 fn level(level: Level) -> u32 {
     match level {
         Level::ERROR => 40,
@@ -489,7 +490,7 @@ impl Store {
         }
     }
 
-    /// Begins a load or dump, with the GIL held where that is short.
+    /// Begins a load or dump, with the GIL held if that is short.
     fn begin(
         &self,
         py: Python<'_>,
@@ -517,12 +518,12 @@ impl Store {
                 .with("blocks", blocks.len());
             return Err(raise(py, &error));
         }
-        // A negative number is beyond every layout's last block as well.
+        // A negative number also lies beyond every layout's last block.
         let numbers = blocks.iter().map(|&number| number as u64);
         to_py(py, self.0.rows_of_blocks(ids.into_iter().zip(numbers)))
     }
 
-    /// Rows that wait for an event of the device, where its handle is not 0.
+    /// Rows that wait for an event of the device, unless its handle is 0.
     fn after(&self, mut rows: Vec<Row>, event: u64) -> ucm_core::Result<Vec<Row>> {
         if event != 0 {
             let event = self.0.event_of(event)?;
@@ -576,8 +577,8 @@ impl Store {
                     )
                 })?;
                 // SAFETY: the caller of the store vouches that each address names that many bytes
-                // of device memory, valid until the task ended; that is the contract of load_data
-                // and dump_data.
+                // of device memory, valid until the task has ended: the contract of load_data and
+                // dump_data.
                 let spans = to_py(py, unsafe {
                     spans(geometry, number, addrs.iter().copied())
                 })?;
@@ -593,7 +594,7 @@ impl Store {
     }
 }
 
-/// Rows with what each brings beside its KV.
+/// Rows with their side shards.
 fn beside(
     mut rows: Vec<Row>,
     sides: Option<&PyReadonlyArray2<'_, u8>>,

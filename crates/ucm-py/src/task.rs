@@ -12,16 +12,16 @@ use ucm_store::engine::{self, Until};
 
 use crate::convert::{exception, raise};
 
-/// A load or dump under way.
+/// A load or dump.
 #[pyclass(frozen, module = "ucm._core")]
 pub(crate) struct Task {
     pub(crate) task: engine::Task,
     pub(crate) clock: Arc<dyn Clock>,
-    /// Whose task it is: a forked child must not even look at it.
+    /// The process of the task: a forked child must not access it.
     pub(crate) pid: u32,
 }
 
-/// The bytes of side shards, a row for each id, and which of them are there.
+/// The bytes of side shards, a row for each id, and which of them exist.
 type SideArrays<'py> = (Bound<'py, PyArray2<u8>>, Bound<'py, PyArray1<bool>>);
 
 /// Side shards being read.
@@ -53,8 +53,8 @@ impl Sides {
         self.task.clone_ref(py)
     }
 
-    /// The bytes, a row for each id (zeros where it is not there), and for each whether it is
-    /// there; final once the task is finished.
+    /// The bytes, a row for each id (zeros for a missing one), and for each whether it exists;
+    /// final when the task has finished.
     fn result<'py>(&self, py: Python<'py>) -> PyResult<SideArrays<'py>> {
         self.task.get().check_process(py)?;
         let bytes = py.detach(|| self.sides.bytes());
@@ -66,8 +66,8 @@ impl Sides {
     }
 }
 
-/// A limit of a caller in seconds: what is negative is over already, what is endless gets the
-/// longest there is.
+/// A caller's limit in seconds. A negative one has passed already; an infinite one becomes the
+/// longest duration.
 pub(crate) fn limit(py: Python<'_>, seconds: Option<f64>) -> PyResult<Option<Duration>> {
     let Some(seconds) = seconds else {
         return Ok(None);
@@ -96,14 +96,14 @@ fn until(py: Python<'_>, name: &str) -> PyResult<Until> {
 
 #[pymethods]
 impl Task {
-    /// Whether the level was reached or failed; never waits.
+    /// True if the level was reached or failed; never waits.
     fn check(&self, py: Python<'_>, level: &str) -> PyResult<bool> {
         let level = until(py, level)?;
         self.check_process(py)?;
         Ok(self.task.check(&*self.clock, level))
     }
 
-    /// Waits for the level, at most `timeout` seconds; false if that came first.
+    /// Waits for the level, at most `timeout` seconds; false at the timeout.
     fn wait(&self, py: Python<'_>, level: &str, timeout: Option<f64>) -> PyResult<bool> {
         let level = until(py, level)?;
         self.check_process(py)?;
@@ -114,15 +114,14 @@ impl Task {
         }))
     }
 
-    /// Whether a row of a load has arrived, verified, perhaps before the rest of its block; never
+    /// True if a row of a load was copied, verified, possibly before the rest of its block; never
     /// waits.
     fn shard_done(&self, py: Python<'_>, row: usize) -> PyResult<bool> {
         self.check_process(py)?;
         Ok(self.task.shard_done(row))
     }
 
-    /// Waits for that, at most `timeout` seconds; false if that came first, or the row will not
-    /// arrive any more.
+    /// Waits for that, at most `timeout` seconds; false at the timeout or if the row has failed.
     fn wait_shard(&self, py: Python<'_>, row: usize, timeout: Option<f64>) -> PyResult<bool> {
         self.check_process(py)?;
         let limit = limit(py, timeout)?;
@@ -132,13 +131,13 @@ impl Task {
         }))
     }
 
-    /// Blocks of a load that arrived, by the tier they came from; final once it is finished.
+    /// Loaded blocks by their tier; final when the load has finished.
     fn served(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
         self.check_process(py)?;
         Ok(self.task.served().to_vec())
     }
 
-    /// The rows that failed, each with its exception.
+    /// The failed rows, each with its exception.
     fn failures<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         self.check_process(py)?;
         let failures = PyDict::new(py);
@@ -155,7 +154,7 @@ impl Task {
     }
 }
 
-/// Refuses what was started before a fork: its locks may be held for ever.
+/// Refuses a task from before a fork, whose locks may be held for ever.
 pub(crate) fn same_process(py: Python<'_>, pid: u32) -> PyResult<()> {
     if pid == std::process::id() {
         return Ok(());

@@ -1,8 +1,8 @@
-//! Tensors of the host as they come from torch.
+//! Tensors of the host, from torch.
 //!
-//! Only a tensor's attributes are asked for, so that nothing here is built against torch. What its
-//! sizes say may be read (or written, for an output) while a call runs, whose arguments keep it
-//! alive; everything else about it is checked.
+//! Only a tensor's attributes are read, so this is not built against torch. During a call, whose
+//! arguments keep it alive, the memory within its sizes may be read (or written, for an output);
+//! everything else about it is checked.
 #![allow(unsafe_code, reason = "addresses come from Python as numbers")]
 
 use std::ptr::with_exposed_provenance_mut;
@@ -13,7 +13,7 @@ use pyo3::types::PyTuple;
 use ucm_core::{DType, Error, Result};
 use ucm_retrieval::{Blocks, Element, Ints, Vectors};
 
-/// A tensor: where it lies, and its strides in elements.
+/// A tensor: its address, and its strides in elements.
 pub(crate) struct Tensor {
     address: usize,
     on_host: bool,
@@ -52,7 +52,7 @@ impl Tensor {
             .with("strides", format!("{:?}", self.strides))
     }
 
-    /// Its sizes, of which there are `N`.
+    /// Its `N` sizes.
     pub(crate) fn sizes<const N: usize>(&self, name: &'static str) -> Result<[usize; N]> {
         let sizes = self
             .shape
@@ -66,7 +66,7 @@ impl Tensor {
         })
     }
 
-    /// Whether the dimensions from `first` on lie without gaps.
+    /// True if the dimensions from `first` on have no gaps.
     pub(crate) fn packed_from(&self, first: usize) -> bool {
         let mut expected = 1;
         for (&size, &stride) in self.shape.iter().zip(&self.strides).skip(first).rev() {
@@ -116,7 +116,7 @@ impl Tensor {
         self.shape.iter().product()
     }
 
-    /// Its elements, which lie without gaps.
+    /// Its elements, without gaps.
     ///
     /// # Safety
     /// They can be read and are not written for `'a`, and the dtype is that of `T`.
@@ -132,9 +132,8 @@ impl Tensor {
 
     /// Its elements, to be written.
     ///
-    /// # Safety
-    /// They can be written, no one else reads or writes them for `'a`, and the dtype is that of
-    /// `T`.
+    /// # Safety They can be written, nothing else reads or writes them for `'a`, and the dtype is
+    /// that of `T`.
     pub(crate) unsafe fn slice_mut<'a, T>(&self, name: &'static str) -> Result<&'a mut [T]> {
         self.packed(name, 0)?;
         let base = self.at::<T>(name)?;
@@ -160,7 +159,7 @@ impl Tensor {
         };
         self.packed(name, self.shape.len() - 1)?;
         let ints = match self.dtype.as_str() {
-            // SAFETY: as the caller of this function vouches; null only where there are none.
+            // SAFETY: as the caller of this function vouches; null only if there are none.
             "torch.int32" => Ints::I32(unsafe { few(self.at(name)?, count) }),
             // SAFETY: as above.
             "torch.int64" => Ints::I64(unsafe { few(self.at(name)?, count) }),
@@ -185,11 +184,10 @@ impl Tensor {
         Ok(unsafe { Vectors::from_raw(self.at(name)?, self.element(name)?, shape, strides) })
     }
 
-    /// What is kept of each block, `[block, ...]`; the dimensions from `first` on lie without gaps,
-    /// and `span` elements are read of each.
+    /// The data of each block, `[block, ...]`; the dimensions from `first` on have no gaps, and
+    /// `span` elements of each are read.
     ///
-    /// # Safety
-    /// They can be read for `'a`, and no one writes to those of the blocks that the call is given.
+    /// # Safety They can be read for `'a`, and those of the call's blocks are not written.
     pub(crate) unsafe fn blocks<'a>(
         &self,
         name: &'static str,
@@ -206,8 +204,7 @@ impl Tensor {
     }
 }
 
-/// # Safety
-/// `count` items can be read at `base` for `'a`, which may be null when there are none.
+/// # Safety `count` items can be read at `base` for `'a`, which may be null if there are none.
 unsafe fn few<'a, T>(base: *mut T, count: usize) -> &'a [T] {
     match count {
         0 => &[],

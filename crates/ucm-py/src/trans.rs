@@ -1,4 +1,4 @@
-//! Copies by address for Python: devices, streams, buffers. The face that users see is `ucm.trans`.
+//! Copies by address for Python: devices, streams, buffers. The public API is `ucm.trans`.
 #![allow(unsafe_code, reason = "addresses come from Python as numbers")]
 
 use std::cell::Cell;
@@ -46,12 +46,13 @@ impl TransDevice {
         self.device.name()
     }
 
-    /// What the core logged of devices since the last call: (level of `logging`, message, fields).
+    /// The core's log records of devices since the last call: (level of `logging`, message,
+    /// fields).
     fn take_log(&self) -> Vec<Line> {
         lines_of(NOBODY)
     }
 
-    /// A stream that copies this way: auto, dma, sm or staging.
+    /// A stream with this copy method: auto, dma, sm or staging.
     fn make_stream(&self, py: Python<'_>, transfer: &str) -> PyResult<TransStream> {
         same_process(py, self.pid)?;
         let transfer = to_py(py, Transfer::from_word(transfer))?;
@@ -62,7 +63,7 @@ impl TransDevice {
         })
     }
 
-    /// Where buffers come from; no pool has any yet.
+    /// The source of buffers, without pools yet.
     fn make_buffer(&self, py: Python<'_>) -> PyResult<TransBuffer> {
         same_process(py, self.pid)?;
         Ok(TransBuffer {
@@ -72,7 +73,7 @@ impl TransDevice {
     }
 }
 
-/// Buffers of a device and of the host for it.
+/// Buffers of a device and of the host.
 #[pyclass(frozen, module = "ucm._core")]
 pub(crate) struct TransBuffer {
     pools: Pools,
@@ -81,7 +82,7 @@ pub(crate) struct TransBuffer {
 
 #[pymethods]
 impl TransBuffer {
-    /// A buffer of no pool; `place` is "device" or "host", as below.
+    /// A buffer outside of pools; `place` is "device" or "host", as below.
     fn make(&self, py: Python<'_>, place: &str, size: &Bound<'_, PyAny>) -> PyResult<TransMemory> {
         let (place, size) = (self.place(py, place)?, count(size, "size")?);
         let made = py.detach(|| self.pools.make(place, size));
@@ -101,7 +102,7 @@ impl TransBuffer {
         to_py(py, py.detach(|| self.pools.fill(place, size, number)))
     }
 
-    /// A buffer from a pool, waited for at most `timeout` seconds.
+    /// A buffer from a pool; waits at most `timeout` seconds.
     fn get(
         &self,
         py: Python<'_>,
@@ -116,7 +117,7 @@ impl TransBuffer {
         to_py(py, got).map(|buffer| TransMemory::new(buffer, self.pid))
     }
 
-    /// Pins memory of the caller's.
+    /// Pins memory of the caller.
     fn register(
         &self,
         py: Python<'_>,
@@ -125,8 +126,8 @@ impl TransBuffer {
     ) -> PyResult<()> {
         same_process(py, self.pid)?;
         let (address, size) = (number(address)?, count(size, "size")?);
-        // SAFETY: the caller of `register_host_buffer` vouches that the memory stays until it is
-        // told to be unregistered.
+        // SAFETY: the caller of `register_host_buffer` vouches that the memory stays mapped until
+        // it is unregistered.
         let host = unsafe { HostSpan::new(address, size as u64) };
         to_py(py, py.detach(|| self.pools.register(host)))
     }
@@ -154,7 +155,7 @@ impl TransBuffer {
     }
 }
 
-/// Some bytes on the device or the host. Copies under way keep them.
+/// Some bytes on the device or the host. Copies under way keep them alive.
 #[pyclass(frozen, module = "ucm._core")]
 pub(crate) struct TransMemory {
     buffer: Mutex<Option<Arc<Buffer>>>,
@@ -163,13 +164,13 @@ pub(crate) struct TransMemory {
 
 #[pymethods]
 impl TransMemory {
-    /// The address of its first byte; an error once it was given back.
+    /// The address of its first byte; an error after it was returned.
     #[getter]
     fn address(&self, py: Python<'_>) -> PyResult<u64> {
         self.held(py).map(|buffer| buffer.address())
     }
 
-    /// How many bytes may be used.
+    /// Usable bytes.
     #[getter]
     fn size(&self, py: Python<'_>) -> PyResult<usize> {
         self.held(py).map(|buffer| buffer.len())
@@ -179,8 +180,8 @@ impl TransMemory {
         self.address(py)
     }
 
-    /// Gives it back to its pool or frees it, once no copy and no view uses it; repeatable. Nothing
-    /// in a forked child.
+    /// Returns it to its pool or frees it, when no copy and no view uses it any more; repeatable.
+    /// No effect in a forked child.
     fn close(&self, py: Python<'_>) {
         if self.pid == std::process::id() {
             let buffer = self.buffer.lock().take();
@@ -199,8 +200,7 @@ impl TransMemory {
 
     /// The bytes of a buffer on the host; it stays until the view ends.
     ///
-    /// # Safety
-    /// As Python calls it.
+    /// # Safety Called by Python with its own arguments.
     unsafe fn __getbuffer__(
         this: Bound<'_, Self>,
         view: *mut ffi::Py_buffer,
@@ -215,8 +215,8 @@ impl TransMemory {
         }
         let first = with_exposed_provenance_mut(buffer.address() as usize);
         let len = buffer.len() as ffi::Py_ssize_t;
-        // SAFETY: `view` is Python's to be filled in; the bytes stay until it is released, because
-        // it keeps the buffer.
+        // SAFETY: Python passes `view` to be filled in; the bytes stay until its release, because
+        // it keeps the buffer alive.
         unsafe {
             if ffi::PyBuffer_FillInfo(view, this.as_ptr(), first, len, 0, flags) != 0 {
                 return Err(PyErr::fetch(py));
@@ -226,8 +226,7 @@ impl TransMemory {
         Ok(())
     }
 
-    /// # Safety
-    /// As Python calls it: once for each view that was filled in.
+    /// # Safety Called by Python once for each filled view.
     unsafe fn __releasebuffer__(&self, view: *mut ffi::Py_buffer) {
         // SAFETY: filled in above.
         let kept = unsafe { Arc::from_raw((*view).internal.cast::<Buffer>()) };
@@ -249,20 +248,20 @@ impl TransMemory {
         held.ok_or_else(|| {
             raise(
                 py,
-                &Error::new(ErrorKind::Closed, "this buffer was given back"),
+                &Error::new(ErrorKind::Closed, "this buffer was returned"),
             )
         })
     }
 }
 
-/// A stream of copies; its calls are made one after the other.
+/// A stream of copies; its calls run one after the other.
 #[pyclass(frozen, module = "ucm._core")]
 pub(crate) struct TransStream {
     copies: Mutex<Option<Copies>>,
     pid: u32,
 }
 
-/// What a copy is of, read from Python's objects.
+/// The arguments of a copy, parsed from Python's objects.
 struct Job {
     direction: Direction,
     pairs: Vec<(DeviceSpan, HostSpan)>,
@@ -271,9 +270,9 @@ struct Job {
 
 #[pymethods]
 impl TransStream {
-    /// Copies pieces of `size` bytes between the device and the host. Each side is one address, or
-    /// an array of `number` addresses; where only the host's is one, its pieces lie one behind the
-    /// other. Without `wait` the copy is only begun.
+    /// Copies pieces of `size` bytes between the device and the host. Each side is one address or
+    /// an array of `number` addresses; if only the host's is one address, its pieces are
+    /// contiguous. Without `wait` the copy is only begun.
     #[allow(
         clippy::too_many_arguments,
         reason = "one function for twelve of Python's"
@@ -303,22 +302,22 @@ impl TransStream {
         })
     }
 
-    /// Calls a function on the stream's thread when everything submitted before has ended, with
-    /// whether all went well.
+    /// Calls a function on the stream's thread when all earlier work has ended, with true if all of
+    /// it succeeded.
     fn append_callback(&self, py: Python<'_>, call: Py<PyAny>) -> PyResult<()> {
         self.with(py, |copies| {
             copies.callback(move |well| Callbacks::run(&call, well))
         })
     }
 
-    /// Waits for everything submitted, at most `timeout` seconds.
+    /// Waits for all submitted work, at most `timeout` seconds.
     fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let limit = limit(py, timeout)?;
         self.with(py, |copies| copies.synchronize(until(limit)))
     }
 
-    /// Takes no more; what was submitted is still done, and no one waits for it. Repeatable.
-    /// Nothing in a forked child.
+    /// Refuses further work. Submitted work is still done, without a wait. Repeatable. No effect in
+    /// a forked child.
     fn close(&self, py: Python<'_>) {
         if self.pid == std::process::id() {
             py.detach(|| drop(self.copies.lock().take()));
@@ -354,9 +353,9 @@ impl Drop for TransMemory {
     }
 }
 
-/// Ends something that may wait for the device: not with the GIL held. A child of the process that
-/// it is of leaves it as it is: what it holds is its parent's, and a thread that the child does not
-/// have may hold its locks.
+/// Drops a value whose drop may wait for the device, without the GIL. A forked child leaks the
+/// value instead: its resources belong to the parent, and a thread that the child does not have may
+/// hold its locks.
 fn end<T: Send>(mut value: Option<T>, pid: u32) {
     if pid != std::process::id() {
         let _left = ManuallyDrop::new(value);
@@ -367,7 +366,7 @@ fn end<T: Send>(mut value: Option<T>, pid: u32) {
     }
 }
 
-/// The Python functions of a process that streams call on threads of theirs.
+/// The Python callbacks of a process, which streams call on their threads.
 struct Callbacks {
     process: u32,
     /// How many run now.
@@ -382,17 +381,17 @@ static CALLBACKS: Mutex<Callbacks> = Mutex::new(Callbacks {
     ended: false,
 });
 
-/// Told when one has ended.
+/// Signalled when a callback has ended.
 static ONE_ENDED: Condvar = Condvar::new();
 
 thread_local! {
-    /// Whether this thread is in a callback.
+    /// True if this thread is in a callback.
     static INSIDE: Cell<bool> = const { Cell::new(false) };
 }
 
 impl Callbacks {
-    /// Counts one that is to run; `false` where none may any more. What a forked child inherited
-    /// does not run there.
+    /// Counts a callback about to run; `false` if none may run any more. Inherited callbacks do not
+    /// run in a forked child.
     fn begin() -> bool {
         let (mut callbacks, process) = (CALLBACKS.lock(), std::process::id());
         if callbacks.process != process {
@@ -422,7 +421,7 @@ impl Callbacks {
     }
 }
 
-/// From now on no stream calls into Python; returns when the callbacks that run have ended.
+/// From now on no stream calls into Python; returns when the running callbacks have ended.
 #[pyfunction]
 pub(crate) fn end_callbacks(py: Python<'_>) {
     py.detach(|| {
@@ -439,7 +438,7 @@ pub(crate) fn end_callbacks(py: Python<'_>) {
     });
 }
 
-/// What waits is refused to callbacks: what they would wait for may be waiting for them.
+/// Refuses calls that wait in a callback, because their work may wait for the callback itself.
 fn may_wait(py: Python<'_>) -> PyResult<()> {
     if !INSIDE.get() {
         return Ok(());
@@ -452,7 +451,7 @@ fn until(limit: Option<Duration>) -> Option<MonotonicTime> {
     limit.map(|limit| SystemClock.now().after(limit))
 }
 
-/// How often, or how many bytes: a whole number above zero.
+/// A count or size: a whole number above zero.
 fn count(value: &Bound<'_, PyAny>, what: &'static str) -> PyResult<usize> {
     match value.extract::<usize>() {
         Ok(count) if count > 0 && !value.is_instance_of::<PyBool>() => Ok(count),
@@ -477,7 +476,7 @@ fn number(value: &Bound<'_, PyAny>) -> PyResult<u64> {
     })
 }
 
-/// An object as an error names it.
+/// An object's description for an error.
 fn text(value: &Bound<'_, PyAny>) -> String {
     let text = value
         .repr()
@@ -486,7 +485,7 @@ fn text(value: &Bound<'_, PyAny>) -> String {
     text.chars().take(80).collect()
 }
 
-/// An address of at least `size` bytes. A buffer of ours is checked for them, and kept.
+/// An address of at least `size` bytes. A buffer of ours is checked and kept alive.
 fn one(value: &Bound<'_, PyAny>, size: usize, kept: &mut Vec<Arc<Buffer>>) -> PyResult<u64> {
     let Ok(memory) = value.cast::<TransMemory>() else {
         return number(value);
@@ -524,12 +523,12 @@ fn many(
         array.as_array().iter().copied().collect()
     } else if value.is_instance_of::<PyInt>() {
         let Some(number) = number else {
-            let unknown = "say how many addresses (number) lie at the address of an array";
+            let unknown = "pass the number of addresses (number) with the address of an array";
             return Err(raise(py, &Error::invalid(unknown)));
         };
         let array = self::number(value)?;
-        // SAFETY: the caller vouches that the address is that of an array of so many pointers; no
-        // one writes to it while the GIL is held by the caller that could know of it.
+        // SAFETY: the caller vouches that the address is that of an array of `number` pointers; the
+        // caller's code cannot write to it while this thread holds the GIL.
         to_py(py, unsafe { addresses_at(array, number) })?
     } else {
         let wrong =
@@ -549,8 +548,8 @@ fn many(
     Ok(addresses)
 }
 
-/// Reads what a copy is of: `shape` is "one" (an address on both sides), "batch" (many on both) or
-/// "together" (many on the device, one buffer on the host).
+/// Parses the arguments of a copy: `shape` is "one" (an address on both sides), "batch" (many on
+/// both) or "together" (many on the device, one buffer on the host).
 fn job(
     py: Python<'_>,
     shape: &str,
@@ -574,8 +573,8 @@ fn job(
         ("together", &[first]) => Sides::Together(first),
         (_, each) => Sides::Each(each),
     };
-    // SAFETY: the caller of a stream vouches for each address and the bytes from it on, until the
-    // copy has ended; buffers of ours are kept until then.
+    // SAFETY: the caller of a stream vouches for each address and its bytes until the copy has
+    // ended; buffers of ours are kept alive until then.
     let pairs = to_py(py, unsafe { pairs(&devices, sides, size) })?;
     Ok(Job {
         direction,

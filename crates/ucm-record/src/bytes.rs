@@ -1,5 +1,5 @@
-//! Little-endian numbers at an offset: what records and segments are read with. The caller has
-//! checked the length.
+//! Reads little-endian numbers at an offset of records and segments. The caller has checked the
+//! length.
 
 use ucm_core::Part;
 

@@ -1,18 +1,17 @@
-//! Encryption at rest: a sealed record to one whose layers and side shards are AES-256-GCM
-//! ciphertext, and back, in the buffer it lies in.
+//! Encryption at rest: turns a sealed record into one whose layers and side shards are AES-256-GCM
+//! ciphertext, and back, in place.
 //!
-//! Everything lies where it lay: ciphertext is as long as what it was made from. What encryption
-//! adds stands in the header, behind the table of shards ([`at::seals`]): a tag of the header, one
-//! of each shard, one of each side shard. So each can be checked without the others once the header
-//! is there. The header stays readable; its own tag covers every byte of it but its two checksums,
-//! the tags of the shards with it. The checksums of the header's tables are those of the
-//! ciphertext, so that a reader that has no key can still tell damage; those of the record as it is
-//! used are encrypted together with the header's tag, since a checksum of the plaintext would
-//! confirm guesses.
+//! All offsets stay the same: ciphertext is as long as its plaintext. Encryption adds tags to the
+//! header, behind the table of shards ([`at::seals`]): one of the header, one of each shard, one of
+//! each side shard. So with the header each can be checked alone. The header stays readable; its
+//! tag covers every byte of it except its two checksums, including the tags of the shards. The
+//! checksums in the header's tables are those of the ciphertext, so that a reader without the key
+//! can detect damage. The checksums of the plaintext are encrypted together with the header's tag,
+//! because they would confirm guesses of the content.
 //!
-//! Each record has a key of its own: HMAC-SHA256, under the configured key, of 16 random bytes that
-//! stand in the header, and the record's id. Under that key every message has its own nonce, a
-//! plain number. So no nonce is used twice for one key unless two records draw the same 16 bytes.
+//! Each record has a key of its own: HMAC-SHA256, under the configured key, of 16 random bytes in
+//! the header and the record's id. Under that key every message has its own nonce, a plain number.
+//! So a nonce repeats for a key only if two records draw the same 16 bytes.
 
 #[cfg(test)]
 mod tests;
@@ -40,7 +39,7 @@ const MOST: usize = 16;
 const HEADER: u32 = 0;
 const SIDES: u32 = 1 << 31;
 
-/// The keys of a store: the first one encrypts, each decrypts what it has encrypted.
+/// The keys of a store: the first one encrypts; each decrypts records that it has encrypted.
 ///
 /// ```
 /// use ucm_record::Keys;
@@ -57,15 +56,15 @@ struct Key {
     mac: hmac::Key,
 }
 
-/// What became of a record that was to be decrypted.
+/// Result of a decryption.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Opened {
-    /// It is as it was before it was encrypted, if its checksums agree.
+    /// The record is plaintext again, if its checksums agree.
     Decrypted,
     /// It is not encrypted.
     Plain,
-    /// It is as it was: no record, not all there, or encrypted with a key that is not here.
-    /// Verification tells which.
+    /// It is unchanged: no record, incomplete, or encrypted with an unknown key. Verification finds
+    /// the reason.
     Left,
 }
 
@@ -82,8 +81,8 @@ impl fmt::Debug for Keys {
 
 impl Keys {
     /// Reads keys, each 64 hex digits on a line of its own, the one that encrypts first. Empty
-    /// lines and what follows a `#` count for nothing. `Config` where there is none, or something
-    /// else; it does not say what was read.
+    /// lines and text after a `#` are ignored. `Config` if there is no key or a line is malformed;
+    /// the error does not contain the text.
     pub fn parse(text: &str) -> Result<Self> {
         let mut keys = Vec::new();
         for (number, line) in (1..).zip(text.lines()) {
@@ -105,24 +104,24 @@ impl Keys {
         Ok(Self(keys))
     }
 
-    /// Encrypts a sealed record, as it is used or compressed; `record` is all of it, in a layout
-    /// with room for the tags ([`RecordLayout::encrypted`](super::RecordLayout::encrypted)). On an
-    /// error its bytes are not to be stored.
+    /// Encrypts a sealed record, compressed or not; `record` is all of it, in a layout with space
+    /// for the tags ([`RecordLayout::encrypted`](super::RecordLayout::encrypted)). After an error
+    /// its bytes must not be stored.
     pub fn encrypt(&self, record: &mut [u8]) -> Result<()> {
         let cannot = |why| Error::internal("a record cannot be encrypted").with("why", why);
         let header = RecordHeader::decode(record)
             .map_err(|refusal| Error::from(refusal).with("while", "encrypting"))?;
         let shards = header.table.len();
         if header.key.is_some() || header.record_len != record.len() as u64 {
-            return Err(cannot("it is not one that is as it is used, and all of it"));
+            return Err(cannot("it is not a complete plaintext record"));
         }
         if at::side_seal(shards, header.sides.len()) + at::CRC_LEN > header.header_len as usize {
-            return Err(cannot("its header has no room for the tags"));
+            return Err(cannot("its header has no space for the tags"));
         }
         let key = self.0.first().ok_or_else(|| cannot("there is no key"))?;
         let mut salt = [0; 16];
         let random = SystemRandom::new().fill(&mut salt);
-        random.map_err(|_| cannot("the system gives no random bytes"))?;
+        random.map_err(|_| cannot("the system returned no random bytes"))?;
         let cipher = key
             .of_record(&salt, &header.meta.id.0)
             .ok_or_else(|| cannot("its key"))?;
@@ -158,9 +157,9 @@ impl Keys {
     }
 
     /// Decrypts the record at the start of `record`, of which the first `read` bytes were read: its
-    /// payload, and the side shards that are there. A layer that was changed comes to be zeros, and
-    /// the record stays one that is encrypted, so that it is refused for its checksum.
-    /// `BadChecksum` where the header was changed under right checksums.
+    /// payload, and the side shards among them. A modified layer becomes zeros and the record stays
+    /// marked as encrypted, so that its checksum fails. `BadChecksum` if the header was modified
+    /// under correct checksums.
     pub fn decrypt(&self, record: &mut [u8], read: usize) -> std::result::Result<Opened, Refusal> {
         let Ok(header) = RecordHeader::decode(&record[..read.min(record.len())]) else {
             return Ok(Opened::Left);
@@ -174,14 +173,13 @@ impl Keys {
         })
     }
 
-    /// Whether one of these keys has encrypted the record with this header.
+    /// True if one of these keys has encrypted the record with this header.
     pub fn fit(&self, header: &RecordHeader) -> bool {
         self.0.iter().any(|key| header.key == Some(key.id))
     }
 
-    /// Decrypts one side shard where it lies; the rest of the record need not be there. Afterwards
-    /// the header is that of a record that is not encrypted, though nothing else of it was looked
-    /// at.
+    /// Decrypts one side shard in place; the rest of the record need not be present. Afterwards the
+    /// header is that of a plaintext record, although no other part was checked.
     pub fn decrypt_side(
         &self,
         record: &mut [u8],
@@ -198,8 +196,8 @@ impl Keys {
         })
     }
 
-    /// Decrypts those pieces of a record that are `wanted`, and makes its header that of a record
-    /// that is not encrypted.
+    /// Decrypts the `wanted` pieces of a record and turns its header into that of a plaintext
+    /// record.
     fn open(
         &self,
         header: &RecordHeader,
@@ -258,7 +256,7 @@ impl Keys {
                 );
                 if opened.is_err() {
                     stretch.fill(0);
-                    whole &= is_side; // of a side shard its own checksum tells
+                    whole &= is_side; // a side shard has its own checksum
                 }
                 if !is_side && !as_used {
                     crc = crc32c(stretch); // of the compressed layer; the tag vouches for it
@@ -269,7 +267,7 @@ impl Keys {
             put(&mut used_head, piece.secret_crc, kept);
         }
         if !whole {
-            // with its header as it was, whose checksums what is there now has not
+            // with its old header, whose checksums no longer match
             return Ok(Opened::Left);
         }
         let flags = u32_at(head, at::FLAGS) & !ENCRYPTED;
@@ -301,23 +299,23 @@ impl Key {
     }
 }
 
-/// What is encrypted by itself: a layer with the padding behind it, or the pages of a side shard.
+/// A separately encrypted piece: a layer with the padding behind it, or the pages of a side shard.
 struct Piece {
-    /// Where it lies in the record.
+    /// Its range in the record.
     start: usize,
     end: usize,
     nonce: u32,
-    /// Its checksum as it is used.
+    /// Its plaintext checksum.
     used_crc: u32,
-    /// Where in the header its tag stands, the checksum of what is stored, and its checksum as it
-    /// is used, encrypted.
+    /// Offsets in the header of its tag, of the checksum of its stored bytes, and of its encrypted
+    /// plaintext checksum.
     tag: usize,
     crc: usize,
     secret_crc: usize,
 }
 
 impl Piece {
-    /// Where it lies behind the header.
+    /// Its range behind the header.
     fn in_body(&self, header: &RecordHeader) -> Range<usize> {
         let header_len = header.header_len as usize;
         self.start.saturating_sub(header_len)..self.end.saturating_sub(header_len)
@@ -361,8 +359,8 @@ fn pieces(header: &RecordHeader) -> impl Iterator<Item = Piece> {
     layers.chain(sides)
 }
 
-/// What the header's tag covers: all of it, with zeros for its checksums, for the tag itself and
-/// for what is encrypted with it.
+/// The bytes that the header's tag covers: the whole header, with zeros for its checksums, for the
+/// tag itself and for the bytes encrypted with it.
 fn authenticated(header: &RecordHeader, head: &[u8]) -> Vec<u8> {
     let mut bytes = head.to_vec();
     bytes[at::PREAMBLE_CRC..PREAMBLE_LEN].fill(0);

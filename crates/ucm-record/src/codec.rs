@@ -1,4 +1,4 @@
-//! The forms in which the layers of a record may be stored, as the header's codec field names them.
+//! The stored forms of a record's layers, as in the header's codec field.
 
 use ucm_core::DType;
 
@@ -7,18 +7,18 @@ use super::layout::RecordLayout;
 /// In the low byte of a code: byte planes compressed by zstd.
 const ZSTD: u32 = 1;
 /// In the low byte of a code: byte planes compressed by lz4, which older versions wrote. Such a
-/// record is refused and the next dump replaces it; it is not taken for a newer version.
+/// record is refused and the next dump replaces it; it does not count as a newer version.
 const LZ4: u32 = 2;
 
 /// How the layers of a record are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Codec(u32);
 
-/// Where the bytes of an element stand in the code.
+/// Position of the element size in the code.
 const WIDTH_SHIFT: u32 = 8;
 
 impl Codec {
-    /// The layers as they are used.
+    /// Uncompressed.
     pub const AS_IS: Self = Self(0);
 
     /// Byte planes of elements of `width` bytes: 1, 2 or 4.
@@ -26,8 +26,8 @@ impl Codec {
         matches!(width, 1 | 2 | 4).then_some(Self(ZSTD | (width as u32) << WIDTH_SHIFT))
     }
 
-    /// The codec for records of this layout, by the type of their elements. Layers that are no
-    /// whole number of them are taken byte by byte.
+    /// The codec for records of this layout, by the type of their elements. Layers that are not
+    /// whole elements are split into single bytes.
     pub fn of(layout: &RecordLayout) -> Self {
         let width = match layout.dtype {
             DType::F16 | DType::Bf16 => 2,
@@ -43,7 +43,7 @@ impl Codec {
             .unwrap_or(Self::AS_IS)
     }
 
-    /// The codec of a code, `None` for one that this version does not know.
+    /// The codec of a code; `None` if this version does not know the code.
     pub fn from_code(code: u32) -> Option<Self> {
         let width = code >> WIDTH_SHIFT;
         match code & 0xff {
@@ -58,22 +58,22 @@ impl Codec {
         self.0
     }
 
-    /// Whether nothing was done to them.
+    /// True for uncompressed layers.
     pub fn is_as_is(self) -> bool {
         self == Self::AS_IS
     }
 
-    /// True if this version reads layers in this form; false for those of lz4.
+    /// True if this version can decode this form; false for lz4.
     pub fn is_readable(self) -> bool {
         self.0 & 0xff != LZ4
     }
 
-    /// Bytes of an element; 0 where the layers are as they are.
+    /// Bytes of an element; 0 for uncompressed layers.
     pub fn width(self) -> usize {
         (self.0 >> WIDTH_SHIFT) as usize
     }
 
-    /// Whether a layer of so many bytes is whole elements.
+    /// True if a layer of `len` bytes is a whole number of elements.
     pub fn fits(self, layer_len: u64) -> bool {
         self.is_as_is() || layer_len.is_multiple_of(self.width() as u64)
     }

@@ -1,11 +1,10 @@
-//! A record in another form than it is used in: the header of the stored form made from that of the
-//! record, and back.
+//! Compressed records: makes the header of the stored form from that of the record, and back.
 //!
-//! Both headers say the same but for the length, the codec, and where the layers lie. The stored
-//! form keeps the checksum of every layer as it is used beside that of its stored bytes, so the
-//! record's own header comes back to the byte, and the thread that reads it verifies the same bytes
-//! by the same checksums as if it had never been stored in another form. Side shards are stored as
-//! they are, behind the payload; only their offsets are other ones.
+//! The two headers differ in the length, the codec and the offsets of the layers. The stored form
+//! keeps the checksum of every uncompressed layer beside that of its stored bytes. So the record's
+//! own header is restored to the byte, and a reader verifies the same bytes by the same checksums
+//! as without compression. Side shards are stored unchanged behind the payload; only their offsets
+//! differ.
 
 use ucm_core::{PAGE, round_up};
 use ucm_device::crc32c;
@@ -15,11 +14,11 @@ use super::codec::Codec;
 use super::header::{RecordHeader, seal_header};
 use super::layout::RecordLayout;
 
-/// Finishes a stored form. `out` holds, from the end of the header on, the stored layers one behind
-/// the other, of `lens` bytes each, and has room to the end of the padded payload; `raw` is the
-/// header of the record itself and `head` its bytes. The payload is padded with zeros to a multiple
-/// of `granule` bytes (whole pages). Gives the length of header and payload, behind which the side
-/// shards belong; `None` where it does not fit `out`.
+/// Finishes a stored form. `out` contains, from the end of the header on, the stored layers of
+/// `lens` bytes each, and has space up to the end of the padded payload; `raw` is the header of the
+/// record itself and `head` its bytes. The payload is padded with zeros to a multiple of `granule`
+/// bytes (whole pages). Returns the length of header and payload, behind which the side shards
+/// belong; `None` if it does not fit `out`.
 pub(super) fn seal_stored(
     raw: &RecordHeader,
     head: &[u8],
@@ -61,8 +60,8 @@ pub(super) fn seal_stored(
     Some(len)
 }
 
-/// Says where the side shards of a record lie whose payload ends at `kv_len` now, and where it
-/// ends.
+/// Sets the offsets of the side shards of a record whose payload now ends at `kv_len`. Returns the
+/// end of the record.
 fn put_sides(before: &RecordHeader, kv_len: u64, header: &mut [u8]) {
     for (i, side) in before.sides.iter().enumerate() {
         let entry = at::SIDE_TABLE + i * at::SIDE_ENTRY;
@@ -76,7 +75,7 @@ fn put_sides(before: &RecordHeader, kv_len: u64, header: &mut [u8]) {
     );
 }
 
-/// Turns the header of a stored form, at the start of `record`, into that of the record itself.
+/// Turns the header of a stored form, at the start of `record`, back into that of the record.
 pub(super) fn restore_header(stored: &RecordHeader, layout: &RecordLayout, record: &mut [u8]) {
     let header = &mut record[..layout.header_len()];
     for (i, layer) in stored.table.iter().enumerate() {
@@ -97,8 +96,7 @@ pub(super) fn restore_header(stored: &RecordHeader, layout: &RecordLayout, recor
     seal_header(header);
 }
 
-/// What the first bytes of a record that was read say of its form, if they are there; not verified
-/// yet.
+/// The form of a record by its first bytes, if present; not verified yet.
 pub(super) fn claimed_codec(bytes: &[u8]) -> Option<Codec> {
     let code = bytes.get(at::CODEC..at::CODEC + 4)?;
     Codec::from_code(crate::bytes::u32_at(code, 0))

@@ -1,5 +1,4 @@
-//! The header: what it says, how it is written, and how it is read back without trusting a byte of
-//! it.
+//! The header: its fields, how it is written, and how it is read without trusting any byte of it.
 
 use std::fmt::Display;
 use std::ops::Range;
@@ -14,7 +13,7 @@ use super::{
 };
 use crate::bytes::{array, part_at, u32_at, u64_at};
 
-/// What a writer says about one record; the rest of the header follows from the layout.
+/// A writer's fields of one record; the rest of the header follows from the layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct RecordMeta {
     /// The record id, also the file's name.
@@ -23,18 +22,18 @@ pub struct RecordMeta {
     pub namespace: [u8; 32],
     /// Which part of the block.
     pub part: Part,
-    /// Record id of the block before it in the chain, zero when not described or none.
+    /// Record id of the previous block in the chain; zero if unknown or none.
     pub parent: BlockId,
-    /// Index of the block in its chain, zero when not described.
+    /// Index of the block in its chain; zero if unknown.
     pub ordinal: u32,
-    /// Tokens that the block covers, zero when not described.
+    /// Tokens of the block; zero if unknown.
     pub tokens: u32,
     /// Wall clock of the writer, ns since 1970.
     pub time_ns: u64,
     /// Random number of the writing process.
     pub writer: u64,
-    /// Whose block it is, made from the cache salt by the process that writes it; zero when not
-    /// described. It says nothing of the block's content and is not asked for by a reader.
+    /// Tag of the tenant, made from the cache salt by the writing process; zero if unknown. It is
+    /// independent of the block's content, and readers do not check it.
     pub tenant: [u8; 32],
 }
 
@@ -47,8 +46,8 @@ pub struct LayerEntry {
     pub len: u64,
     /// CRC-32C from `offset` to the next layer, or to the end of the payload.
     pub crc: u32,
-    /// The same of the layer as it is used; 0 where it is stored as it is used. Of an encrypted
-    /// record it is encrypted.
+    /// The same of the uncompressed layer; 0 if the layer is stored uncompressed. Encrypted in an
+    /// encrypted record.
     pub raw_crc: u32,
 }
 
@@ -67,19 +66,18 @@ pub struct SideEntry {
     pub len: u64,
 }
 
-/// A header whose own checksums are right and whose table lies inside the record.
+/// A header with correct checksums and a table that lies inside the record.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RecordHeader {
     /// What its writer said.
     pub meta: RecordMeta,
     /// Format version.
     pub version: u32,
-    /// Whether it is a record of side shards alone.
+    /// True for a record of side shards only.
     pub without_kv: bool,
-    /// How the layers are stored.
+    /// The codec of the layers.
     pub codec: Codec,
-    /// The key that they and the side shards are encrypted with, by the number that is made from
-    /// it.
+    /// Number derived from the key of an encrypted record.
     pub key: Option<[u8; 8]>,
     /// Number of layers.
     pub layers: u32,
@@ -116,8 +114,8 @@ impl SideEntry {
 }
 
 impl RecordLayout {
-    /// Makes a record of a buffer whose layers and side shards are all filled in. Fails when the
-    /// buffer is shorter than [`RecordLayout::record_len`].
+    /// Makes a record of a buffer with all layers and side shards filled in. Fails if the buffer is
+    /// shorter than [`RecordLayout::record_len`].
     pub fn seal(&self, meta: &RecordMeta, record: &mut [u8]) -> ucm_core::Result<()> {
         let mut checksums: Vec<_> = (0..self.layers())
             .map(|layer| self.seal_layer(record, layer))
@@ -129,8 +127,8 @@ impl RecordLayout {
 
 /// Writes the header over the first bytes of `record`, the buffer of the whole record. `checksums`
 /// are those of [`RecordLayout::seal_layer`] for every layer, then of [`RecordLayout::seal_side`]
-/// for every side shard; of the layers alone, the record ends with its payload. Fails when the
-/// buffer is shorter than the record or the number of checksums is wrong.
+/// for every side shard; with those of the layers only, the record ends with its payload. Fails if
+/// the buffer is shorter than the record or the number of checksums is wrong.
 pub fn encode_header(
     layout: &RecordLayout,
     meta: &RecordMeta,
@@ -161,10 +159,9 @@ pub fn encode_header(
     write_header(layout, meta, &contents, record)
 }
 
-/// Makes the record in which the side shard at `index` lies alone, at the start of `record`, where
-/// its bytes are filled in ([`RecordLayout::side_alone`]): its length. `meta` is that of this
-/// record, with its own id. Fails when there is no such side shard, or the buffer is shorter than
-/// the record.
+/// Makes the record with only the side shard at `index`, at the start of `record`, where its bytes
+/// are filled in ([`RecordLayout::side_alone`]). Returns its length. `meta` is that of this record,
+/// with its own id. Fails if there is no such side shard or the buffer is shorter than the record.
 pub fn seal_side_alone(
     layout: &RecordLayout,
     index: usize,
@@ -187,7 +184,7 @@ pub fn seal_side_alone(
     Ok(end)
 }
 
-/// What a header says that its layout does not.
+/// The header's fields beyond the layout.
 struct Contents<'a> {
     flags: u32,
     header_len: usize,
@@ -195,7 +192,7 @@ struct Contents<'a> {
     stored_len: u64,
     /// Checksums of the layers.
     layers: &'a [u32],
-    /// Side shards by their index in the layout: where they lie, and their checksums.
+    /// Side shards by their index in the layout: their ranges and checksums.
     sides: Vec<(usize, Range<usize>, u32)>,
 }
 
@@ -264,7 +261,7 @@ fn write_header(
     Ok(())
 }
 
-/// Makes the checksums of a header right; `out` is all of it.
+/// Sets the checksums of a header; `out` is all of it.
 pub(super) fn seal_header(out: &mut [u8]) {
     let preamble = crc32c(&out[..at::PREAMBLE_CRC]);
     out[at::PREAMBLE_CRC..PREAMBLE_LEN].copy_from_slice(&preamble.to_le_bytes());
@@ -273,12 +270,12 @@ pub(super) fn seal_header(out: &mut [u8]) {
     out[end..].copy_from_slice(&whole.to_le_bytes());
 }
 
-/// A header that no record has.
+/// Refusal of an impossible header.
 fn bad(field: &'static str, found: impl Display, expected: impl Display) -> Refusal {
     Refusal::new(MissReason::BadHeader, field, found, expected)
 }
 
-/// Verifies the preamble: magic, form, its checksum, version. Gives the header's length.
+/// Verifies the preamble: magic, form, its checksum, version. Returns the header's length.
 fn check_preamble(bytes: &[u8]) -> Result<usize, Refusal> {
     let seen = bytes.len().min(MAGIC.len());
     if bytes[..seen] != MAGIC[..seen] {
@@ -293,7 +290,7 @@ fn check_preamble(bytes: &[u8]) -> Result<usize, Refusal> {
     if bytes.len() < PREAMBLE_LEN {
         return Err(Refusal::truncated(bytes.len() as u64, PREAMBLE_LEN as u64));
     }
-    // The seed reserved these bytes; in a record of ours the mark is there in every version.
+    // The seed reserved these bytes; every version of our records has the mark.
     let mark = &bytes[at::MARK..][..MARK.len()];
     let (found, expected) = (mark.escape_ascii(), MARK.escape_ascii());
     if bytes[at::MARK..PREAMBLE_LEN].iter().all(|&byte| byte == 0) {
@@ -302,7 +299,8 @@ fn check_preamble(bytes: &[u8]) -> Result<usize, Refusal> {
     if mark != MARK {
         return Err(bad("mark", found, expected));
     }
-    // Before the version is believed: a flipped bit must not make a record one that is left alone.
+    // Checked before the version: a flipped bit must not turn a record into one that is never
+    // replaced.
     let (found, expected) = (
         crc32c(&bytes[..at::PREAMBLE_CRC]),
         u32_at(bytes, at::PREAMBLE_CRC),
@@ -326,11 +324,11 @@ fn check_preamble(bytes: &[u8]) -> Result<usize, Refusal> {
 }
 
 impl RecordHeader {
-    /// Longest header of this version, bytes: so much of a file tells what it is.
+    /// Longest header of this version in bytes: enough of a file to identify it.
     pub const LONGEST: usize = LONGEST_HEADER;
 
-    /// Whether these first bytes of a block file are those of a record that a newer version wrote.
-    /// Files hold records as they are used, so one in another form is newer too.
+    /// True if these first bytes of a block file belong to a record of a newer version. Block files
+    /// hold uncompressed records, so a compressed one counts as newer too.
     pub fn is_newer(bytes: &[u8]) -> bool {
         match Self::decode(bytes) {
             Ok(header) => !header.codec.is_as_is(),
@@ -338,9 +336,9 @@ impl RecordHeader {
         }
     }
 
-    /// Reads the header at the start of `bytes`, which may be longer or, for a damaged file,
-    /// shorter. The reason says why there is none that can be believed. Payload and expectations
-    /// are the business of [`super::verify`].
+    /// Reads and checks the header at the start of `bytes`, which may be longer or, for a damaged
+    /// file, shorter. Returns the reason of a refusal. [`super::verify`] checks the payload and the
+    /// expectations.
     pub fn decode(bytes: &[u8]) -> Result<Self, Refusal> {
         let header_len = check_preamble(bytes)?;
         if !(header_len as u64).is_multiple_of(PAGE)
@@ -360,8 +358,7 @@ impl RecordHeader {
             found,
             expected,
         )?;
-        // The version that wrote flags or a codec that this version does not have knew more than it
-        // does.
+        // Unknown flags or an unknown codec come from a newer version.
         let (shards, sides) = (
             u32_at(bytes, at::SHARDS) as usize,
             u32_at(bytes, at::SIDES) as usize,
@@ -457,7 +454,7 @@ impl RecordHeader {
         self.sides.iter().find(|side| side.name == name)
     }
 
-    /// The side shard that was asked for: of that name, that version and that length.
+    /// The requested side shard: of that name, version and length.
     pub fn side_of(&self, spec: &SideSpec) -> Option<&SideEntry> {
         self.side(&spec.name)
             .filter(|side| (side.version, side.len) == (spec.version, spec.len))
@@ -468,14 +465,14 @@ impl RecordHeader {
         self.record_len.saturating_sub(self.kv_len())
     }
 
-    /// Whether layers and side shards follow each other without a gap that no checksum covers, up
-    /// to the record's end.
+    /// True if layers and side shards are contiguous up to the record's end, so that checksums
+    /// cover every byte.
     fn check_whole(&self) -> Result<(), Refusal> {
         if self.without_kv {
             same(MissReason::BadHeader, "stored_len", self.stored_len, 0)?;
             same(MissReason::BadHeader, "raw_len", self.raw_len, 0)?;
         }
-        let kv_end = self.kv_len(); // the largest number where there is no end: it is no whole page
+        let kv_end = self.kv_len(); // on overflow the largest number, which is no whole page
         let mut free = self.header_len;
         for (i, entry) in self.table.iter().enumerate() {
             let (offset, end) = (entry.offset, entry.offset.saturating_add(entry.len));

@@ -1,5 +1,5 @@
-//! Where things lie in the records of one part, derived from its geometry alone, and sealing a
-//! filled buffer.
+//! Offsets in the records of one part, derived from its geometry, and the sealing of a filled
+//! buffer.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -9,12 +9,12 @@ use ucm_device::crc32c;
 
 use super::{LONGEST_HEADER, MAX_SIDE_NAME, MAX_SIDES, at};
 
-/// A side shard to make room for: something about the block that can be read without the KV.
+/// A side shard of the layout: data about the block that can be read without the KV.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SideSpec {
     /// 1 to 16 bytes of lower-case letters, digits, `_`, `-`, `.`.
     pub name: String,
-    /// Version of the content, the business of the one that reads it.
+    /// Version of the content, for its reader.
     pub version: u32,
     /// Length in bytes, above zero.
     pub len: u64,
@@ -65,8 +65,8 @@ pub struct RecordLayout {
 }
 
 impl RecordLayout {
-    /// The layout of blocks of this geometry, without side shards. How many layers a caller names
-    /// in one shard makes no difference: direct and layerwise dumps write the same bytes.
+    /// The layout of blocks of this geometry, without side shards. It does not depend on the
+    /// caller's layers per shard: direct and layerwise dumps write the same bytes.
     pub fn new(geometry: &Geometry) -> Self {
         let sizes: Vec<u8> = geometry
             .tensors()
@@ -88,8 +88,8 @@ impl RecordLayout {
         }
     }
 
-    /// Leaves room in the header for what [`Keys`](super::Keys) add when they encrypt. Of up to 83
-    /// layers the header is as long as without. Fails on so many layers that there is none.
+    /// Reserves space in the header for the tags of [`Keys`](super::Keys). With up to 83 layers the
+    /// header is not longer. Fails if there are too many layers.
     pub fn encrypted(mut self) -> Result<Self> {
         self.room_for_seals = true;
         if self.header_len() > LONGEST_HEADER {
@@ -100,8 +100,8 @@ impl RecordLayout {
         Ok(self)
     }
 
-    /// Names the tokens of a block and the type of its elements, which go into the header's seed
-    /// fields. Without it they are 0 and opaque. Readers must say the same.
+    /// Sets the tokens of a block and the type of its elements, for the header's seed fields. The
+    /// defaults are 0 and opaque. Readers must use the same values.
     #[must_use]
     pub fn describing(mut self, block_tokens: u32, dtype: DType) -> Self {
         self.block_tokens = block_tokens;
@@ -109,9 +109,9 @@ impl RecordLayout {
         self
     }
 
-    /// Adds side shards behind the payload. The KV lies where it lay without them.
-    /// Fails on a name that is malformed or given twice, a length of zero, more than [`MAX_SIDES`],
-    /// or more than [`limits::MAX_SIDES_BYTES`] of all.
+    /// Adds side shards behind the payload; the offsets of the KV do not change. Fails on a
+    /// malformed or repeated name, a length of zero, more than [`MAX_SIDES`], or more than
+    /// [`limits::MAX_SIDES_BYTES`] in total.
     pub fn with_sides(mut self, sides: Vec<SideSpec>) -> Result<Self> {
         if sides.len() > MAX_SIDES {
             let names: Vec<&str> = sides.iter().map(|side| side.name.as_str()).collect();
@@ -157,7 +157,7 @@ impl RecordLayout {
         self.layers
     }
 
-    /// Tokens of a block, 0 when no one said.
+    /// Tokens of a block; 0 if unknown.
     pub fn block_tokens(&self) -> u32 {
         self.block_tokens
     }
@@ -188,19 +188,19 @@ impl RecordLayout {
         self.payload_len as usize
     }
 
-    /// Length of header and payload: what must be read to load the KV.
+    /// Length of header and payload, the bytes to read for the KV.
     pub fn kv_len(&self) -> usize {
         self.header_len() + self.payload_len()
     }
 
-    /// Length of the whole record, side shards too.
+    /// Length of the whole record, with side shards.
     pub fn record_len(&self) -> usize {
         let sides: u64 = self.sides.iter().map(|side| round_up(side.len, PAGE)).sum();
         self.kv_len() + sides as usize
     }
 
-    /// The lengths that records of this layout have as they are used, each once and in order:
-    /// without side shards, with all of them, and those in which one lies alone.
+    /// The lengths of uncompressed records of this layout, sorted and unique: without side shards,
+    /// with all of them, and with one side shard only.
     pub fn record_lengths(&self) -> Vec<u64> {
         let alone = (0..self.sides.len())
             .filter_map(|index| Some(self.side_alone(index)?.end.next_multiple_of(ALIGN)));
@@ -209,16 +209,15 @@ impl RecordLayout {
         lengths.into_iter().collect()
     }
 
-    /// Where the bytes of layer `layer` lie in the record. A layer that is not there lies behind
-    /// the last one.
+    /// Range of layer `layer` in the record. A layer that does not exist lies behind the last one.
     pub fn layer_data(&self, layer: u32) -> Range<usize> {
         let start =
             self.header_len() + (round_up(self.layer_len, LAYER_ALIGN) * u64::from(layer)) as usize;
         start..start + self.layer_len as usize
     }
 
-    /// What must be read of a record to have these layers and verify them, in whole pages and in
-    /// order: the header, and the layers with the padding behind them.
+    /// The ranges to read to get and verify these layers, in whole pages and in order: the header,
+    /// and the layers with the padding behind them.
     pub fn parts(&self, layers: Range<u32>) -> Vec<Range<usize>> {
         let page = PAGE as usize;
         let start = self.layer_data(layers.start).start / page * page;
@@ -234,8 +233,7 @@ impl RecordLayout {
         vec![header, start..end]
     }
 
-    /// Where the bytes of the side shard at `index` lie in the record; `None` when there is no such
-    /// side shard.
+    /// Range of the side shard at `index` in the record; `None` if there is no such side shard.
     pub fn side_data(&self, index: usize) -> Option<Range<usize>> {
         let side = self.sides.get(index)?;
         let before: u64 = self.sides[..index]
@@ -246,18 +244,17 @@ impl RecordLayout {
         Some(start..start + side.len as usize)
     }
 
-    /// Where the side shard at `index` lies in a record of its own; `None` when there is no such
-    /// side shard.
+    /// Range of the side shard at `index` in a record of its own; `None` if there is no such side
+    /// shard.
     pub fn side_alone(&self, index: usize) -> Option<Range<usize>> {
         let side = self.sides.get(index)?;
         Some(ALIGN..ALIGN + side.len as usize)
     }
 
-    /// Finishes one layer whose bytes are filled in, while they are still in cache: zeroes the
-    /// padding behind it, so that a record depends on its content alone and nothing left over in a
-    /// reused buffer leaves the process, and gives its CRC-32C, which covers that padding. `record`
-    /// is the whole record's buffer; one that is shorter gives 0 and fails in
-    /// [`encode_header`](super::encode_header).
+    /// Finishes one filled layer while it is still in cache. It zeroes the padding behind it, so
+    /// that a record depends on its content only and no old bytes of a reused buffer leave the
+    /// process. Returns its CRC-32C, which covers that padding. `record` is the whole record's
+    /// buffer; a shorter one yields 0 and fails in [`encode_header`](super::encode_header).
     pub fn seal_layer(&self, record: &mut [u8], layer: u32) -> u32 {
         let data = self.layer_data(layer);
         let last = layer + 1 == self.layers;
@@ -269,7 +266,7 @@ impl RecordLayout {
         seal_stretch(record, data, end)
     }
 
-    /// As [`RecordLayout::seal_layer`], for the side shard at `index`; 0 when there is no such side
+    /// As [`RecordLayout::seal_layer`], for the side shard at `index`; 0 if there is no such side
     /// shard.
     pub fn seal_side(&self, record: &mut [u8], index: usize) -> u32 {
         self.side_data(index)
@@ -280,13 +277,13 @@ impl RecordLayout {
 /// [`PAGE`] as a length in memory.
 const ALIGN: usize = PAGE as usize;
 
-/// Zeroes the rest of the last page of `data` and gives the checksum of all of its pages.
+/// Zeroes the rest of the last page of `data` and returns the checksum of all of its pages.
 pub(super) fn seal_pages(record: &mut [u8], data: Range<usize>) -> u32 {
     let end = data.end.next_multiple_of(ALIGN);
     seal_stretch(record, data, end)
 }
 
-/// Zeroes from the end of `data` to `end` and gives the checksum of all of it.
+/// Zeroes from the end of `data` to `end` and returns the checksum of all of it.
 fn seal_stretch(record: &mut [u8], data: Range<usize>, end: usize) -> u32 {
     let Some(stretch) = record.get_mut(data.start..end) else {
         return 0;

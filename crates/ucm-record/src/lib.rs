@@ -1,14 +1,13 @@
-//! The record: one block of one part as it lies on a medium, byte for byte as in `docs/format.md`.
+//! The record: one block of one part as stored on a medium, byte for byte as in `docs/format.md`.
 //!
 //! A header of whole pages, the payload (layers in model order, 64-byte aligned, padded to a page),
-//! then optional side shards, each with a checksum of its own: what is wrong with one says nothing
-//! of the KV. Side shards that are made later lie in a record of their own, without KV
-//! ([`seal_side_alone`]). The header names everything the bytes depend on; checksums cover every
-//! byte, padding too, so a record proves itself without any other file. [`RecordLayout`] knows
-//! where things lie, [`RecordLayout::seal_layer`] and [`encode_header`] finish a filled buffer,
-//! [`verify`] checks what was read. A record may be stored in another form than it is used in
-//! ([`Codec`]): a [`Coder`] makes the one of the other. And it may be stored encrypted, in either
-//! form, by [`Keys`].
+//! then optional side shards, each with a checksum of its own: damage of one does not affect the
+//! KV. Side shards made later are stored in a record of their own, without KV
+//! ([`seal_side_alone`]). The header names everything on which the bytes depend; checksums cover
+//! every byte, including padding, so a record is verified without any other file. [`RecordLayout`]
+//! has the offsets, [`RecordLayout::seal_layer`] and [`encode_header`] finish a filled buffer,
+//! [`verify`] checks a read one. A record may be stored compressed ([`Codec`], [`Coder`]), and it
+//! may be stored encrypted, compressed or not ([`Keys`]).
 
 #![forbid(unsafe_code)]
 
@@ -39,15 +38,15 @@ pub use whole::{KnownRecord, Whole, verify_whole};
 
 /// First four bytes of a record.
 pub const MAGIC: [u8; 4] = *b"UCMB";
-/// Where the seed's form has zeros: tells its files from ours.
+/// Mark where the seed's format has zeros; it distinguishes our files from the seed's.
 pub const MARK: [u8; 4] = *b"UCMR";
-/// Version that is written, and the newest that is read.
+/// The version written, and the newest version read.
 pub const VERSION: u32 = 1;
-/// Bytes whose form is the same in every version; they carry their own checksum.
+/// Bytes of the preamble. Its form is the same in every version, and it has its own checksum.
 pub const PREAMBLE_LEN: usize = 64;
-/// The flag of a record that has no KV: side shards of a block whose own record is without them.
+/// The flag of a record without KV: side shards of a block whose own record lacks them.
 pub const WITHOUT_KV: u32 = 1;
-/// The flag of a record whose layers and side shards are encrypted ([`Keys`]).
+/// The flag of an encrypted record ([`Keys`]).
 pub const ENCRYPTED: u32 = 2;
 /// Most side shards of a record.
 pub const MAX_SIDES: usize = 8;
@@ -97,21 +96,21 @@ mod at {
     pub(super) const SHARD_ENTRY: usize = 24;
     /// Bytes of an authentication tag.
     pub(super) const SEAL: usize = 16;
-    /// Bytes that encryption adds for each side shard: its tag, and its checksum as it is used.
+    /// Bytes that encryption adds for each side shard: its tag and its plaintext checksum.
     pub(super) const SIDE_SEAL: usize = SEAL + 4;
 
-    /// Where, in an encrypted record of so many shards, the header's tag lies; those of the shards
-    /// and of the side shards follow.
+    /// Offset of the header's tag in an encrypted record of `shards` shards; those of the shards
+    /// and side shards follow.
     pub(super) fn seals(shards: usize) -> usize {
         SHARD_TABLE + SHARD_ENTRY * shards
     }
 
-    /// Where the tag of a shard lies.
+    /// Offset of the tag of a shard.
     pub(super) fn shard_seal(shards: usize, i: usize) -> usize {
         seals(shards) + SEAL * (1 + i)
     }
 
-    /// Where the tag and the checksum of a side shard lie.
+    /// Offset of the tag and checksum of a side shard.
     pub(super) fn side_seal(shards: usize, i: usize) -> usize {
         shard_seal(shards, shards) + SIDE_SEAL * i
     }

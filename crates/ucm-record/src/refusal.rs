@@ -1,15 +1,15 @@
-//! Why a record is refused: the reason that is counted, and what of the record says so.
+//! Why a record is refused: the counted reason and the faulty field.
 
 use std::fmt;
 
 use ucm_core::{Error, ErrorKind, MissReason};
 
-/// What is wrong with a record.
+/// The fault of a record.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal {
-    /// The reason, as it is counted.
+    /// The counted reason.
     pub reason: MissReason,
-    /// What of the record is wrong.
+    /// The faulty field.
     pub field: &'static str,
     /// What it is.
     pub found: String,
@@ -18,7 +18,7 @@ pub struct Refusal {
 }
 
 impl Refusal {
-    /// `field` is `found` and not `expected`.
+    /// `field` has the value `found` instead of `expected`.
     pub fn new(
         reason: MissReason,
         field: &'static str,
@@ -33,13 +33,13 @@ impl Refusal {
         }
     }
 
-    /// There are fewer bytes than there should be.
+    /// There are fewer bytes than expected.
     pub(crate) fn truncated(found: u64, expected: u64) -> Self {
         Self::new(MissReason::Truncated, "length", found, expected)
     }
 }
 
-/// Whether a field is what it should be.
+/// Checks that a field has the expected value.
 pub(crate) fn same<T: PartialEq + fmt::Display>(
     reason: MissReason,
     field: &'static str,

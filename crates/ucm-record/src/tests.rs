@@ -1,5 +1,5 @@
-//! The record against its promises: what was sealed comes back, and nothing else does, each refusal
-//! with its reason.
+//! The promises of the record: a sealed record is verified, anything else is refused with its
+//! reason.
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -70,7 +70,7 @@ fn check(bytes: &[u8], layout: &RecordLayout) -> Result<RecordHeader, MissReason
     Ok(verify(bytes, bytes.len() as u64, &expect(layout))?)
 }
 
-/// Writes over a header and makes its checksums right again.
+/// Overwrites parts of a header and corrects its checksums.
 fn forge(record: &mut [u8], offset: usize, bytes: &[u8]) {
     record[offset..offset + bytes.len()].copy_from_slice(bytes);
     let preamble = crc32c(&record[..at::PREAMBLE_CRC]);
@@ -138,7 +138,7 @@ fn every_flipped_bit_is_refused_with_its_reason() {
     assert!(check(&record, &layout).is_ok() && check_first_side(&record, &layout).is_ok());
 }
 
-/// The first side shard of the layout, by the parts of the record that have to be read for it.
+/// The first side shard of the layout, from only the parts of the record that it needs.
 fn check_first_side(record: &[u8], layout: &RecordLayout) -> Result<(), MissReason> {
     let mut parts = vec![0xee; record.len()];
     let pages = layout.side_data(0).unwrap().start..record.len();
@@ -151,8 +151,8 @@ fn check_first_side(record: &[u8], layout: &RecordLayout) -> Result<(), MissReas
     Ok(())
 }
 
-/// A checksum behind what it covers leaves the same remainder whatever that was, so that of the
-/// header cannot tell whose preamble stands before it.
+/// Data followed by its own checksum always has the same remainder, so the header's checksum cannot
+/// detect a preamble of another record.
 #[test]
 fn what_a_slot_held_before_is_no_part_of_a_record_that_ends_early() {
     let layout = layout(&[300], 2, vec![side("mean-k", 40)]);
@@ -223,7 +223,7 @@ fn a_side_shard_may_lie_alone() {
     assert_eq!(len, 12288);
     assert!(
         record[data.end..].iter().all(|&byte| byte == 0),
-        "nothing left over leaves the process"
+        "no old bytes leave the process"
     );
     let stored = |record: &[u8]| {
         let checked = verify_stored(record, record.len() as u64, &expect(&layout));
@@ -378,7 +378,7 @@ fn what_was_sealed_for_another_is_foreign() {
         of(|m| m.part.tensor_rank += 1),
         Err(MissReason::ForeignPart)
     );
-    // Another rank's record of the same block: its id differs too, but the part is the better
+    // Another rank's record of the same block: its id also differs, but the part is the better
     // reason.
     let other_rank = of(|m| {
         let key = m.id.xor(m.part.mask());
@@ -498,7 +498,7 @@ fn a_newer_record_is_left_alone_and_only_if_it_says_so_soundly() {
         record
     };
     let mut newer = forged(at::VERSION, &2u32.to_le_bytes());
-    // Whatever a newer version does behind its preamble is its own business.
+    // A newer version may have any bytes behind its preamble.
     newer[PREAMBLE_LEN..].fill(0xee);
     assert_eq!(check(&newer, &layout), Err(MissReason::NewerVersion));
     assert_eq!(
@@ -638,7 +638,7 @@ proptest! {
             prop_assert!(range.start.is_multiple_of(64) && range.start >= layout.header_len());
             prop_assert_eq!((entry.offset, entry.len), (range.start as u64, range.len() as u64));
         }
-        // Nothing that lay in the buffer before is in the record.
+        // No old bytes of the buffer are in the record.
         prop_assert_eq!(sealed, record(&layout, &meta(), !stale));
     }
 
@@ -670,8 +670,8 @@ proptest! {
         }
     }
 
-    /// No header, however forged, makes the reader fail in another way than with a reason; one that
-    /// passes says exactly what was expected.
+    /// For every forged header the reader returns a reason; a header that passes has exactly the
+    /// expected fields.
     #[test]
     fn forged_headers_never_escape(
         layout in layouts(),

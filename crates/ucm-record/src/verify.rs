@@ -1,5 +1,5 @@
-//! Verification of a record that was read: it is exactly what was asked for, byte for byte, or
-//! there is a reason why not.
+//! Verification of a read record: it is exactly the requested one, byte for byte, or the reason is
+//! returned.
 
 use std::ops::Range;
 
@@ -12,7 +12,7 @@ use super::layout::{RecordLayout, SideSpec};
 use super::refusal::{Refusal, same};
 use crate::WITHOUT_KV;
 
-/// What a reader asked for.
+/// The requested record.
 #[derive(Debug, Clone, Copy)]
 pub struct Expect<'a> {
     /// The record id.
@@ -21,20 +21,19 @@ pub struct Expect<'a> {
     pub namespace: [u8; 32],
     /// Which part of the block.
     pub part: Part,
-    /// The layout of this part's records. Side shards make no difference: a record may have others
+    /// The layout of this part's records. Its side shards do not matter: a record may have others
     /// or none.
     pub layout: &'a RecordLayout,
 }
 
-/// Verifies `bytes`, what was read of a record that has `stored_len` bytes: all of it, or at least
-/// all up to the end of its payload ([`RecordLayout::kv_len`]). Side shards are not looked at: what
-/// is wrong with one is a miss of that one alone ([`verify_side_bytes`]). On success the KV lies at
-/// the layout's layer ranges.
+/// Verifies `bytes`, read from a record of `stored_len` bytes: all of it, or at least up to the end
+/// of its payload ([`RecordLayout::kv_len`]). Side shards are not checked: a damaged one is a miss
+/// of that side shard only ([`verify_side_bytes`]). On success the KV lies at the layout's layer
+/// ranges.
 ///
-/// One that is still encrypted is `WrongKey`, unless the ciphertext is damaged.
-/// Identity and part are asked before the id, because a record of another part always has another
-/// id too. A record that is stored in another form is `NewerVersion` to a reader that reads it as
-/// it is, unless even that form is damaged.
+/// An encrypted record is `WrongKey`, unless the ciphertext is damaged. Identity and part are
+/// compared before the id, because a record of another part always has another id too. For this
+/// reader a compressed record is `NewerVersion`, unless its stored form is damaged.
 pub fn verify(
     bytes: &[u8],
     stored_len: u64,
@@ -43,8 +42,8 @@ pub fn verify(
     verify_rest(bytes, stored_len, expected, 0)
 }
 
-/// [`verify`] of a record whose first `verified` layers were verified by [`verify_layers`] as they
-/// arrived.
+/// [`verify`] for a record whose first `verified` layers were already verified by
+/// [`verify_layers`].
 pub fn verify_rest(
     bytes: &[u8],
     stored_len: u64,
@@ -58,25 +57,24 @@ pub fn verify_rest(
     Ok(header)
 }
 
-/// Whether a record is not encrypted, or is not any more: who has the key has decrypted it before
-/// it is verified.
+/// Checks that a record is plaintext: a reader with the key decrypts it before it verifies.
 fn readable(header: &RecordHeader) -> Result<(), Refusal> {
     match header.key {
         None => Ok(()),
         Some(key) => {
-            let known = "none, or one that this store has";
+            let known = "none, or one of this store";
             Err(Refusal::new(MissReason::WrongKey, "key", hex(&key), known))
         }
     }
 }
 
-/// Whether a record has KV.
+/// Checks that a record has KV.
 fn with_kv(header: &RecordHeader) -> Result<(), Refusal> {
     let flags = if header.without_kv { WITHOUT_KV } else { 0 };
     same(MissReason::ForeignShape, "flags", flags, 0)
 }
 
-/// Whether a record is stored as it is used.
+/// Checks that a record is uncompressed.
 fn as_is(header: &RecordHeader) -> Result<(), Refusal> {
     same(
         MissReason::NewerVersion,
@@ -86,9 +84,9 @@ fn as_is(header: &RecordHeader) -> Result<(), Refusal> {
     )
 }
 
-/// [`verify`] for a reader that takes a record in any form of this version. What is in another form
-/// is verified as it is stored; what comes out of it is to be verified by [`verify`]. Of a record
-/// without KV its side shards are verified, which are all it has.
+/// [`verify`] for a reader that accepts any form of this version. A compressed record is verified
+/// in its stored form; after decoding use [`verify`]. In a record without KV the side shards are
+/// verified.
 pub fn verify_stored(
     bytes: &[u8],
     stored_len: u64,
@@ -118,8 +116,7 @@ fn verify_kv(
     Ok(header)
 }
 
-/// Verifies the lengths of a record whose header this is, and its layers but for the first
-/// `verified`.
+/// Verifies the lengths of a record with this header, and its layers except the first `verified`.
 pub(crate) fn verify_stretches(
     bytes: &[u8],
     stored_len: u64,
@@ -152,9 +149,9 @@ pub(crate) fn verify_stretches(
     Ok(())
 }
 
-/// Verifies some layers of a record of `stored_len` bytes: `bytes` begins with its header, and
-/// these layers with the padding behind each lie in it where they lie in the whole. The header is
-/// verified as in [`verify`], and nothing else is looked at.
+/// Verifies some layers of a record of `stored_len` bytes: `bytes` begins with its header, and has
+/// these layers, with the padding behind each, at their offsets in the record. The header is
+/// verified as in [`verify`]; no other bytes are read.
 pub fn verify_layers(
     bytes: &[u8],
     stored_len: u64,
@@ -189,15 +186,15 @@ pub fn verify_layers(
     Ok(header)
 }
 
-/// Whether a header is sound and that of what was asked for, with KV.
+/// Checks that a header is sound and that of the requested record, with KV.
 fn verify_kv_header(bytes: &[u8], expected: &Expect<'_>) -> Result<RecordHeader, Refusal> {
     let header = verify_header(bytes, expected)?;
     with_kv(&header)?;
     Ok(header)
 }
 
-/// Verifies the header at the start of `bytes`, and nothing behind it: it is sound and that of what
-/// was asked for, in any form of this version, with KV or without.
+/// Verifies only the header at the start of `bytes`: it is sound and that of the requested record,
+/// in any form of this version, with KV or without.
 pub fn verify_header(bytes: &[u8], expected: &Expect<'_>) -> Result<RecordHeader, Refusal> {
     let header = RecordHeader::decode(bytes)?;
     let meta = &header.meta;
@@ -223,12 +220,11 @@ pub fn verify_header(bytes: &[u8], expected: &Expect<'_>) -> Result<RecordHeader
     Ok(header)
 }
 
-/// The bytes of the side shard that was asked for, sound: `bytes` begins with the header of a
-/// record of `stored_len` bytes, which is verified here, and the pages of the side shard lie in it
-/// where they lie in the whole. Nothing else is looked at, and nothing behind `stored_len`: a slot
-/// still has there what it held before, and the checksum of a header does not tell its own preamble
-/// from that of another record. `Absent` where the record has none of that name, version and
-/// length, or ends before it, or `bytes` do.
+/// The verified bytes of the requested side shard. `bytes` begins with the header of a record of
+/// `stored_len` bytes, which is verified here, and has the pages of the side shard at their offsets
+/// in the record. No other bytes are read, and none behind `stored_len`, where a slot has old
+/// bytes: the checksum of a header cannot detect a preamble of another record. `Absent` if the
+/// record has none of that name, version and length, or if the record or `bytes` end before it.
 pub fn verify_side<'a>(
     bytes: &'a [u8],
     stored_len: u64,
@@ -274,7 +270,7 @@ pub fn verify_side_bytes<'a>(side: &SideEntry, bytes: &'a [u8]) -> Result<&'a [u
     Ok(&bytes[..side.len as usize])
 }
 
-/// Checks one stretch; a stretch that is not all there is truncated.
+/// Checks one range; an incomplete range is `Truncated`.
 fn check(bytes: &[u8], start: u64, end: u64, crc: u32) -> Result<(), Refusal> {
     let range = usize::try_from(start).ok().zip(usize::try_from(end).ok());
     let stretch = range
@@ -298,16 +294,16 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Whether the KV lies where the layout says, and is made as it says.
+/// Checks that the KV has the offsets and shapes of the layout.
 pub fn has_layout(header: &RecordHeader, layout: &RecordLayout) -> bool {
     check_layout(header, layout).is_ok()
 }
 
-/// [`has_layout`], or what is different. Where another form lies is its own business, but it is
-/// never longer. A record without KV says of which blocks it is, and has no payload.
+/// [`has_layout`] as a result, with the difference. A compressed form has offsets of its own but is
+/// never longer. A record without KV has the shapes of its blocks and no payload.
 pub(crate) fn check_layout(header: &RecordHeader, layout: &RecordLayout) -> Result<(), Refusal> {
     if header.key.is_some() && !layout.room_for_seals {
-        // Written where there is a key, verified where there is none.
+        // Written with a key, verified without one.
         let none = |_| {
             Refusal::new(
                 MissReason::ForeignShape,

@@ -1,5 +1,5 @@
-//! Verification of a whole record by what it says of itself, for tools: they may not know the
-//! layout of its part, and may not have its key.
+//! Verification of a whole record by its own header, for tools. They may lack the layout of its
+//! part and its key.
 //!
 //! An engine verifies with [`super::verify`], by the layout that it has.
 
@@ -13,7 +13,7 @@ use crate::layout::RecordLayout;
 use crate::refusal::{Refusal, same};
 use crate::verify::{check_layout, hex, verify_side_bytes, verify_stretches};
 
-/// What a tool knows of a record. Only what is given is compared.
+/// A tool's knowledge of a record. Only given fields are compared.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct KnownRecord<'a> {
     /// The record id.
@@ -27,20 +27,20 @@ pub struct KnownRecord<'a> {
 /// A record that is sound.
 #[derive(Debug, Clone)]
 pub struct Whole {
-    /// Its header, as it is stored.
+    /// Its stored header.
     pub header: RecordHeader,
-    /// It was decrypted, and its tags are right.
+    /// True if it was decrypted with correct tags.
     pub decrypted: bool,
-    /// Its layers were decoded, and have the checksums that they had before they were compressed.
+    /// True if its layers were decoded and have the checksums of the uncompressed layers.
     pub decoded: bool,
-    /// Side shards that are no hits, by name, and why: damaged, or `Absent` where the bytes end
-    /// before them. They say nothing of the KV.
+    /// Bad side shards by name, with the reason: damaged, or `Absent` if the bytes end before them.
+    /// They do not affect the KV.
     pub lost_sides: Vec<(String, Refusal)>,
 }
 
-/// Verifies a record read whole, or at least up to the end of its payload: as it is stored, and by
-/// what was encrypted and compressed too, where `keys` have its key and this build its codec. Of a
-/// record without KV the side shards are verified, which are all it has.
+/// Verifies a record read whole, or at least up to the end of its payload: in its stored form, and
+/// also decrypted and decoded if `keys` has its key and this build its codec. In a record without
+/// KV the side shards are verified.
 pub fn verify_whole(
     bytes: &[u8],
     known: &KnownRecord<'_>,
@@ -59,8 +59,7 @@ pub fn verify_whole(
     } else if let Some(keys) = keys {
         let mut plain = bytes.to_vec();
         decrypted = keys.decrypt(&mut plain, bytes.len())? == Opened::Decrypted;
-        // A layer that was changed is zeros now, which its checksum refuses. The layout was
-        // compared above.
+        // A modified layer is zeros now, so its checksum fails. The layout was compared above.
         let used = verify_known(
             &plain,
             &KnownRecord {
@@ -80,7 +79,7 @@ pub fn verify_whole(
     })
 }
 
-/// Verifies header and payload as they are stored.
+/// Verifies the stored header and payload.
 fn verify_known(bytes: &[u8], known: &KnownRecord<'_>) -> Result<RecordHeader, Refusal> {
     let header = RecordHeader::decode(bytes)?;
     if !header.meta.namespace.starts_with(known.namespace) {
@@ -125,8 +124,8 @@ fn lost_sides(bytes: &[u8], header: &RecordHeader) -> Vec<(String, Refusal)> {
     lost
 }
 
-/// Decodes the layers of a record that was verified as it is stored, and verifies them with the
-/// zeros behind them; whether there was something to decode, and a codec for it.
+/// Decodes the layers of a record with a verified stored form, and verifies them with the zeros
+/// behind them. True if there was something to decode and a codec for it.
 fn verify_decoded(bytes: &[u8], header: &RecordHeader) -> Result<bool, Refusal> {
     if header.codec.is_as_is() {
         return Ok(false);

@@ -1,8 +1,8 @@
 //! Scores from products: a query against the representations of blocks.
 //!
 //! A block `b` has representations `r[b, j, h]`, `j` of them for each of `h` KV heads (its mean
-//! key; several keys that stand for the others; the least and the largest key). With the query
-//! `q[h]` of a head, the mean of the query heads that share it, its score is
+//! key; several representative keys; the least and the largest key). With the query `q[h]` of a
+//! head (the mean of the query heads that share it), its score is
 //!
 //! ```text
 //! over heads ( over representations ( q[h] · r[b, j, h] ) )        or  -|q[h] - r[b, j, h]|  in place of the product
@@ -29,7 +29,7 @@ use crate::lanes::{Lanes, Load, Scalar, reduce};
 use crate::rows::{Blocks, Rows, ScoreRows, Windows};
 use crate::team::Team;
 
-/// What a query and a representation are compared by.
+/// The measure between a query and a representation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Metric {
     /// Their product `q · r`.
@@ -39,7 +39,7 @@ pub enum Metric {
     L2,
 }
 
-/// How the representations of a block become one score for a head.
+/// How the scores of a block's representations are combined for a head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Reps {
     /// The largest.
@@ -51,7 +51,7 @@ pub enum Reps {
     Sum,
 }
 
-/// How the heads' scores become one.
+/// How the heads' scores are combined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Heads {
     /// The sum.
@@ -61,14 +61,14 @@ pub enum Heads {
     Mean,
     /// The largest.
     Max,
-    /// Not at all: each head has scores of its own.
+    /// Not combined: each head has scores of its own.
     Apart,
 }
 
 /// Representations of blocks, `[block, count, heads, dim]`, the last dimension without gaps.
 #[derive(Debug, Clone, Copy)]
 pub struct Representations<'a> {
-    /// Those of each block, by its physical id.
+    /// The representations of each block, by its physical id.
     pub blocks: Blocks<'a>,
     /// Type of their elements.
     pub element: Element,
@@ -82,27 +82,26 @@ pub struct Representations<'a> {
     pub stride: usize,
     /// Elements from one head to the next.
     pub head_stride: usize,
-    /// What the elements of a head's representation are multiplied by: singles
-    /// `[block, count, heads]`.
+    /// Scales of the heads' representations: singles `[block, count, heads]`.
     pub scales: Option<Blocks<'a>>,
 }
 
 /// Arguments of [`dot_scores`].
 #[derive(Debug, Clone, Copy)]
 pub struct DotScores<'a> {
-    /// The rows that are scored. Their ids are places in `reps`.
+    /// The rows to score. Their ids are indices in `reps`.
     pub rows: Rows<'a>,
-    /// What is kept of the blocks.
+    /// The representations of the blocks.
     pub reps: Representations<'a>,
     /// Queries `[row, heads, dim]`, or `[row, count, heads, dim]` with [`DotScores::own_queries`].
     pub queries: &'a [f32],
-    /// Whether each representation of a block has a query of its own.
+    /// True if each representation of a block has a query of its own.
     pub own_queries: bool,
     /// What is compared.
     pub metric: Metric,
-    /// How a head's representations become one score.
+    /// How the scores of a head's representations are combined.
     pub over_reps: Reps,
-    /// How the heads' scores become one.
+    /// How the heads' scores are combined.
     pub over_heads: Heads,
     /// Blocks that need no score.
     pub windows: Windows,
@@ -110,16 +109,16 @@ pub struct DotScores<'a> {
 
 /// Blocks that one thread scores at a time.
 const CHUNK: usize = 64;
-/// How many blocks ahead memory is asked for, and at most how many bytes of one; the processor
-/// finds more by itself.
+/// Prefetch distance in blocks, and most prefetched bytes of a block; the processor prefetches the
+/// rest by itself.
 const AHEAD: usize = 2;
 const MOST_AHEAD: usize = 4096;
 
-/// Scores of every block of every row, into `out [row, 1, stride]`, or `[row, heads, stride]` where
-/// heads stay apart.
+/// Scores of every block of every row, into `out [row, 1, stride]`, or `[row, heads, stride]` if
+/// heads are not combined.
 ///
-/// Blocks of the windows get `+inf`, those that are not there (a negative id) and places behind a
-/// row's end `-inf`.
+/// Blocks of the windows get `+inf`; missing blocks (a negative id) and places behind a row's end
+/// get `-inf`.
 ///
 /// ```
 /// use ucm_retrieval::*;
@@ -152,8 +151,8 @@ const MOST_AHEAD: usize = 4096;
 ///
 /// # Errors
 ///
-/// `InvalidInput` for sizes that do not fit each other or an id beyond the last block,
-/// `Unsupported` for instructions that this processor lacks.
+/// `InvalidInput` for inconsistent sizes or an id beyond the last block, `Unsupported` for
+/// instructions that this processor lacks.
 pub fn dot_scores(
     spec: &DotScores<'_>,
     out: &mut [f32],
@@ -184,15 +183,15 @@ pub fn dot_scores(
         let end = middle.end.min((chunk + 1) * CHUNK);
         let part = middle.start.max(chunk * CHUNK)..end;
         if !part.is_empty() {
-            // SAFETY: `check` has compared the sizes and the ids, `checked` the processor; this
-            // thread alone writes to these places.
+            // SAFETY: `check` has compared the sizes and the ids, `checked` the processor; only
+            // this thread writes to these places.
             unsafe { kernel(&job, row, part) };
         }
     })
 }
 
 /// The two queries of Quest's bound for each of `queries [row, dim]`: `[row, 2, dim]`, the negative
-/// part, which meets the least key of a block, and the positive part, which meets the largest.
+/// part for the least key of a block, and the positive part for the largest.
 ///
 /// ```
 /// assert_eq!(ucm_retrieval::quest_queries(&[1.0, -2.0], 2), [0.0, -2.0, 1.0, 0.0]);
@@ -206,7 +205,7 @@ pub fn quest_queries(queries: &[f32], dim: usize) -> Vec<f32> {
     parts
 }
 
-/// That the kernels may read everything that the sizes say.
+/// Checks that the kernels may read everything within the sizes.
 fn check(spec: &DotScores<'_>) -> Result<()> {
     let wrong = |message: &'static str| {
         let error = Error::invalid(message).with("count", spec.reps.count);
@@ -256,8 +255,8 @@ fn check(spec: &DotScores<'_>) -> Result<()> {
     spec.rows.check_ids(spec.reps.blocks.count())
 }
 
-/// Where the score is one sum of products over elements that lie side by side: their number, and
-/// what the sum is multiplied by.
+/// If the score is one sum of products over contiguous elements: their number and the factor of the
+/// sum.
 fn flat(spec: &DotScores<'_>) -> Option<(usize, f32)> {
     let heads_side_by_side = spec.reps.heads == 1 || spec.reps.head_stride == spec.reps.dim;
     let len = spec.reps.heads * spec.reps.dim;
@@ -288,7 +287,7 @@ struct Job<'a> {
 ///
 /// # Safety
 ///
-/// The specification was checked, the processor has the instructions, and no one else writes to
+/// The specification was checked, the processor has the instructions, and nothing else writes to
 /// these places.
 type Kernel = unsafe fn(&Job<'_>, usize, Range<usize>);
 
@@ -354,8 +353,8 @@ impl On for OnAvx512 {
 unsafe fn score<L: Lanes, N: Load>(job: &Job<'_>, row: usize, blocks: Range<usize>) {
     let spec = job.spec;
     let per_row = spec.queries.len() / spec.rows.len();
-    // SAFETY: there are as many queries for every row; ids were compared with the number of blocks,
-    // and a block's bytes with its shape.
+    // SAFETY: every row has that many queries; ids were compared with the number of blocks, and a
+    // block's bytes with its shape.
     unsafe {
         let query = spec.queries.as_ptr().add(row * per_row);
         let end = blocks.end;
@@ -372,7 +371,7 @@ unsafe fn score<L: Lanes, N: Load>(job: &Job<'_>, row: usize, blocks: Range<usiz
                 }
                 continue;
             };
-            // Blocks lie anywhere: what comes next is asked for while these are summed up.
+            // Blocks are scattered: the next ones are prefetched while these are summed.
             if block + AHEAD < end
                 && let Ok(next) = usize::try_from(spec.rows.id(row, block + AHEAD))
             {
@@ -392,7 +391,7 @@ unsafe fn score<L: Lanes, N: Load>(job: &Job<'_>, row: usize, blocks: Range<usiz
     }
 }
 
-/// The score of a block from its representations, one after the other.
+/// The score of a block from its representations in turn.
 #[inline(always)]
 unsafe fn one_by_one<L: Lanes, N: Load>(
     job: &Job<'_>,

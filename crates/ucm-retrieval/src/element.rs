@@ -3,7 +3,7 @@
 
 use ucm_core::{DType, Error, Result};
 
-/// A type of element that the kernels read.
+/// An element type of the kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Element {
     /// bfloat16.
@@ -12,7 +12,7 @@ pub enum Element {
     F16,
     /// IEEE single precision.
     F32,
-    /// 8-bit integer, with a scale beside it.
+    /// 8-bit integer with a separate scale.
     I8,
 }
 
@@ -30,7 +30,7 @@ impl Element {
     ///
     /// # Errors
     ///
-    /// `InvalidInput` for a type that no kernel here reads.
+    /// `InvalidInput` for a type that no kernel reads.
     pub fn from_dtype(dtype: DType) -> Result<Self> {
         match dtype {
             DType::Bf16 => Ok(Self::Bf16),
@@ -43,7 +43,7 @@ impl Element {
     }
 }
 
-/// A number as it lies in memory.
+/// A number in its memory format.
 pub(crate) trait Number: Copy + Send + Sync + 'static {
     /// Its value, exactly.
     fn to_f32(self) -> f32;
@@ -71,8 +71,8 @@ impl Number for F16 {
     fn to_f32(self) -> f32 {
         let magnitude = u32::from(self.0 & 0x7fff) << 13;
         let sign = u32::from(self.0 & 0x8000) << 16;
-        // Read as a single the exponent is 112 too small; the product is exact, for subnormal
-        // halves too.
+        // Interpreted as a single, the exponent is 112 too small; the product is exact, also for
+        // subnormal halves.
         let value = f32::from_bits(magnitude) * f32::from_bits(0x7780_0000);
         let special = if self.0 & 0x7c00 == 0x7c00 {
             0x7f80_0000
@@ -106,7 +106,7 @@ pub(crate) fn to_bf16(value: f32) -> u16 {
     ((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16
 }
 
-/// The nearest half, ties to even; what is too large becomes infinite.
+/// The nearest half, ties to even; larger numbers become infinite.
 pub(crate) fn to_f16(value: f32) -> u16 {
     let sign = (value.to_bits() >> 16) as u16 & 0x8000;
     let magnitude = value.abs();
@@ -114,8 +114,8 @@ pub(crate) fn to_f16(value: f32) -> u16 {
         return sign | 0x7e00;
     }
     let bits = if magnitude < f32::from_bits(0x3880_0000) {
-        // A subnormal half: adding 0.5 leaves its multiples of 2^-24 in the lowest bits, rounded as
-        // asked.
+        // A subnormal half: adding 0.5 leaves its multiples of 2^-24 in the lowest bits, correctly
+        // rounded.
         (magnitude + 0.5).to_bits() - 0.5f32.to_bits()
     } else {
         let rounded = magnitude.to_bits() + 0xfff + (magnitude.to_bits() >> 13 & 1);

@@ -22,7 +22,7 @@ use crate::rows::Ints;
 use crate::team::Team;
 use crate::vectors::Vectors;
 
-/// The directions that codes are made with.
+/// The directions of the codes.
 #[derive(Debug, Clone, Copy)]
 pub struct Encoder<'a> {
     weights: &'a [f32],
@@ -32,12 +32,11 @@ pub struct Encoder<'a> {
 }
 
 impl<'a> Encoder<'a> {
-    /// Directions `W [dim, bits]` that all heads share, or `[heads, dim, bits]`; `heads` is 1 where
-    /// they share them.
+    /// Directions `W [dim, bits]` shared by all heads (`heads` is 1), or `[heads, dim, bits]`.
     ///
     /// # Errors
     ///
-    /// `InvalidInput` where the sizes do not fit, or `bits` is no multiple of 8.
+    /// `InvalidInput` if the sizes do not fit or `bits` is no multiple of 8.
     pub fn new(weights: &'a [f32], heads: usize, dim: usize, bits: usize) -> Result<Self> {
         let size = heads
             .checked_mul(dim)
@@ -63,7 +62,7 @@ impl<'a> Encoder<'a> {
     }
 }
 
-/// Where codes go: `[block, slot, head, bytes]`, the last two dimensions without gaps.
+/// The output of codes: `[block, slot, head, bytes]`, the last two dimensions without gaps.
 #[derive(Debug)]
 pub struct Codes<'a> {
     base: *mut u8,
@@ -76,11 +75,11 @@ pub struct Codes<'a> {
 }
 
 impl<'a> Codes<'a> {
-    /// Codes one behind the other in `bytes`, `token_len` bytes for each token.
+    /// Contiguous codes in `bytes`, `token_len` bytes for each token.
     ///
     /// # Errors
     ///
-    /// `InvalidInput` where `bytes` are no whole number of those.
+    /// `InvalidInput` if `bytes` is no whole number of tokens.
     pub fn new(bytes: &'a mut [u8], token_len: usize) -> Result<Self> {
         if token_len == 0 || !bytes.len().is_multiple_of(token_len) {
             let error = Error::invalid("these bytes hold no whole number of codes")
@@ -93,14 +92,14 @@ impl<'a> Codes<'a> {
     }
 
     /// Codes at an address: `shape` is blocks and the tokens of one, `strides` are the bytes from
-    /// one block, and from one slot, to the next. `slots` says where the code of each token goes:
-    /// its block times the block size, plus its place there; tokens with a negative one are left
-    /// out. None: token `i` goes to slot `i`.
+    /// one block, and from one slot, to the next. `slots` has the slot of each token's code: its
+    /// block times the block size plus its position in it; tokens with a negative slot are skipped.
+    /// `None`: token `i` uses slot `i`.
     ///
     /// # Safety
     ///
-    /// For `'a` the codes of all slots can be written, no one else reads or writes those that are,
-    /// and `slots` names none twice.
+    /// For `'a` the codes of all slots can be written, nothing else accesses those in use, and
+    /// `slots` has no duplicates.
     pub unsafe fn from_raw(
         base: *mut u8,
         shape: [usize; 2],
@@ -120,9 +119,9 @@ impl<'a> Codes<'a> {
     }
 }
 
-/// Vectors that are multiplied at once, so that a weight is read once for all of them.
+/// Vectors multiplied together, so that a weight is read once for all of them.
 const TILE: usize = 4;
-/// Vectors that one thread encodes at a time.
+/// Vectors of one item of a thread.
 const CHUNK: usize = 64;
 
 /// Encodes vectors and writes their codes.
@@ -142,8 +141,8 @@ const CHUNK: usize = 64;
 ///
 /// # Errors
 ///
-/// `InvalidInput` for sizes that do not fit each other, or a slot beyond the last block; nothing is
-/// written then. `Unsupported` for instructions that this processor lacks.
+/// `InvalidInput` for inconsistent sizes or a slot beyond the last block; nothing is written then.
+/// `Unsupported` for instructions that this processor lacks.
 pub fn encode(
     encoder: &Encoder<'_>,
     vectors: &Vectors<'_>,
@@ -159,7 +158,7 @@ pub fn encode(
         vectors,
         codes,
     };
-    // Where heads share the directions a vector is a vector; else one head is done after the other.
+    // With shared directions all heads are encoded together; otherwise one head after the other.
     let per_head = match encoder.heads {
         1 => vectors.tokens() * vectors.heads(),
         _ => vectors.tokens(),
@@ -167,8 +166,8 @@ pub fn encode(
     let chunks = per_head.div_ceil(CHUNK);
     team.run(chunks * encoder.heads, |item| {
         let (head, first) = (item / chunks, item % chunks * CHUNK);
-        // SAFETY: the sizes were compared, the processor was asked, and each code is written by one
-        // thread.
+        // SAFETY: the sizes were compared, the processor was checked, and each code is written by
+        // one thread.
         unsafe { kernel(&job, head, first..per_head.min(first + CHUNK)) };
     })
 }
@@ -223,7 +222,7 @@ struct Job<'a> {
     codes: &'a Codes<'a>,
 }
 
-// SAFETY: what it points to may be read by every thread, and each code is written by one.
+// SAFETY: every thread may read its memory, and each code is written by one thread.
 unsafe impl Sync for Job<'_> {}
 
 impl Job<'_> {
@@ -235,7 +234,7 @@ impl Job<'_> {
         }
     }
 
-    /// Where the code of a token's head goes, if anywhere.
+    /// The address of the code of a token's head, if it has a slot.
     fn target(&self, token: usize, head: usize) -> Option<*mut u8> {
         let codes = self.codes;
         let slot = match codes.slots {
@@ -245,16 +244,16 @@ impl Job<'_> {
         let (block, slot) = (slot / codes.block_size, slot % codes.block_size);
         let at =
             block * codes.block_stride + slot * codes.slot_stride + head * self.encoder.code_len();
-        // SAFETY: the slot is one of those that there are.
+        // SAFETY: the slot exists.
         Some(unsafe { codes.base.add(at) })
     }
 }
 
-/// Encodes a range of the vectors of a head, or of all where they share the directions.
+/// Encodes a range of the vectors of a head, or of all heads with shared directions.
 ///
 /// # Safety
 ///
-/// The sizes were checked, the processor has the instructions, and no one else writes these codes.
+/// The sizes were checked, the processor has the instructions, and nothing else writes these codes.
 type Kernel = unsafe fn(&Job<'_>, usize, Range<usize>);
 
 fn kernel(isa: Isa) -> Kernel {
@@ -288,7 +287,7 @@ unsafe fn on_avx512(job: &Job<'_>, head: usize, vectors: Range<usize>) {
     unsafe { range::<Avx512, 4>(job, head, vectors) }
 }
 
-/// See [`Kernel`]; `COLUMNS` lanes of bits at a time.
+/// See [`Kernel`]; processes `COLUMNS` lanes of bits at a time.
 #[inline(always)]
 unsafe fn range<L: Lanes, const COLUMNS: usize>(job: &Job<'_>, head: usize, vectors: Range<usize>) {
     let (dim, bits) = (job.encoder.dim, job.encoder.bits);
@@ -304,12 +303,12 @@ unsafe fn range<L: Lanes, const COLUMNS: usize>(job: &Job<'_>, head: usize, vect
         for (row, values) in values.chunks_exact_mut(dim).take(tile).enumerate() {
             let (token, head) = job.place(head, first + row);
             targets[row] = job.target(token, head);
-            // SAFETY: the vector is one of those that there are.
+            // SAFETY: the vector exists.
             unsafe { job.vectors.read(token, head, values) };
         }
         let mut bit = 0;
         while bit < bits {
-            // SAFETY: so many bits are left; the processor has the instructions.
+            // SAFETY: that many bits are left; the processor has the instructions.
             let (count, signs) = unsafe {
                 if bit + COLUMNS * L::WIDTH <= bits {
                     (
@@ -346,7 +345,7 @@ unsafe fn range<L: Lanes, const COLUMNS: usize>(job: &Job<'_>, head: usize, vect
 ///
 /// # Safety
 ///
-/// The processor has the instructions, there are so many directions, and `values` holds a tile.
+/// The processor has the instructions, that many directions exist, and `values` holds a tile.
 #[inline(always)]
 unsafe fn signs<L: Lanes, const COLUMNS: usize>(
     values: &[f32],

@@ -1,27 +1,26 @@
-//! Which instructions the kernels may use, found at run time.
+//! The instruction sets of the kernels, detected at run time.
 
 use std::fmt;
 use std::sync::OnceLock;
 
 use ucm_core::{Error, ErrorKind, Result};
 
-/// A set of instructions that every kernel of this crate is written for, the poorest first.
+/// An instruction set. Every kernel of this crate supports each of them; the smallest is first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Isa {
-    /// Plain Rust on one number at a time: runs anywhere, and is what the others are tested
-    /// against.
+    /// Plain Rust, one number at a time. It runs anywhere, and the others are tested against it.
     Scalar,
     /// x86-64 with AVX2, FMA, F16C and POPCNT.
     Avx2,
-    /// x86-64 with AVX-512 F, BW, DQ, VL and VPOPCNTDQ, besides what [`Isa::Avx2`] needs.
+    /// x86-64 with AVX-512 F, BW, DQ, VL and VPOPCNTDQ, and all of [`Isa::Avx2`].
     Avx512,
 }
 
 impl Isa {
-    /// Every set, the poorest first.
+    /// Every set, the smallest first.
     pub const ALL: [Self; 3] = [Self::Scalar, Self::Avx2, Self::Avx512];
 
-    /// The richest that this processor has.
+    /// The largest set of this processor.
     pub fn best() -> Self {
         static BEST: OnceLock<Isa> = OnceLock::new();
         *BEST.get_or_init(|| {
@@ -30,7 +29,7 @@ impl Isa {
         })
     }
 
-    /// Whether this processor has it.
+    /// True if this processor has it.
     pub fn supported(self) -> bool {
         match self {
             Self::Scalar => true,
@@ -64,11 +63,11 @@ impl Isa {
         }
     }
 
-    /// The set of a name, or of `auto` the best.
+    /// Parses a name; `auto` is the largest set of this processor.
     ///
     /// # Errors
     ///
-    /// `InvalidInput` for another word, `Unsupported` where this processor lacks it.
+    /// `InvalidInput` for another name, `Unsupported` if this processor lacks it.
     ///
     /// ```
     /// use ucm_retrieval::Isa;
@@ -88,7 +87,7 @@ impl Isa {
         isa.checked()
     }
 
-    /// Itself, where this processor has it.
+    /// Itself, if this processor has it.
     pub(crate) fn checked(self) -> Result<Self> {
         if self.supported() {
             return Ok(self);

@@ -1,20 +1,20 @@
-//! Sparse attention on a CPU: how much each block of a prompt matters to a query, the best of them,
-//! and attention over those alone.
+//! Sparse attention on a CPU: scores of a prompt's blocks for a query, selection of the best
+//! blocks, and attention over those only.
 //!
 //! * [`dot_scores`]: block representations against queries: mean keys, several representatives,
 //!   Quest's bounds;
-//! * [`encode`](encode()) and [`hamming_scores`]: hash codes of keys and queries, and how many bits
-//!   they differ in;
+//! * [`encode`](encode()) and [`hamming_scores`]: hash codes of keys and queries, and their Hamming
+//!   distances;
 //! * [`select`](select()): the best blocks of every row, exactly, as a shorter block table;
 //! * [`attention`](attention()): decode attention over such a table, for pages as vLLM's CPU
 //!   backend packs them.
 //!
-//! Everything works on rows of a batch ([`Rows`]) whose blocks lie anywhere ([`Blocks`], indexed by
-//! physical id), and is written for several instruction sets ([`Isa`]), of which the plain one is
-//! the oracle of the others. A call shares its work among the threads of a [`Team`] and keeps
-//! nothing. A block's score, and a row's choice, are computed by one thread from that block and
-//! that row alone, in one order: they do not depend on the batch, on the number of threads or on
-//! where the blocks lie.
+//! All functions work on rows of a batch ([`Rows`]) with scattered blocks ([`Blocks`], indexed by
+//! physical id), for several instruction sets ([`Isa`]); tests compare the vector sets with the
+//! scalar one. A call divides its work among the threads of a [`Team`] and keeps no state. One
+//! thread computes a block's score, or a row's selection, from that block and that row only, in a
+//! fixed order: the result does not depend on the batch, the number of threads or the positions of
+//! the blocks.
 //!
 //! Formulas and their sources are in `docs/sparse.md`.
 

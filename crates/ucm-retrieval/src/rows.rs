@@ -1,15 +1,15 @@
-//! What a call works on: rows of a batch, each with the physical blocks that its tokens lie in, and
-//! what is kept of every physical block.
+//! Inputs of a call: rows of a batch, each with the physical blocks of its tokens, and the data of
+//! every physical block.
 #![allow(
     unsafe_code,
-    reason = "blocks of memory that others may write elsewhere in are read by address"
+    reason = "blocks are read by address, because other blocks of the memory may be written"
 )]
 
 use std::marker::PhantomData;
 
 use ucm_core::{Error, Result};
 
-/// Integers of either width, as tensors have them.
+/// Integers of 32 or 64 bits, as in tensors.
 #[derive(Debug, Clone, Copy)]
 pub enum Ints<'a> {
     /// 32 bits.
@@ -32,7 +32,7 @@ impl Ints<'_> {
         self.len() == 0
     }
 
-    /// The one at an index below [`Ints::len`].
+    /// The integer at an index below [`Ints::len`].
     #[inline]
     pub fn get(&self, at: usize) -> i64 {
         match self {
@@ -42,8 +42,8 @@ impl Ints<'_> {
     }
 }
 
-/// Rows of a batch: which physical blocks each has, in the order of its tokens, and how many tokens
-/// it has.
+/// Rows of a batch: the physical blocks of each, in the order of its tokens, and its number of
+/// tokens.
 ///
 /// ```
 /// use ucm_retrieval::{Ints, Rows};
@@ -62,12 +62,12 @@ pub struct Rows<'a> {
 }
 
 impl<'a> Rows<'a> {
-    /// `table` has a row of `stride` ids for each number of `tokens`; of a row the first
-    /// `ceil(tokens / block_size)` count. A row without tokens has no blocks.
+    /// `table` has a row of `stride` ids for each entry of `tokens`; the first `ceil(tokens /
+    /// block_size)` ids of a row are used. A row without tokens has no blocks.
     ///
     /// # Errors
     ///
-    /// `InvalidInput` where the table is too short, a number of tokens is negative or needs more
+    /// `InvalidInput` if the table is too short, or a number of tokens is negative or needs more
     /// blocks than a row has.
     pub fn new(
         table: Ints<'a>,
@@ -79,7 +79,7 @@ impl<'a> Rows<'a> {
             return Err(Error::invalid("a block has at least one token"));
         }
         let rows = tokens.len();
-        // The last row may end with its last block instead of with the stride.
+        // The last row may end with its last block, before the full stride.
         if rows > 0
             && stride
                 .checked_mul(rows - 1)
@@ -126,7 +126,7 @@ impl<'a> Rows<'a> {
 
     /// Tokens of a row.
     pub fn tokens(&self, row: usize) -> usize {
-        self.tokens.get(row) as usize // not negative: `new` has looked
+        self.tokens.get(row) as usize // not negative: checked in `new`
     }
 
     /// Blocks of a row.
@@ -142,7 +142,7 @@ impl<'a> Rows<'a> {
             .unwrap_or(0)
     }
 
-    /// Tokens of the last block of a row, 0 where it has none.
+    /// Tokens of the last block of a row; 0 if it has none.
     pub fn last_len(&self, row: usize) -> usize {
         match self.tokens(row) {
             0 => 0,
@@ -150,17 +150,17 @@ impl<'a> Rows<'a> {
         }
     }
 
-    /// The physical id of a block of a row, negative where there is none.
+    /// The physical id of a block of a row; negative if it is missing.
     #[inline]
     pub fn id(&self, row: usize, block: usize) -> i64 {
         self.table.get(row * self.stride + block)
     }
 
-    /// That every id is below `count`. A negative one stands for a block that is not there.
+    /// Checks that every id is below `count`. A negative id denotes a missing block.
     ///
     /// # Errors
     ///
-    /// `InvalidInput` with the place of the first that is not.
+    /// `InvalidInput` with the position of the first one that is not.
     pub fn check_ids(&self, count: usize) -> Result<()> {
         for row in 0..self.len() {
             for block in 0..self.blocks(row) {
@@ -176,10 +176,10 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// What is kept of every physical block: `count` stretches of `len` bytes, `stride` bytes apart.
+/// The data of every physical block: `count` ranges of `len` bytes, `stride` bytes apart.
 ///
-/// Only blocks that a call is asked for are read, so others may be written meanwhile (another
-/// request's KV is loaded, say).
+/// A call reads only its blocks, so other blocks may be written at the same time (for example by
+/// the load of another request's KV).
 #[derive(Debug, Clone, Copy)]
 pub struct Blocks<'a> {
     base: *const u8,
@@ -189,17 +189,17 @@ pub struct Blocks<'a> {
     held: PhantomData<&'a [u8]>,
 }
 
-// SAFETY: it is a shared borrow of the blocks that are read.
+// SAFETY: it is a shared borrow of the read blocks.
 unsafe impl Send for Blocks<'_> {}
 // SAFETY: as above; nothing is written through it.
 unsafe impl Sync for Blocks<'_> {}
 
 impl<'a> Blocks<'a> {
-    /// Blocks that lie one behind the other in `bytes`.
+    /// Contiguous blocks in `bytes`.
     ///
     /// # Errors
     ///
-    /// `InvalidInput` where `bytes` are no whole number of blocks of `len` bytes.
+    /// `InvalidInput` if `bytes` is no whole number of blocks of `len` bytes.
     ///
     /// ```
     /// use ucm_retrieval::Blocks;
@@ -226,7 +226,7 @@ impl<'a> Blocks<'a> {
     /// # Safety
     ///
     /// For `'a` the `len` bytes at `base + i * stride` can be read for each `i` below `count`, and
-    /// no one writes to those of a block that a call names in its block table.
+    /// the blocks in the block table of a call are not written.
     pub unsafe fn from_raw(base: *const u8, count: usize, stride: usize, len: usize) -> Self {
         Self {
             base,
@@ -247,7 +247,7 @@ impl<'a> Blocks<'a> {
         self.len
     }
 
-    /// Whether a block has no bytes.
+    /// True if a block has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -260,12 +260,12 @@ impl<'a> Blocks<'a> {
     #[inline(always)]
     pub(crate) unsafe fn at(&self, block: usize) -> *const u8 {
         debug_assert!(block < self.count);
-        // SAFETY: the block is one of those that the maker vouched for.
+        // SAFETY: the maker vouched for the block.
         unsafe { self.base.add(block * self.stride) }
     }
 }
 
-/// Blocks that get no score because they are always kept: the first and the last ones of every row.
+/// Blocks that are always kept and not scored: the first and the last ones of every row.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Windows {
     /// First blocks.
@@ -275,18 +275,18 @@ pub struct Windows {
 }
 
 impl Windows {
-    /// The blocks between the windows, of `blocks` in all. Empty where the windows meet.
+    /// The blocks between the windows, out of `blocks`. Empty if the windows meet.
     pub(crate) fn middle(self, blocks: usize) -> std::ops::Range<usize> {
         let end = blocks.saturating_sub(self.local);
         self.init.min(end)..end
     }
 }
 
-/// Where scores go: rows of `stride` numbers, `per_row` of them for each row of the batch.
+/// The output of scores: rows of `stride` numbers, `per_row` of them for each row of the batch.
 ///
-/// Blocks inside [`Windows`] get the largest number, so that they win against every score; blocks
-/// that are not there, and places behind the last block of a row, get the smallest, which
-/// [`select`](crate::select()) never chooses.
+/// Blocks inside [`Windows`] get the largest number, above every score. Missing blocks, and places
+/// behind the last block of a row, get the smallest, which [`select`](crate::select()) never
+/// selects.
 pub(crate) struct ScoreRows<T> {
     base: *mut T,
     per_row: usize,
@@ -299,8 +299,7 @@ unsafe impl<T: Send> Sync for ScoreRows<T> {}
 impl<T: Copy> ScoreRows<T> {
     /// # Errors
     ///
-    /// `InvalidInput` where `out` has another length than the rows need, or a row more blocks than
-    /// `stride`.
+    /// `InvalidInput` if `out` has the wrong length or a row has more blocks than `stride`.
     pub(crate) fn new(
         out: &mut [T],
         rows: &Rows<'_>,
@@ -324,7 +323,7 @@ impl<T: Copy> ScoreRows<T> {
         })
     }
 
-    /// Where the scores of a block of a row go: one for each of `per_row`, `stride` apart.
+    /// The address of the scores of a block of a row: one for each of `per_row`, `stride` apart.
     #[inline(always)]
     pub(crate) fn at(&self, row: usize, block: usize) -> *mut T {
         debug_assert!(block < self.stride);
@@ -338,8 +337,8 @@ impl<T: Copy> ScoreRows<T> {
         self.stride
     }
 
-    /// Fills the places of a row that no kernel writes: windows with `most`, those behind the end
-    /// with `least`.
+    /// Fills the places of a row that no kernel writes: the windows with `most`, those behind the
+    /// end with `least`.
     pub(crate) fn frame(
         &self,
         row: usize,
@@ -351,7 +350,8 @@ impl<T: Copy> ScoreRows<T> {
         for head in 0..self.per_row {
             for block in (0..middle.start).chain(middle.end..self.stride) {
                 let value = if block < blocks { most } else { least };
-                // SAFETY: as in `at`; one thread frames a row, and no other writes to these places.
+                // SAFETY: as in `at`; one thread fills a row's frame, and no other writes to these
+                // places.
                 unsafe { self.at(row, 0).add(head * self.stride + block).write(value) };
             }
         }

@@ -1,4 +1,4 @@
-//! The best blocks of every row, and the block table that attention reads them by.
+//! Selection of the best blocks of every row, as a block table for attention.
 
 use std::sync::Mutex;
 
@@ -10,30 +10,30 @@ use crate::team::Team;
 /// Scores `[row, heads, stride]`, higher is better.
 #[derive(Debug, Clone, Copy)]
 pub enum Scores<'a> {
-    /// Singles; one that is no number, and `-inf`, are never chosen.
+    /// Singles; NaN and `-inf` are never selected.
     F32(&'a [f32]),
-    /// Integers; [`i32::MIN`] is never chosen.
+    /// Integers; [`i32::MIN`] is never selected.
     I32(&'a [i32]),
 }
 
-/// Where [`select`] writes to. Every part has `width` places, or one, for each row and head.
+/// The output of [`select`]. Every part has `width` places, or one, for each row and head.
 #[derive(Debug)]
 pub struct Selected<'a> {
-    /// Physical ids of the kept blocks, in the order of their tokens; behind them the last one is
-    /// repeated.
+    /// Physical ids of the kept blocks, in the order of their tokens; the last one is repeated to
+    /// the end.
     pub table: &'a mut [i32],
-    /// Places of the kept blocks in the row's own table, ascending; behind them `-1`.
+    /// Positions of the kept blocks in the row's own table, ascending, then `-1` to the end.
     pub logical: &'a mut [i32],
     /// How many are kept.
     pub counts: &'a mut [i32],
-    /// Tokens of the kept blocks: what attention is told as the length.
+    /// Tokens of the kept blocks: the length for attention.
     pub tokens: &'a mut [i32],
-    /// Places of a row and head.
+    /// Number of places of a row and head.
     pub width: usize,
 }
 
-/// Chooses the `budgets[row]` best blocks between the windows, and keeps the windows besides; among
-/// equal scores the lower place wins. A row that has no more blocks than that keeps all.
+/// Selects the `budgets[row]` best blocks between the windows, in addition to the windows; among
+/// equal scores the lower position wins. A row with no more blocks than that keeps all.
 ///
 /// Only the last block of a row can be partial, and it is always kept, so attention with the
 /// shorter table and length is exact over the kept tokens:
@@ -55,7 +55,7 @@ pub struct Selected<'a> {
 ///
 /// # Errors
 ///
-/// `InvalidInput` for sizes that do not fit each other, or where more blocks are kept than `width`.
+/// `InvalidInput` for inconsistent sizes or if more blocks are kept than `width`.
 #[allow(
     clippy::too_many_arguments,
     reason = "each is one tensor or one number of the caller"
@@ -87,7 +87,7 @@ pub fn select(
     let targets: Vec<_> = places.zip(numbers).map(Mutex::new).collect();
     team.run(targets.len(), |item| {
         let row = item / heads;
-        // Each is locked once, by the thread that fills it.
+        // Each lock is taken once, by the thread that fills it.
         let Ok(mut target) = targets[item].lock() else {
             return;
         };
@@ -173,7 +173,7 @@ fn check(
         && Some(kept.counts.len()) == all
         && Some(kept.tokens.len()) == all;
     if !right {
-        let error = Error::invalid("the places for the kept blocks have the wrong size");
+        let error = Error::invalid("the output of the kept blocks has the wrong size");
         let error = error
             .with("table", kept.table.len())
             .with("logical", kept.logical.len());
@@ -195,14 +195,14 @@ fn check(
             return Err(error.with("blocks", most).with("width", kept.width));
         }
         if blocks > 0 && rows.id(row, blocks - 1) < 0 {
-            return Err(Error::invalid("the last block of a row is not there").with("row", row));
+            return Err(Error::invalid("the last block of a row is missing").with("row", row));
         }
     }
     Ok(())
 }
 
-/// Orders blocks by their scores, the lower place first among equals. No two of a row have the
-/// same. 0: never chosen.
+/// Rank of a block by its score, the lower position first among equals, unique within a row. 0:
+/// never selected.
 fn rank(score: u32, place: u32) -> u64 {
     match score {
         0 => 0,
@@ -210,12 +210,12 @@ fn rank(score: u32, place: u32) -> u64 {
     }
 }
 
-/// An integer in the order of singles; 0 for those that are never chosen.
+/// An integer in the order of singles; 0 for those that are never selected.
 fn of_single(score: f32) -> u32 {
     if score.is_nan() || score == f32::NEG_INFINITY {
         return 0;
     }
-    let bits = (score + 0.0).to_bits(); // both zeros are the same
+    let bits = (score + 0.0).to_bits(); // both zeros are equal
     if bits >> 31 == 1 {
         !bits
     } else {
@@ -223,12 +223,12 @@ fn of_single(score: f32) -> u32 {
     }
 }
 
-/// An integer in the order of integers; 0 for those that are never chosen.
+/// An unsigned integer in the order of integers; 0 for those that are never selected.
 fn of_integer(score: i32) -> u32 {
     score.cast_unsigned() ^ 1 << 31
 }
 
-/// The least of the `count` largest ranks; 1 where fewer may be chosen.
+/// The least of the `count` largest ranks; 1 if fewer can be selected.
 fn least_of_best(mut ranks: Vec<u64>, count: usize) -> u64 {
     match count {
         0 => u64::MAX,

@@ -1,10 +1,9 @@
-//! The threads that share one call.
+//! The threads of one call.
 //!
-//! The calling thread takes part and the others help; nothing outlives the call. Where the process
-//! has an OpenMP runtime (vLLM on a CPU always has, and torch brings one), the helpers are that
-//! runtime's own threads: they sit on the cores the model computes on and are waiting there
-//! already, while threads of ours would compete with them for the same cores. Elsewhere they are
-//! started for the call.
+//! The calling thread and its helpers divide the items; nothing outlives the call. If the process
+//! has an OpenMP runtime (vLLM on a CPU always has; torch loads one), the helpers are that
+//! runtime's threads: they already wait on the model's cores, where threads of ours would compete
+//! with them. Otherwise they are started for the call.
 #![allow(
     unsafe_code,
     reason = "calls a function of the process's OpenMP runtime"
@@ -21,7 +20,7 @@ use ucm_core::{Error, Result};
 /// Most threads of one call.
 pub const MAX_THREADS: usize = 1024;
 
-/// How many threads may share a call.
+/// The number of threads of a call.
 ///
 /// ```
 /// use std::sync::atomic::{AtomicUsize, Ordering};
@@ -46,7 +45,7 @@ impl Team {
         openmp: true,
     };
 
-    /// At most so many threads, the calling one included.
+    /// At most `threads` threads, including the calling one.
     ///
     /// # Errors
     ///
@@ -63,7 +62,7 @@ impl Team {
         })
     }
 
-    /// The same without the threads of an OpenMP runtime.
+    /// The same without an OpenMP runtime's threads.
     #[must_use]
     pub fn own_threads(self) -> Self {
         Self {
@@ -77,7 +76,7 @@ impl Team {
     ///
     /// # Errors
     ///
-    /// `Internal` when `work` panicked for an item. Others may not have been done then.
+    /// `Internal` if `work` panicked for an item. Other items may not have been processed then.
     pub fn run(&self, items: usize, work: impl Fn(usize) + Sync) -> Result<()> {
         let share = Share {
             work: &work,
@@ -100,7 +99,7 @@ impl Team {
             std::thread::scope(|scope| {
                 for _ in 1..threads {
                     let name = "ucm-retrieval".to_owned();
-                    // The system has no room for another thread: those that there are do its part.
+                    // The system cannot start another thread: the existing ones do its part.
                     let _ = std::thread::Builder::new()
                         .name(name)
                         .spawn_scoped(scope, || share.take());
@@ -117,7 +116,7 @@ impl Team {
     }
 }
 
-/// Whether calls of several threads use those of an OpenMP runtime of the process. Decided at the
+/// True if calls with several threads use those of an OpenMP runtime of the process. Decided at the
 /// first such call.
 pub fn has_openmp() -> bool {
     openmp().is_some()

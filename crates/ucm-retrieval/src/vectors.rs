@@ -1,4 +1,4 @@
-//! Keys and queries as a model hands them over, and the mean of the queries that share a KV head.
+//! Keys and queries in a model's layout, and the mean of the queries that share a KV head.
 #![allow(unsafe_code, reason = "vectors of a model are read by address")]
 
 use std::marker::PhantomData;
@@ -30,7 +30,7 @@ impl<'a> Vectors<'a> {
     ///
     /// # Errors
     ///
-    /// `InvalidInput` where there are other bytes than they need.
+    /// `InvalidInput` if `bytes` has another length.
     pub fn new(bytes: &'a [u8], element: Element, shape: [usize; 3]) -> Result<Self> {
         let [_, heads, dim] = shape;
         let size = shape
@@ -50,7 +50,7 @@ impl<'a> Vectors<'a> {
     ///
     /// # Safety
     ///
-    /// For `'a` all of their elements can be read, and no one writes to them.
+    /// For `'a` all of their elements can be read and are not written.
     pub unsafe fn from_raw(
         base: *const u8,
         element: Element,
@@ -106,7 +106,7 @@ impl<'a> Vectors<'a> {
 
 /// # Safety
 ///
-/// There are as many elements as `to` has places.
+/// `from` has as many elements as `to`.
 unsafe fn copy<N: Number>(from: *const N, to: &mut [f32]) {
     for (at, to) in to.iter_mut().enumerate() {
         // SAFETY: as the caller vouches.
@@ -127,7 +127,7 @@ unsafe fn copy<N: Number>(from: *const N, to: &mut [f32]) {
 ///
 /// # Errors
 ///
-/// `InvalidInput` where the query heads cannot be shared among so many.
+/// `InvalidInput` if the query heads cannot be divided among `heads`.
 pub fn group_mean(queries: &Vectors<'_>, heads: usize) -> Result<Vec<f32>> {
     if heads == 0 || queries.heads == 0 || !queries.heads.is_multiple_of(heads) {
         let error =
@@ -141,7 +141,7 @@ pub fn group_mean(queries: &Vectors<'_>, heads: usize) -> Result<Vec<f32>> {
     let mut of_head = vec![0.0; dim];
     for (place, mean) in means.chunks_exact_mut(dim.max(1)).enumerate() {
         for member in 0..group {
-            // SAFETY: there are so many heads of each token.
+            // SAFETY: each token has that many heads.
             unsafe { queries.read(place / heads, place % heads * group + member, &mut of_head) };
             for (mean, value) in mean.iter_mut().zip(&of_head) {
                 *mean += value;

@@ -7,7 +7,7 @@ use ucm_retrieval::*;
 
 const POOL: usize = 90;
 
-/// The value of an element of a result.
+/// The value of an element of an output.
 fn value(bytes: &[u8], element: Element) -> f32 {
     match element {
         Element::F32 => f32::from_ne_bytes(bytes.try_into().unwrap()),
@@ -116,8 +116,7 @@ proptest! {
     }
 }
 
-/// Parts are whole blocks, which need not divide them: every token is seen once, however many parts
-/// there are.
+/// Every token counts once for any number of parts, also if a part is not a whole number of blocks.
 #[test]
 fn every_token_of_a_long_row_is_seen() {
     let (dim, block_size, element) = (16, 48, Element::F32);
@@ -158,7 +157,8 @@ fn every_token_of_a_long_row_is_seen() {
     }
 }
 
-/// Slots behind the last token may hold anything, and a request is the same alone and in a batch.
+/// Slots behind the last token may have any content, and a request has the same result alone and in
+/// a batch.
 #[test]
 fn what_lies_behind_the_last_token_is_not_seen() {
     let (heads, dim, block_size, element) = (2, 32, 16, Element::F32);
@@ -237,7 +237,7 @@ fn what_does_not_fit_is_refused() {
     );
     assert!(
         refused(pages, [1, 2, 16], &[0, -1], &[32], 16),
-        "a block that is not there"
+        "a missing block"
     );
     assert!(
         refused(pages, [1, 2, 16], &[0, 1], &[32], 32),

@@ -4,7 +4,7 @@ use crate::common::{as_bytes, elements, numbers, table, ways};
 use proptest::prelude::*;
 use ucm_retrieval::*;
 
-/// A call, with everything in plain sight for the oracle.
+/// A call, with its inputs in plain form for the oracle.
 #[derive(Debug, Clone)]
 struct Case {
     element: Element,
@@ -122,7 +122,7 @@ proptest! {
         );
         let (ids, stride) = table(&case.lengths, 1, POOL, true, case.seed ^ 3);
         let lengths: Vec<i64> = case.lengths.iter().map(|&len| len as i64).collect();
-        // With gaps a head is followed by seven elements of no one's.
+        // With gaps a head is followed by seven unused elements.
         let gap = if case.gaps { 7 } else { 0 };
         let spread: Vec<f32> = reps.chunks(dim).flat_map(|head| {
             head.iter().copied().chain(std::iter::repeat_n(99.0, gap))
@@ -176,7 +176,7 @@ proptest! {
                     {}", found, right, isa);
                 }
             }
-            // The sets with registers agree to the bit, whatever the threads.
+            // The vector sets agree to the bit for any number of threads.
             if isa > Isa::Scalar {
                 prop_assert_eq!(first.get_or_insert_with(|| out.clone()), &out);
             }

@@ -43,7 +43,7 @@ proptest! {
         let encoder = Encoder::new(&weights, if own_weights { heads } else { 1 }, dim, bits).unwrap();
         let raw = as_bytes(&vectors, element);
         let given = Vectors::new(&raw, element, [tokens, heads, dim]).unwrap();
-        // Blocks of 3 slots with a byte of no one's behind each; every third token is left out.
+        // Blocks of 3 slots with an unused byte behind each; every third token is skipped.
         let (block_size, slot_len) = (3, heads * bytes);
         let block_len = block_size * slot_len + 1;
         let slots: Vec<i64> = (0..tokens as i64).rev().map(|slot| if slot % 3 == 1 { -1 } else { slot }).collect();
@@ -67,7 +67,7 @@ proptest! {
             }
             if by_slot {
                 let shape = [tokens.div_ceil(block_size).max(1), block_size];
-                // SAFETY: all blocks lie in `found`, and no slot is named twice.
+                // SAFETY: all blocks lie in `found`, and no slot is repeated.
                 #[allow(unsafe_code, reason = "codes by slot are written by address")]
                 let mut codes = unsafe {
                     Codes::from_raw(found.as_mut_ptr(), shape, [block_len, slot_len], Some(Ints::I64(&slots)))

@@ -16,7 +16,7 @@ fn bytes(count: usize, seed: u64) -> Vec<u8> {
         .collect()
 }
 
-/// Sizes for which there are kernels, and others.
+/// Sizes with and without specialised kernels.
 fn code_lens() -> impl Strategy<Value = usize> {
     prop_oneof![
         Just(8),

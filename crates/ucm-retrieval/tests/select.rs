@@ -1,10 +1,10 @@
-//! The choice of blocks against sorting everything.
+//! The selection of blocks against a full sort.
 
 use crate::common::{number, table};
 use proptest::prelude::*;
 use ucm_retrieval::*;
 
-/// What a row and head keeps.
+/// The blocks kept for a row and head.
 #[derive(Debug, Clone, PartialEq)]
 struct Row {
     table: Vec<i32>,
@@ -177,6 +177,6 @@ fn what_does_not_fit_is_refused() {
     let absent = Rows::new(Ints::I32(&[3, 4, -1]), 3, Ints::I32(&[9]), 4).unwrap();
     assert!(
         refused(&[0.0; 3], 1, &[2], 3, &absent),
-        "the last block is not there"
+        "the last block is missing"
     );
 }

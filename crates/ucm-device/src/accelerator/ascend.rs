@@ -1,6 +1,6 @@
-//! Ascend's ACL, found at run time. It is not shaped as CUDA's: copies name the room at their
-//! target, events answer the other way round, and a thread has no device before it sets one. No one
-//! has run it on hardware with this code.
+//! Ascend's ACL, found at run time. It differs from CUDA's: copies name the space at their target,
+//! event queries return the opposite values, and a thread has no device before it sets one. This
+//! code has not been run on hardware.
 //!
 //! All values and signatures: `acl_rt.h` and `acl_base_rt.h` of ACL 1.17.0 (their `ACL_*_VERSION`)
 //! and `rt_error_codes.h`, in the wheel `torch-npu` 2.14.0.
@@ -51,7 +51,7 @@ functions! {
 }
 
 functions! {
-    /// What pins memory, which older versions have not: the `aclrtHostRegister` of theirs maps and
+    /// The function that pins memory. Older versions lack it: their `aclrtHostRegister` maps and
     /// does not pin.
     Pins {
         rtHostRegisterV2(*mut c_void, u64, u32) -> c_int;
@@ -60,8 +60,8 @@ functions! {
 }
 
 functions! {
-    /// What lets calls of a thread be no trouble to a graph that some thread captures; older
-    /// versions capture none.
+    /// The function that keeps a thread's calls from disturbing a graph capture of another thread.
+    /// Older versions capture none.
     Captures {
         mdlRICaptureThreadExchangeMode(*mut c_int) -> c_int;
     }
@@ -69,10 +69,10 @@ functions! {
 
 const SUCCESS: c_int = 0;
 const INVALID_PARAM: c_int = 100_000;
-/// Of `aclInit`, which torch has called before.
+/// Result of `aclInit` if torch has called it before.
 const REPEAT_INITIALIZE: c_int = 100_002;
 const RT_PARAM_INVALID: c_int = 107_000;
-/// Of `aclrtGetCurrentContext` on a thread that has none yet.
+/// Result of `aclrtGetCurrentContext` on a thread without a context.
 const RT_CONTEXT_NULL: c_int = 107_002;
 const RT_MEMORY_ALLOCATION: c_int = 207_001;
 const RT_NO_DEVICE: c_int = 207_004;
@@ -82,14 +82,14 @@ const HOST_TO_DEVICE: c_int = 1;
 const DEVICE_TO_HOST: c_int = 2;
 const DEVICE_TO_DEVICE: c_int = 3;
 
-/// What addresses of copies on the device are multiples of.
+/// Alignment of addresses of copies on the device.
 const ALIGNED: u64 = 64;
 
 /// `ACL_STREAM_FAST_LAUNCH` and `ACL_STREAM_FAST_SYNC`; the highest of the priorities 0 to 7.
 const STREAM_FAST: u32 = 3;
 const HIGHEST: u32 = 0;
 
-/// `ACL_EVENT_TIME_LINE`: an event that measures times.
+/// `ACL_EVENT_TIME_LINE`: an event with a timestamp.
 const EVENT_TIME_LINE: u32 = 8;
 
 /// `ACL_EVENT_RECORDED_STATUS_COMPLETE`; CUDA's success is 0, and this one's 0 is "not ready".
@@ -111,18 +111,17 @@ const PINNED: u32 = 0x1000_0000;
 /// "leads to exceptions".
 const TOO_OLD_TO_PIN: (u32, u32) = (5, 10);
 
-/// Where Linux says its version.
+/// File with the version of Linux.
 const OSRELEASE: &str = "/proc/sys/kernel/osrelease";
 
-/// Calls the runtime and checks the answer; the call is made in the caller's `unsafe`.
+/// Calls the runtime and checks the result; the call is made in the caller's `unsafe`.
 macro_rules! call {
     ($calls:expr, $call:ident($($argument:expr),* $(,)?)) => {
         check(stringify!($call), ($calls.$call)($($argument),*))
     };
 }
 
-/// An error where a call did not succeed. None is known after which it is certain that work is
-/// over.
+/// An error if a call failed. No known code of it guarantees that work is over.
 fn check(call: &str, answer: c_int) -> Result<(), Failed> {
     let kind = match answer {
         SUCCESS => return Ok(()),
@@ -140,7 +139,7 @@ fn check(call: &str, answer: c_int) -> Result<(), Failed> {
     })
 }
 
-/// Whether memory of ours can be pinned under this version of Linux.
+/// True if our memory can be pinned under this version of Linux.
 fn can_pin(osrelease: &str) -> bool {
     let mut numbers = osrelease.split(['.', '-', '+']).map(str::parse);
     match (numbers.next(), numbers.next()) {
@@ -152,26 +151,25 @@ fn can_pin(osrelease: &str) -> bool {
 /// A device of Ascend.
 pub(super) struct Ascend {
     calls: Calls,
-    /// Or why memory is not pinned.
+    /// Or the reason why memory is not pinned.
     pins: Result<Pins>,
     captures: Option<Captures>,
     ordinal: i32,
-    /// The context that is the device's by itself.
+    /// The default context of the device.
     context: *mut c_void,
     description: String,
     /// The process that made it; the runtime does not survive a fork.
     origin: Origin,
 }
 
-// SAFETY: a handle of the runtime, which may be used by any thread; what depends on a thread is set
-// by `bind`.
+// SAFETY: a handle of the runtime, which any thread may use; `bind` sets the state of the thread.
 unsafe impl Send for Ascend {}
 // SAFETY: as above.
 unsafe impl Sync for Ascend {}
 
 impl Ascend {
-    /// Device number `ordinal`; `Unsupported` without a runtime, `Config` for a number there is
-    /// none of.
+    /// Device number `ordinal`; `Unsupported` without a runtime, `Config` if there is no such
+    /// device.
     pub(super) fn open(ordinal: u32) -> Result<Self> {
         let library = library::find(VENDOR, &LIBRARY)?;
         let calls = Calls::load(&library, VENDOR, "acl")?;
@@ -199,7 +197,7 @@ impl Ascend {
         let pins = if can_pin(&osrelease) {
             Pins::load(&library, VENDOR, "acl")
         } else {
-            let old = "ACL pins no memory of ours under a version of Linux as old as this one";
+            let old = "ACL cannot pin our memory under this old version of Linux";
             Err(Error::new(ErrorKind::Unsupported, old).with("linux", osrelease.trim()))
         };
         let chip = chip.as_deref().unwrap_or(VENDOR);
@@ -222,8 +220,8 @@ impl Ascend {
         Ok(device)
     }
 
-    /// Makes the device current on this thread, by the context that it has by itself, and calls of
-    /// this thread no trouble to a graph that some thread captures, until what is given ends.
+    /// Until the returned guard is dropped, the device's default context is current on this thread,
+    /// and calls of this thread do not disturb a graph capture of another thread.
     fn bind(&self) -> Result<Bound<'_>, Failed> {
         self.origin
             .check(library::FORKED)
@@ -250,7 +248,7 @@ impl Ascend {
         Ok(bound)
     }
 
-    /// The context of this thread; null where it has none.
+    /// The context of this thread; null if it has none.
     fn current(&self) -> Result<*mut c_void, Failed> {
         let mut context = null_mut();
         // SAFETY: writes one handle.
@@ -261,7 +259,8 @@ impl Ascend {
         check("rtGetCurrentContext", answer).map(|()| context)
     }
 
-    /// Begins a copy. What follows the target is not ours, so the room there is what is copied.
+    /// Begins a copy. Memory behind the target is not ours, so the stated space is the length of
+    /// the copy.
     ///
     /// # Safety
     /// As [`Runtime::to_device`].
@@ -279,7 +278,7 @@ impl Ascend {
         Ok(unsafe { call!(self.calls, rtMemcpyAsync(to, len, from, len, kind, stream)) }?)
     }
 
-    /// Copies without a stream; else as [`Ascend::copy`].
+    /// Copies without a stream; otherwise as [`Ascend::copy`].
     ///
     /// # Safety
     /// As [`Runtime::to_device_now`].
@@ -296,12 +295,12 @@ impl Ascend {
     }
 }
 
-/// When this ends, the context that a thread of the caller's had is its current one again: torch's
-/// threads keep theirs. A thread that had none keeps ours: ACL has no call that takes it away.
+/// On drop, the previous context of the caller's thread is current again, so torch's threads keep
+/// theirs. A thread without a previous context keeps ours: ACL has no call to remove it.
 #[must_use]
 struct Bound<'a> {
     device: &'a Ascend,
-    /// The thread's own way with captures.
+    /// The thread's previous capture mode.
     mode: Option<c_int>,
     before: *mut c_void,
 }
@@ -309,7 +308,7 @@ struct Bound<'a> {
 impl Drop for Bound<'_> {
     fn drop(&mut self) {
         if !self.before.is_null() {
-            // SAFETY: a context that the runtime gave. A failure could not be handled here.
+            // SAFETY: a context from the runtime. A failure cannot be handled here.
             let _ = unsafe { call!(self.device.calls, rtSetCurrentContext(self.before)) };
         }
         if let (Some(captures), Some(mode)) = (&self.device.captures, &mut self.mode) {
@@ -343,7 +342,7 @@ impl Runtime for Ascend {
 
     fn end_stream(&self, stream: RawStream) {
         if let Ok(_bound) = insist(|| self.bind()) {
-            // SAFETY: a stream of ours that no one uses any more.
+            // SAFETY: a stream of ours that is not used any more.
             let _ = unsafe { call!(self.calls, rtDestroyStream(handle(stream.0))) };
         }
     }
@@ -377,7 +376,7 @@ impl Runtime for Ascend {
 
     fn end_event(&self, event: RawEvent) {
         if let Ok(_bound) = insist(|| self.bind()) {
-            // SAFETY: an event of ours that no one uses any more.
+            // SAFETY: an event of ours that is not used any more.
             let _ = unsafe { call!(self.calls, rtDestroyEvent(handle(event.0))) };
         }
     }
@@ -388,11 +387,11 @@ impl Runtime for Ascend {
         Ok(unsafe { call!(self.calls, rtRecordEvent(handle(event.0), handle(stream.0))) }?)
     }
 
-    /// An event that no one recorded is not done here.
+    /// An event that was never recorded is not done here.
     fn is_done(&self, event: RawEvent) -> Result<bool> {
         let _bound = self.bind()?;
         let mut status = 0;
-        // SAFETY: an event of ours, or one whose maker keeps it while it is asked about; writes one
+        // SAFETY: an event of ours, or one that its maker keeps during the query; writes one
         // number.
         unsafe {
             call!(
@@ -426,7 +425,7 @@ impl Runtime for Ascend {
 
     fn free(&self, address: u64) {
         if let Ok(_bound) = insist(|| self.bind()) {
-            // SAFETY: allocated above, and the caller says that nothing uses it any more.
+            // SAFETY: allocated above, and the caller guarantees that nothing uses it any more.
             let _ = unsafe { call!(self.calls, rtFree(handle(address))) };
         }
     }
@@ -469,7 +468,7 @@ impl Runtime for Ascend {
         unsafe { self.copy(handle(to), from, len, DEVICE_TO_DEVICE, stream) }
     }
 
-    /// There are no kernels, so no one asks for the device's address.
+    /// There are no kernels, so the device's address is not needed.
     unsafe fn register(&self, start: *mut u8, len: usize) -> Result<Option<u64>> {
         let pins = self.pins.as_ref().map_err(Clone::clone)?;
         if !start.addr().is_multiple_of(PAGE as usize) {
@@ -485,7 +484,7 @@ impl Runtime for Ascend {
     fn unregister(&self, start: *mut u8) -> Result<()> {
         let pins = self.pins.as_ref().map_err(Clone::clone)?;
         let _bound = insist(|| self.bind())?;
-        // SAFETY: registered above, and the caller says that nothing uses it any more.
+        // SAFETY: registered above, and the caller guarantees that nothing uses it any more.
         Ok(unsafe { call!(pins, rtHostUnregister(start.cast())) }?)
     }
 }

@@ -1,5 +1,5 @@
-//! What copies cost on a device: measured in a few milliseconds when it is first opened, by the
-//! device's own clock.
+//! Costs of copies on a device, measured by the device's own clock in a few milliseconds when it is
+//! first opened.
 #![allow(unsafe_code, reason = "copies between the buffers of a bench")]
 
 use std::collections::HashMap;
@@ -13,30 +13,30 @@ use super::runtime::{Direction, RawEvent};
 
 /// Bytes of the large copies.
 const BYTES: usize = Bench::LEN;
-/// Bytes of a fragment where there are many.
+/// Bytes of a fragment in a transfer of many.
 const FRAGMENT: usize = 4 << 10;
-/// And of short ones, which a kernel moves over the bus more slowly.
+/// Bytes of a short fragment, which a kernel moves more slowly over the bus.
 const SHORT: usize = 1 << 10;
-/// So many more of them are in as many bytes.
+/// Difference of the two counts in the same number of bytes.
 const SHORTER: usize = BYTES / 2 / SHORT - BYTES / 2 / FRAGMENT;
-/// Small copies, one after the other.
+/// Number of small copies in sequence.
 const CALLS: usize = 64;
-/// Bytes of copies that take longer than to begin them, so that the bus waits for none.
+/// Bytes of copies that take longer than their start, so that the bus never waits for the host.
 const LONG: usize = 128 << 10;
-/// Each is measured so often, or until the same is measured again; the fastest counts.
+/// Repetitions of each measurement, fewer if a value repeats; the fastest counts.
 const ROUNDS: usize = 8;
 
-/// What was measured in this process, by what the device and its driver are.
+/// Measurements of this process, by description of the device and its driver.
 static KNOWN: Mutex<Option<HashMap<String, Costs>>> = Mutex::new(None);
 
-/// The costs of a device; those of its kernels are measured where they may be used.
+/// The costs of a device; those of its kernels only if they may be used.
 pub(super) fn costs(bench: &mut Bench<'_>, methods: &[Vec<Method>; 2]) -> Result<Costs> {
     let device = bench.runtime().description().to_owned();
     let known = KNOWN.lock().get_or_insert_default().get(&device).copied();
     if let Some(costs) = known {
         return Ok(costs);
     }
-    let costs = Measure::new(bench)?.costs(methods)?; // which may hang: not with the lock
+    let costs = Measure::new(bench)?.costs(methods)?; // may hang, so without the lock
     Ok(*KNOWN
         .lock()
         .get_or_insert_default()
@@ -44,7 +44,7 @@ pub(super) fn costs(bench: &mut Bench<'_>, methods: &[Vec<Method>; 2]) -> Result
         .or_insert(costs))
 }
 
-/// Two events between which something is done.
+/// Two events around the measured work.
 struct Measure<'a, 'b> {
     bench: &'a mut Bench<'b>,
     events: [RawEvent; 2],
@@ -72,7 +72,7 @@ impl<'a, 'b> Measure<'a, 'b> {
                 len,
             }]
         };
-        // Half of the buffer in runs apart on the device, so that no two are one.
+        // Half of the buffer as runs with gaps on the device, so that none are joined.
         let apart = |len: usize| -> Vec<Run> {
             (0..BYTES / len / 2)
                 .map(|i| Run {
@@ -125,8 +125,7 @@ impl<'a, 'b> Measure<'a, 'b> {
                 costs.piece[way as usize] = piece;
                 let rate = |ns: f64| bytes_of(&small) / ns.max(1.0);
                 let (whole, rest) = (few - one, few - one - piece * small.len() as f64);
-                // Where hardly more than the number of runs counts, the rest says nothing of the
-                // bus.
+                // If the number of runs dominates the time, the rest does not measure the bus.
                 costs.mapped[way as usize] = rate(rest).min(rate(whole).max(dma[way as usize]));
             }
             if may(Method::Staging) {
@@ -148,7 +147,7 @@ impl<'a, 'b> Measure<'a, 'b> {
         let mut least = f64::INFINITY;
         for _ in 0..ROUNDS {
             let [first, second] = self.events;
-            // SAFETY: the buffers are the bench's alone, and are kept until the lane's work is
+            // SAFETY: only the bench uses the buffers, and they are kept until the lane's work is
             // over.
             self.bench.run(direction, |lane, host| unsafe {
                 lane.record(first, direction)?;
@@ -165,7 +164,7 @@ impl<'a, 'b> Measure<'a, 'b> {
     }
 }
 
-/// Bytes a nanosecond that no device's memory moves: above it a difference is noise.
+/// Bytes a nanosecond beyond the memory rate of any device: a higher result is noise.
 const MOST: f64 = 10_000.0;
 
 fn bytes_of(runs: &[Run]) -> f64 {

@@ -1,5 +1,5 @@
-//! Whether a device copies right: each method on random bytes, beside single copies, when it is
-//! opened.
+//! Checks that a device copies correctly: when it is opened, each method copies random bytes and is
+//! compared with single copies.
 #![allow(unsafe_code, reason = "copies of memory that is allocated here")]
 
 use std::sync::Arc;
@@ -13,18 +13,18 @@ use super::runtime::{Direction, Runtime};
 use super::{Allocation, switched_off};
 use crate::arena::{ArenaOptions, HostArena};
 
-/// Bytes of each side that are copied.
+/// Bytes copied of each side.
 const BYTES: usize = 256 << 10;
 
-/// What the target holds before.
+/// Initial bytes of the target.
 const POISON: u8 = 0xa5;
 
-/// What is copied: lengths with all alignments, a tail, and more than one tile.
+/// Lengths of the copied pieces: all alignments, a tail, and more than one tile.
 const LENGTHS: [usize; 10] = [16, 4096, 1, 40 << 10, 7, 8, 12, 1000, 16 << 10, 33];
 
-/// A host buffer and a device buffer of the same size, with a lane between them: all that a device
-/// is tried with when it is opened. Fields are dropped in their order: when the lane is, nothing
-/// uses the buffers any more.
+/// A host buffer and a device buffer of the same size with a lane between them, for the checks at
+/// the opening of a device. Fields are dropped in their order: after the lane, nothing uses the
+/// buffers any more.
 pub(super) struct Bench<'a> {
     lanes: &'a Lanes,
     pub(super) lane: Lane,
@@ -50,7 +50,7 @@ impl<'a> Bench<'a> {
         })
     }
 
-    /// Nothing is tried any more: the lane is the first that the device has.
+    /// Ends the checks; the lane becomes the device's first.
     pub(super) fn end(self) {
         self.lanes.give(self.lane);
     }
@@ -64,8 +64,7 @@ impl<'a> Bench<'a> {
         self.memory.address
     }
 
-    /// Begins something on the lane and waits until it is over; a lane that failed is not used
-    /// again.
+    /// Begins work on the lane and waits until it is over; a lane that failed is not used again.
     pub(super) fn run(
         &mut self,
         direction: Direction,
@@ -85,15 +84,15 @@ impl<'a> Bench<'a> {
 
     /// Moves runs, which lie inside the two buffers.
     fn copy(&mut self, method: Method, direction: Direction, runs: &[Run]) -> Result<()> {
-        // SAFETY: the buffers are ours alone, and are kept until the lane's work is over.
+        // SAFETY: the buffers belong to this bench only and are kept until the lane's work is over.
         self.run(direction, |lane, host| unsafe {
             lane.begin(method, direction, runs, host)
         })
     }
 
-    /// What is copied of the host's buffer.
+    /// The copied part of the host's buffer.
     fn host(&mut self) -> &mut [u8] {
-        // SAFETY: the arena's bytes are mapped and zeroed, no one claimed any, and nothing is under
+        // SAFETY: the arena's bytes are mapped and zeroed, none is claimed, and nothing is under
         // way on the lane.
         unsafe { std::slice::from_raw_parts_mut(self.arena.at(0), BYTES) }
     }
@@ -111,7 +110,7 @@ fn runs(device: u64) -> Vec<Run> {
     runs
 }
 
-/// Bytes that no pattern of a fault gives.
+/// Random bytes, which no fault produces by accident.
 fn noise(buffer: &mut [u8], seed: u64) {
     let mut state = seed | 1;
     for byte in buffer {
@@ -124,9 +123,9 @@ fn noise(buffer: &mut [u8], seed: u64) {
 
 const DIRECTIONS: [Direction; 2] = [Direction::ToDevice, Direction::ToHost];
 
-/// The methods that give right bytes, by direction. Each is compared with single copies, in both
-/// directions: those of streams where they are right, otherwise the driver's plain ones, which are
-/// used then. An error where not even those are right.
+/// The methods that copy correctly, by direction. Each is compared with single copies in both
+/// directions: those of streams if they are correct, otherwise the driver's plain ones, which are
+/// then used. An error if even those are wrong.
 pub(super) fn methods(bench: &mut Bench<'_>) -> Result<[Vec<Method>; 2]> {
     let mut beside = |method| {
         DIRECTIONS
@@ -146,8 +145,8 @@ pub(super) fn methods(bench: &mut Bench<'_>) -> Result<[Vec<Method>; 2]> {
             if !bench.can(method) {
                 continue;
             }
-            // What kernels read of what to do comes by a copy: were it wrong, they would write
-            // anywhere.
+            // Kernels read their descriptors from a copy. With a wrong copy they would write to any
+            // address.
             let checked = match method {
                 Method::Dma if single == Method::Dma => Ok(()),
                 Method::Kernel | Method::Staging
@@ -175,7 +174,7 @@ pub(super) fn methods(bench: &mut Bench<'_>) -> Result<[Vec<Method>; 2]> {
     Ok(right)
 }
 
-/// Whether copies on the device, by the driver, give right bytes.
+/// True if the driver's copies on the device are correct.
 pub(super) fn copies_on_device(bench: &mut Bench<'_>, single: Method) -> Result<()> {
     let half = BYTES / 2;
     let (first, second) = (bench.device(), bench.device() + half as u64);
@@ -201,7 +200,7 @@ pub(super) fn copies_on_device(bench: &mut Bench<'_>, single: Method) -> Result<
     compare(bench.host(), &expected)
 }
 
-/// How a run is copied by itself where these methods are right.
+/// How a single run is copied, given the correct methods.
 pub(super) fn single(methods: &[Method]) -> Method {
     if methods.contains(&Method::Dma) {
         Method::Dma
@@ -211,7 +210,7 @@ pub(super) fn single(methods: &[Method]) -> Method {
 }
 
 impl Bench<'_> {
-    /// Whether a method can be tried at all.
+    /// True if a method can be checked at all.
     fn can(&self, method: Method) -> bool {
         let mapped = |pinned: &Arc<Pinned>| pinned.mapped(self.arena.at(0).expose_provenance());
         self.lane.can(method)
@@ -227,8 +226,8 @@ impl Bench<'_> {
         }]
     }
 
-    /// Moves random bytes by a method, and everything else by single copies; all of the target is
-    /// looked at.
+    /// Moves random bytes by a method, and everything else by single copies; the whole target is
+    /// compared.
     fn check(&mut self, method: Method, direction: Direction, single: Method) -> Result<()> {
         let (runs, whole) = (runs(self.device()), self.whole());
         let on_device = |run: &Run| (run.address - whole[0].address) as usize;
@@ -266,7 +265,7 @@ fn compare(copied: &[u8], expected: &[u8]) -> Result<()> {
     let pairs = copied.iter().zip(expected);
     let wrong = pairs.filter(|(is, should)| is != should).count();
     if wrong > 0 {
-        let differ = Error::new(ErrorKind::Corrupt, "bytes that were copied differ");
+        let differ = Error::new(ErrorKind::Corrupt, "copied bytes differ");
         return Err(differ.with("bytes", wrong).with("of", expected.len()));
     }
     Ok(())

@@ -1,5 +1,5 @@
 //! CUDA's driver, found at run time. The primary context is torch's own, so streams and events of
-//! both may be mixed.
+//! both can be mixed.
 //!
 //! The functions stand in a table of ours, whose types are compared with those of
 //! [`cudarc::driver::sys`] at compile time. They are not called through cudarc (0.19), for three
@@ -8,8 +8,8 @@
 //! 1. cudarc searches for the library by itself, `libcuda.so` before `libcuda.so.1`. The first
 //!    name can be a stub that programs are linked with. The library of tests cannot be passed to
 //!    it.
-//! 2. A library or a function that is missing is a panic there. Here it is an error, and the
-//!    process goes on without the device.
+//! 2. A missing library or function is a panic there. Here it is an error, and the process
+//!    continues without the device.
 //! 3. Every function of it returns the enum [`CUresult`]. A newer driver can return a number that
 //!    the enum does not have, which is undefined behaviour. Here a result is a number.
 #![allow(unsafe_code, reason = "calls into the driver's library")]
@@ -33,10 +33,9 @@ use crate::numa;
 
 const VENDOR: &str = "cuda";
 
-/// The number is the driver's. The name without it may be a library that programs are linked with
-/// and that does nothing.
+/// The name with the number is the driver. The name without it may be a stub for linking.
 const LIBRARY: Places = Places {
-    known_by: None, // a tool that watches calls of the driver may have some of them too
+    known_by: None, // a tool that traces driver calls may also have some of them
     names: &["libcuda.so.1", "libcuda.so"],
     below: None,
 };
@@ -63,14 +62,15 @@ const KERNELS: [&CStr; 3] = [c"ucm_batch", c"ucm_gather", c"ucm_scatter"];
 /// Threads of a block of theirs.
 const THREADS: c_uint = 256;
 
-/// What we call. The answer is a number: a newer driver may give one that the bindings do not have.
+/// The functions in use. Their result is a number: a newer driver may return one that the bindings
+/// do not have.
 macro_rules! driver_calls {
     ($($name:ident($($type:ty),*);)*) => {
         functions! {
             Calls { $($name($($type),*) -> c_uint;)* }
         }
 
-        // The types above are those of the bindings.
+        // Checks that the types above are those of the bindings.
         $(const _: unsafe fn($($type),*) -> CUresult = sys::$name;)*
     };
 }
@@ -126,9 +126,9 @@ functions! {
 const SUCCESS: c_uint = CUresult::CUDA_SUCCESS as c_uint;
 const INVALID_VALUE: c_uint = CUresult::CUDA_ERROR_INVALID_VALUE as c_uint;
 const OUT_OF_MEMORY: c_uint = CUresult::CUDA_ERROR_OUT_OF_MEMORY as c_uint;
-/// Of a process that was forked from one that had begun to use the driver.
+/// In a process forked from one that had initialised the driver.
 const NOT_INITIALIZED: c_uint = CUresult::CUDA_ERROR_NOT_INITIALIZED as c_uint;
-/// Of a driver that finds no GPU, and of what stands in for one where programs are linked.
+/// From a driver without a GPU, and from the stub for linking.
 const NO_DEVICE: [c_uint; 2] = [
     CUresult::CUDA_ERROR_NO_DEVICE as c_uint,
     CUresult::CUDA_ERROR_STUB_LIBRARY as c_uint,
@@ -141,7 +141,7 @@ struct Driver {
     names: Names,
 }
 
-/// Calls the driver and checks the answer; the call is made in the caller's `unsafe`.
+/// Calls the driver and checks the result; the call is made in the caller's `unsafe`.
 macro_rules! call {
     ($driver:expr, $call:ident($($argument:expr),* $(,)?)) => {
         $driver.check(stringify!($call), ($driver.calls.$call)($($argument),*))
@@ -149,7 +149,7 @@ macro_rules! call {
 }
 
 impl Driver {
-    /// The one of this process, loaded and begun once.
+    /// The driver of this process, loaded and initialised once.
     fn get() -> Result<&'static Self> {
         static LOADED: OnceLock<Result<Driver>> = OnceLock::new();
         let driver = LOADED
@@ -167,10 +167,10 @@ impl Driver {
             names: Names::load(&library, VENDOR, "")?,
         };
         library::check_begun()?;
-        // SAFETY: the first call, as the driver wants it.
+        // SAFETY: the first call, as the driver requires.
         let answer = unsafe { (driver.calls.cuInit)(0) };
         if answer == NOT_INITIALIZED {
-            // Torch, or another library, had begun before the fork.
+            // Torch or another library had initialised it before the fork.
             return Err(Error::new(ErrorKind::Forked, library::FORKED));
         }
         driver.check("cuInit", answer)?;
@@ -178,7 +178,7 @@ impl Driver {
         Ok(driver)
     }
 
-    /// What the answer to a question for the end of work says.
+    /// Interprets the result of a query whether work has ended.
     fn is_done(&self, call: &'static str, answer: c_uint) -> Result<bool, Failed> {
         if answer == NOT_READY {
             return Ok(false);
@@ -186,7 +186,7 @@ impl Driver {
         self.check(call, answer).map(|()| true)
     }
 
-    /// An error where a call did not succeed.
+    /// An error if a call failed.
     fn check(&self, call: &'static str, answer: c_uint) -> Result<(), Failed> {
         if answer == SUCCESS {
             return Ok(());
@@ -222,7 +222,7 @@ pub(super) struct Cuda {
     device: CUdevice,
     context: CUcontext,
     description: String,
-    /// Of the memory that is nearest.
+    /// NUMA node of the nearest memory.
     node: Option<u32>,
     /// The process that made it; the driver does not survive a fork.
     origin: Origin,
@@ -235,15 +235,14 @@ struct Kernels {
     functions: [CUfunction; 3],
 }
 
-// SAFETY: handles of the driver, which may be used by any thread; what depends on a thread is set
-// by `bind`.
+// SAFETY: handles of the driver, which any thread may use; `bind` sets the state of the thread.
 unsafe impl Send for Cuda {}
 // SAFETY: as above.
 unsafe impl Sync for Cuda {}
 
 impl Cuda {
-    /// Device number `ordinal`; `Unsupported` without a driver, `Config` for a number there is none
-    /// of.
+    /// Device number `ordinal`; `Unsupported` without a driver, `Config` if there is no such
+    /// device.
     pub(super) fn open(ordinal: u32) -> Result<Self> {
         let driver = Driver::get()?;
         let (mut count, mut device, mut version): (c_int, _, c_int) = (0, 0, 0);
@@ -255,7 +254,8 @@ impl Cuda {
             return Err(library::no_device(VENDOR, ordinal, count));
         }
         let (name_len, pci_len) = (name.len() as c_int - 1, pci.len() as c_int - 1);
-        // SAFETY: each call writes one number, or at most so many bytes of a name with its end.
+        // SAFETY: each call writes one number, or at most the given number of bytes of a name with
+        // its end.
         let placed = unsafe {
             call!(driver, cuDeviceGet(&raw mut device, ordinal as c_int))?;
             call!(driver, cuDeviceGetName(name.as_mut_ptr(), name_len, device))?;
@@ -304,7 +304,7 @@ impl Cuda {
         }?;
         let mut functions = [null_mut(); 3];
         for (function, name) in functions.iter_mut().zip(KERNELS) {
-            // SAFETY: the module was loaded just now, and the name ends with a zero.
+            // SAFETY: the module has just been loaded, and the name ends with a zero.
             let found = unsafe {
                 call!(
                     self.driver,
@@ -312,8 +312,7 @@ impl Cuda {
                 )
             };
             if let Err(failed) = found {
-                // SAFETY: loaded just now, and nothing uses it. A failure could not be handled
-                // here.
+                // SAFETY: just loaded, and nothing uses it. A failure cannot be handled here.
                 let _ = unsafe { call!(self.driver, cuModuleUnload(module)) };
                 return Err(failed.into());
             }
@@ -321,8 +320,8 @@ impl Cuda {
         Ok(Kernels { module, functions })
     }
 
-    /// Makes the device current on this thread, and calls of this thread no trouble to a graph that
-    /// some thread captures, until what is given ends.
+    /// Until the returned guard is dropped, the device is current on this thread, and calls of this
+    /// thread do not disturb a graph capture of another thread.
     fn bind(&self) -> Result<Bound, Failed> {
         self.origin
             .check(library::FORKED)
@@ -347,12 +346,12 @@ impl Cuda {
     }
 }
 
-/// When this ends, what the thread had current is current again, or nothing if it had nothing:
-/// torch takes the device of what is current.
+/// On drop, the thread's previous context (or none) is current again, because torch uses the device
+/// of the current context.
 #[must_use]
 struct Bound {
     driver: &'static Driver,
-    /// The thread's own way with captures.
+    /// The thread's previous capture mode.
     mode: CUstreamCaptureMode,
     is_pushed: bool,
 }
@@ -360,7 +359,7 @@ struct Bound {
 impl Drop for Bound {
     fn drop(&mut self) {
         let mut ours = null_mut();
-        // SAFETY: takes back what `bind` did. Failures could not be handled here.
+        // SAFETY: undoes `bind`. A failure cannot be handled here.
         unsafe {
             if self.is_pushed {
                 let _ = call!(self.driver, cuCtxPopCurrent_v2(&raw mut ours));
@@ -377,11 +376,11 @@ impl Drop for Cuda {
     fn drop(&mut self) {
         if let Ok(_bound) = insist(|| self.bind()) {
             if let Some(kernels) = &self.kernels {
-                // SAFETY: loaded in `open`; what launched its kernels has ended. A failure could
-                // not be handled here.
+                // SAFETY: loaded in `open`; all work of its kernels has ended. A failure cannot be
+                // handled here.
                 let _ = unsafe { call!(self.driver, cuModuleUnload(kernels.module)) };
             }
-            // SAFETY: retained in `open`; nothing of ours uses it any more. A failure could not be
+            // SAFETY: retained in `open`; nothing of ours uses it any more. A failure cannot be
             // handled here.
             let _ = unsafe { call!(self.driver, cuDevicePrimaryCtxRelease_v2(self.device)) };
         }
@@ -426,7 +425,7 @@ impl Runtime for Cuda {
 
     fn end_stream(&self, stream: RawStream) {
         if let Ok(_bound) = insist(|| self.bind()) {
-            // SAFETY: a stream of ours that no one uses any more; the driver ends it after its
+            // SAFETY: a stream of ours that is not used any more; the driver ends it after its
             // work.
             let _ = unsafe { call!(self.driver, cuStreamDestroy_v2(stream_of(stream))) };
         }
@@ -455,7 +454,7 @@ impl Runtime for Cuda {
 
     fn end_event(&self, event: RawEvent) {
         if let Ok(_bound) = insist(|| self.bind()) {
-            // SAFETY: an event of ours that no one uses any more.
+            // SAFETY: an event of ours that is not used any more.
             let _ = unsafe { call!(self.driver, cuEventDestroy_v2(event_of(event))) };
         }
     }
@@ -473,7 +472,7 @@ impl Runtime for Cuda {
 
     fn is_done(&self, event: RawEvent) -> Result<bool> {
         let _bound = self.bind()?;
-        // SAFETY: an event of ours, or one whose maker keeps it while it is asked about.
+        // SAFETY: an event of ours, or one that its maker keeps during the query.
         let answer = unsafe { (self.driver.calls.cuEventQuery)(event_of(event)) };
         Ok(self.driver.is_done("cuEventQuery", answer)?)
     }
@@ -515,7 +514,7 @@ impl Runtime for Cuda {
 
     fn free(&self, address: u64) {
         if let Ok(_bound) = insist(|| self.bind()) {
-            // SAFETY: allocated above, and the caller says that nothing uses it any more.
+            // SAFETY: allocated above, and the caller guarantees that nothing uses it any more.
             let _ = unsafe { call!(self.driver, cuMemFree_v2(address)) };
         }
     }
@@ -577,7 +576,7 @@ impl Runtime for Cuda {
         // SAFETY: the caller vouches for the range.
         unsafe { call!(self.driver, cuMemHostRegister_v2(start.cast(), len, flags)) }?;
         let mut address = 0;
-        // SAFETY: registered just now; writes one address.
+        // SAFETY: just registered; writes one address.
         let mapped = unsafe {
             call!(
                 self.driver,
@@ -589,7 +588,7 @@ impl Runtime for Cuda {
 
     fn unregister(&self, start: *mut u8) -> Result<()> {
         let _bound = insist(|| self.bind())?;
-        // SAFETY: registered above, and the caller says that nothing uses it any more.
+        // SAFETY: registered above, and the caller guarantees that nothing uses it any more.
         Ok(unsafe { call!(self.driver, cuMemHostUnregister(start.cast())) }?)
     }
 
@@ -618,7 +617,7 @@ impl Runtime for Cuda {
             (&raw mut base).cast(),
         ];
         // SAFETY: the function is that of a loaded module, which takes two or three words; the
-        // driver reads them during the call. The caller vouches for what they name.
+        // driver reads them during the call. The caller vouches for the ranges that they name.
         unsafe {
             Ok(call!(
                 self.driver,

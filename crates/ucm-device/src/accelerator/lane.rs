@@ -1,5 +1,5 @@
-//! The way of copies through a device: its streams, the buffer on the device through which small
-//! pieces go, and the memory that descriptors come from. A lane makes one transfer at a time.
+//! Resources of a transfer: streams, the staging buffer on the device for small pieces, and the
+//! memory of descriptors. A lane executes one transfer at a time.
 #![allow(
     unsafe_code,
     reason = "begins copies of ranges that their makers vouched for, and waits for them"
@@ -19,18 +19,18 @@ use super::plan::{DESCRIPTOR, DESCRIPTORS, Method, Run};
 use super::runtime::{Direction, Kernel, RawEvent, RawStream, Runtime, wait_until_over};
 use crate::arena::{ArenaOptions, HostArena};
 
-/// Bytes that are staged at once.
+/// Bytes of the staging buffer.
 pub(super) const STAGED: usize = 8 << 20;
 
-/// Lanes of a device that have such a buffer, and room for descriptors: 8.4 MiB of its memory each.
-/// So many threads of the memory tier load at a time; what dumps meanwhile may find none left, and
-/// copies each run by itself.
+/// Most lanes of a device with a staging buffer and memory for descriptors: 8.4 MiB of device
+/// memory each. This is the number of the memory tier's loading threads; a concurrent dump may find
+/// none free and then copies each run by itself.
 const ROOMS: usize = 8;
 
 /// Segments in the buffer begin at multiples of this.
 const ALIGNED: usize = 256;
 
-/// Bytes that the kernels copy by one block of threads at a time.
+/// Bytes that one block of threads copies at a time.
 const TILE: usize = 16 << 10;
 
 /// Most blocks of threads of a kernel between places on the device, and of one that reads or writes
@@ -50,8 +50,7 @@ impl Host<'_> {
         self.first.wrapping_add(at)
     }
 
-    /// The part of pinned memory that an offset is in; all that there may be where nothing is
-    /// pinned.
+    /// The part of pinned memory around an offset; the whole address range if nothing is pinned.
     pub(super) fn part(self, at: usize) -> Range<usize> {
         let first = self.first.expose_provenance();
         self.pinned.map_or(0..usize::MAX, |pinned| {
@@ -60,7 +59,7 @@ impl Host<'_> {
         })
     }
 
-    /// Tells the device's addresses of the host's side of runs; `None` where kernels cannot reach
+    /// Returns the device's addresses of the host's side of runs; `None` if kernels cannot reach
     /// it.
     fn mapping(self) -> impl FnMut(&Run) -> Option<u64> {
         let (mut inside, mut first) = (0..0, 0);
@@ -75,14 +74,14 @@ impl Host<'_> {
         }
     }
 
-    /// Whether kernels can reach the host's side of runs.
+    /// True if kernels can reach the host's side of runs.
     pub(super) fn is_mapped(self, runs: &[Run]) -> bool {
         let mut mapping = self.mapping();
         runs.iter().all(|run| mapping(run).is_some())
     }
 }
 
-/// Runs that are staged together: `count` of them from `first` on, the longest of so many bytes.
+/// Runs that are staged together: `count` of them from `first` on, with the length of the longest.
 #[derive(Default)]
 struct Chunk {
     first: usize,
@@ -98,7 +97,7 @@ struct Segment {
     len: usize,
 }
 
-/// The lanes of a device that no one uses.
+/// The idle lanes of a device.
 pub(super) struct Lanes {
     pub(super) arenas: Arenas,
     idle: Mutex<Vec<Lane>>,
@@ -114,8 +113,8 @@ impl Lanes {
         })
     }
 
-    /// One that no one uses, with room if there is one, or a new one: as many as there are
-    /// transfers at a time.
+    /// An idle lane, preferably with a staging buffer, or a new one: one for each concurrent
+    /// transfer.
     pub(super) fn take(&self) -> Result<Lane> {
         let mut idle = self.idle.lock();
         let last = idle.len().checked_sub(1);
@@ -126,7 +125,7 @@ impl Lanes {
         self.make()
     }
 
-    /// Gives back one whose last transfer went well.
+    /// Returns a lane after a successful transfer.
     pub(super) fn give(&self, lane: Lane) {
         self.idle.lock().push(lane);
     }
@@ -148,7 +147,8 @@ impl Lanes {
         Ok(lane)
     }
 
-    /// `None` where there are enough, or no memory: a model may have taken all that the device has.
+    /// `None` if there are enough already, or no memory: a model may have taken all of the
+    /// device's.
     fn make_room(&self) -> Option<Room> {
         let counted = Counted(Arc::clone(&self.rooms));
         if self.rooms.fetch_add(1, Ordering::Relaxed) >= ROOMS {
@@ -160,7 +160,7 @@ impl Lanes {
     }
 }
 
-/// One of so many; given back when it is dropped.
+/// A permit out of a limited number; returned on drop.
 struct Counted(Arc<AtomicUsize>);
 
 impl Drop for Counted {
@@ -169,8 +169,8 @@ impl Drop for Counted {
     }
 }
 
-/// Memory through which small pieces go. Its two parts on the device are two allocations, so that
-/// a transfer that leaves one does not write into the other.
+/// Staging memory for small pieces. Its two parts on the device are two allocations, so that a
+/// transfer beyond the end of one does not write into the other.
 struct Room {
     /// On the device: the staged bytes.
     staged: Allocation,
@@ -195,7 +195,7 @@ impl Room {
     }
 }
 
-/// Streams of one user of a device, and memory, where it has some.
+/// Streams of one user of a device, with staging memory if available.
 pub(super) struct Lane {
     runtime: Arc<dyn Runtime>,
     streams: [RawStream; 2],
@@ -203,7 +203,7 @@ pub(super) struct Lane {
 }
 
 impl Lane {
-    /// Whether it can do a method at all.
+    /// True if the lane supports a method at all.
     pub(super) fn can(&self, method: Method) -> bool {
         matches!(method, Method::Dma | Method::Plain) || self.room.is_some()
     }
@@ -212,7 +212,7 @@ impl Lane {
         self.streams[direction as usize]
     }
 
-    /// Records an event behind what was begun in a direction.
+    /// Records an event behind the work begun in a direction.
     pub(super) fn record(&self, event: RawEvent, direction: Direction) -> Result<()> {
         self.runtime.record(event, self.stream(direction))
     }
@@ -222,13 +222,12 @@ impl Lane {
         wait_until_over(&*self.runtime, self.stream(direction))
     }
 
-    /// Begins to move runs; where there are more than one round of descriptors, waits for all
-    /// rounds but the last.
+    /// Begins to move runs. With more than one round of descriptors it waits for all rounds but the
+    /// last.
     ///
-    /// # Safety
-    /// What [`DeviceSpan::new`](crate::DeviceSpan::new) asks holds of every run, and the host's
-    /// side is readable (and for [`Direction::ToHost`] writable, by no one else) until
-    /// [`Lane::wait`] has returned.
+    /// # Safety The conditions of [`DeviceSpan::new`](crate::DeviceSpan::new) hold for every run,
+    /// and the host's side is readable (for [`Direction::ToHost`] writable, by this copy only)
+    /// until [`Lane::wait`] has returned.
     pub(super) unsafe fn begin(
         &mut self,
         method: Method,
@@ -261,7 +260,7 @@ impl Lane {
         }
         for (number, round) in runs.chunks(DESCRIPTORS).enumerate() {
             if number > 0 {
-                self.wait(direction)?; // the descriptors before are in use until then
+                self.wait(direction)?; // the previous descriptors are in use until then
             }
             // SAFETY: as the caller vouches.
             unsafe {
@@ -336,7 +335,7 @@ impl Lane {
         }
     }
 
-    /// By way of the buffer on the device.
+    /// Through the staging buffer on the device.
     ///
     /// # Safety
     /// As [`Lane::begin`].
@@ -356,8 +355,8 @@ impl Lane {
                 chunk.count as u64,
             );
             let grid = tiles(chunk.count, chunk.longest, BLOCKS[0]);
-            // SAFETY: as the caller vouches; the buffer is the lane's own, and what is done with it
-            // is done in the order of one stream.
+            // SAFETY: as the caller vouches; the buffer is the lane's own, and one stream orders
+            // all work on it.
             unsafe {
                 if direction == Direction::ToHost {
                     self.runtime
@@ -378,21 +377,19 @@ impl Lane {
 
     /// Begins one copy on the device by the driver.
     ///
-    /// # Safety
-    /// What [`DeviceSpan::new`](crate::DeviceSpan::new) asks holds of both ranges, which do not
-    /// overlap.
+    /// # Safety The conditions of [`DeviceSpan::new`](crate::DeviceSpan::new) hold for both ranges,
+    /// which do not overlap.
     pub(super) unsafe fn copy_on_device(&self, to: u64, from: u64, len: usize) -> Result<()> {
         let stream = self.stream(Direction::ToDevice);
         // SAFETY: as the caller vouches.
         unsafe { self.runtime.on_device(to, from, len, stream) }
     }
 
-    /// Copies between places on the device: several by one kernel, where `kernel` says that it is
-    /// right, one by the driver, where `copies` says so of its copies.
+    /// Copies between ranges on the device: several by one kernel if `kernel` (kernels are correct)
+    /// is true, each by the driver if `copies` (the driver's copies are correct) is true.
     ///
-    /// # Safety
-    /// What [`DeviceSpan::new`](crate::DeviceSpan::new) asks holds of all; no pair writes what
-    /// another reads or writes.
+    /// # Safety The conditions of [`DeviceSpan::new`](crate::DeviceSpan::new) hold for all; no pair
+    /// writes memory that another reads or writes.
     pub(super) unsafe fn begin_on_device(
         &mut self,
         pairs: &[[u64; 3]],
@@ -441,22 +438,21 @@ impl Lane {
         self.room.as_ref().ok_or_else(none)
     }
 
-    /// Where descriptors are written. The ones before must not be in use any more.
+    /// The memory for descriptors. The previous ones must not be in use any more.
     fn descriptors(&mut self) -> Result<&mut [[u64; 3]]> {
         let first = self.room()?.descriptors.at(0);
-        // SAFETY: the arena is the lane's own, begins at a page, has room for so many and holds
-        // numbers; nothing on the device reads it now, and the lane is borrowed for as long as the
-        // slice is.
+        // SAFETY: the arena is the lane's own, page aligned, large enough and initialised; nothing
+        // on the device reads it now, and the lane is borrowed for as long as the slice is.
         Ok(unsafe { std::slice::from_raw_parts_mut(first.cast(), DESCRIPTORS) })
     }
 
-    /// Begins to bring so many descriptors to the device; where they are there.
+    /// Begins to copy `count` descriptors to the device; returns their address there.
     fn upload(&mut self, count: usize, stream: RawStream) -> Result<u64> {
         let room = self.room()?;
         let (to, from) = (room.table.address, room.descriptors.at(0));
         debug_assert!(count <= DESCRIPTORS);
-        // SAFETY: both ranges are the lane's own and have room for so many; no one writes to the
-        // one on the host until the stream's work is over.
+        // SAFETY: both ranges are the lane's own and large enough; nothing writes to the one on the
+        // host until the stream's work is over.
         unsafe { self.runtime.to_device(to, from, count * DESCRIPTOR, stream) }?;
         Ok(to)
     }
@@ -465,24 +461,23 @@ impl Lane {
 impl Drop for Lane {
     fn drop(&mut self) {
         for stream in self.streams {
-            // its error is told to who began the work
+            // its error is returned to the starter of the work
             let _ = wait_until_over(&*self.runtime, stream);
             self.runtime.end_stream(stream);
         }
     }
 }
 
-/// Chunks of runs, which are in the order of the host buffer, and their descriptors: as many as fit
-/// into the buffer on the device at a time. Neighbours in the one buffer are neighbours in the
-/// other; no segment crosses the border of two parts of pinned memory. No run is longer than the
-/// buffer.
+/// Chunks of runs in the order of the host buffer, and their descriptors: as many as fit into the
+/// staging buffer at a time. Adjacent runs stay adjacent in it; no segment crosses a border between
+/// two parts of pinned memory. No run is longer than the buffer.
 fn staged(
     runs: &[Run],
     part: impl Fn(usize) -> Range<usize>,
     descriptors: &mut [[u64; 3]],
 ) -> Vec<Chunk> {
     let (mut chunks, mut chunk) = (Vec::new(), Chunk::default());
-    let mut end = 0_usize; // of what is in the chunk, and in the host buffer
+    let mut end = 0_usize; // within the chunk, and within the host buffer
     let (mut host_end, mut inside) = (usize::MAX, 0..0);
     for (run, descriptor) in runs.iter().zip(descriptors) {
         let is_next = run.at == host_end;
@@ -524,7 +519,7 @@ fn staged(
     chunks
 }
 
-/// A grid over descriptors and tiles of at most so many blocks of threads.
+/// A grid over descriptors and tiles with a limited number of blocks of threads.
 fn tiles(count: usize, longest: usize, blocks: u32) -> [u32; 2] {
     let x = u32::try_from(count).unwrap_or(u32::MAX).clamp(1, blocks);
     let y = u32::try_from(longest.div_ceil(TILE))
@@ -565,8 +560,8 @@ mod tests {
         (runs, descriptors, chunks)
     }
 
-    /// Each run lies in one segment, where its descriptor says. Each segment lies in the buffer and
-    /// in one part.
+    /// Each run lies in one segment, at the position of its descriptor. Each segment lies in the
+    /// buffer and in one part.
     fn check(runs: &[Run], descriptors: &[[u64; 3]], chunks: &[Chunk], part: usize) {
         let mut next = 0;
         for chunk in chunks {
@@ -646,7 +641,7 @@ mod tests {
         for round in 0..50 {
             let (gap, part) = ([0, 1, 300][below(3)], [4096, 1 << 20, 64 << 20][below(3)]);
             let mut at = 0;
-            // As `runs` gives them: none crosses the border of two parts.
+            // As `runs` returns them: none crosses a border between two parts.
             let lens: Vec<usize> = (0..400)
                 .map(|_| {
                     let left = part - at % part;

@@ -12,28 +12,28 @@ use ucm_core::{Error, ErrorKind, Result};
 
 use crate::fork::Origin;
 
-/// Tests name a library here that stands for the vendor's.
+/// Tests name a library here that replaces the vendor's.
 const TEST_LIBRARY: &str = "UCM_TEST_DRIVER";
 
 /// A library is never unloaded: a runtime has threads of its own.
 const MODE: c_int = libc::RTLD_NOW | libc::RTLD_NODELETE;
 
-/// Some function of a library; it is called by its own type.
+/// Any function of a library; it is called by its own type.
 pub(super) type Function = unsafe extern "C" fn();
 
-/// Where a vendor's library may be.
+/// Where to find a vendor's library.
 pub(crate) struct Places {
-    /// A function that only it has: where the process shows that to everybody already, the library
-    /// is there.
+    /// A function that only this library has: if it is a global symbol of the process, the library
+    /// is loaded.
     pub(crate) known_by: Option<&'static str>,
     /// Its names, the most likely one first.
     pub(crate) names: &'static [&'static str],
-    /// An environment variable that names a directory, and a path in that, where to look before the
-    /// loader does.
+    /// An environment variable that names a directory, and a path below it, to try before the
+    /// loader's search.
     pub(crate) below: Option<(&'static str, &'static str)>,
 }
 
-/// The library that tests put in the place of every vendor's.
+/// The library that tests use instead of every vendor's.
 fn stand_in() -> Result<Option<Library>> {
     let Some(path) = std::env::var_os(TEST_LIBRARY) else {
         return Ok(None);
@@ -46,8 +46,8 @@ fn stand_in() -> Result<Option<Library>> {
     })
 }
 
-/// A vendor's library: the one that the process has (torch's), or else the first that can be
-/// loaded. `Unsupported` without, with the vendor's name.
+/// A vendor's library: the one already loaded (by torch), or else the first that can be loaded.
+/// `Unsupported` with the vendor's name if there is none.
 pub(super) fn find(vendor: &'static str, places: &Places) -> Result<Library> {
     if let Some(library) = stand_in()? {
         return Ok(library);
@@ -76,8 +76,7 @@ pub(super) fn find(vendor: &'static str, places: &Places) -> Result<Library> {
         .chain(by_loader)
         .find_map(std::result::Result::ok)
         .ok_or_else(|| {
-            let none =
-                "the runtime of this device is not installed here, or not where the loader looks";
+            let none = "the runtime of this device is not installed, or not on the loader's path";
             let none = Error::new(ErrorKind::Unsupported, none).with("vendor", vendor);
             none.with("libraries", places.names.join(", "))
         })
@@ -90,12 +89,12 @@ fn open(name: impl AsFilename, mode: c_int) -> std::result::Result<Library, libl
 
 /// A function of a library by its name.
 pub(super) fn function(library: &Library, name: &str) -> Option<Function> {
-    // SAFETY: looked up and not called; the caller that calls it gives it its type.
+    // SAFETY: looked up and not called; the caller gives it its type.
     let found = unsafe { library.get::<Option<Function>>(name.as_bytes()) };
     found.ok().and_then(|found| *found)
 }
 
-/// As [`function`]; `Unsupported` where the library has none.
+/// As [`function`]; `Unsupported` if the library does not have it.
 pub(super) fn needed(library: &Library, vendor: &'static str, name: &str) -> Result<Function> {
     function(library, name).ok_or_else(|| {
         let lacks =
@@ -106,28 +105,27 @@ pub(super) fn needed(library: &Library, vendor: &'static str, name: &str) -> Res
     })
 }
 
-/// The first process of this one and its parents that used a vendor's library.
+/// The first process, among this one and its ancestors, that used a vendor's library.
 static BEGUN: OnceLock<Origin> = OnceLock::new();
 
-/// What a child of a process that opened a device is told: runtimes do not survive a fork.
+/// The error in a child of a process that opened a device: runtimes do not survive a fork.
 pub(super) const FORKED: &str =
     "this device was opened before a fork; open it in the process that uses it";
 
-/// `Forked` where a parent of this process used a vendor's library; asked before the first call of
+/// `Forked` if a parent of this process used a vendor's library. Checked before the first call of
 /// one.
 pub(super) fn check_begun() -> Result<()> {
     BEGUN.get().map_or(Ok(()), |begun| begun.check(FORKED))
 }
 
-/// Remembers that this process uses a vendor's library; told after the first call that went well.
+/// Records that this process uses a vendor's library. Called after the first successful call.
 pub(super) fn begun() -> Result<Origin> {
     let origin = Origin::this()?;
     BEGUN.get_or_init(|| origin);
     Ok(origin)
 }
 
-/// There is no device of this kind and number: `Unsupported` where there is none of the kind at
-/// all.
+/// Error for a missing device: `Unsupported` if there is none of this kind at all.
 pub(super) fn no_device(vendor: &str, ordinal: u32, count: impl Into<i64>) -> Error {
     let count = count.into();
     let kind = if count > 0 {
@@ -140,7 +138,7 @@ pub(super) fn no_device(vendor: &str, ordinal: u32, count: impl Into<i64>) -> Er
         .with("devices", count)
 }
 
-/// Functions of a library, by names that begin alike, as fields of what holds them.
+/// Defines a struct with functions of a library as fields; their names share a prefix.
 macro_rules! functions {
     ($(#[$attribute:meta])* $holder:ident { $($name:ident($($type:ty),*) -> $answer:ty;)* }) => {
         $(#[$attribute])*
@@ -153,7 +151,7 @@ macro_rules! functions {
             #[cfg(test)]
             const NAMES: &[&str] = &[$(stringify!($name)),*];
 
-            /// Looks them all up; `Unsupported` names the first that is missing.
+            /// Looks them all up; `Unsupported` names the first missing one.
             fn load(
                 library: &libloading::os::unix::Library,
                 vendor: &'static str,
@@ -163,8 +161,8 @@ macro_rules! functions {
                     $($name: {
                         let name = format!("{prefix}{}", stringify!($name));
                         let found = $crate::accelerator::library::needed(library, vendor, &name)?;
-                        // SAFETY: the type is that of the vendor's header, or, where the table says
-                        // so, a guess.
+                        // SAFETY: the type is that of the vendor's header or, where the table marks
+                        // it as unverified, a guess.
                         unsafe {
                             std::mem::transmute::<
                                 $crate::accelerator::library::Function,
@@ -184,8 +182,7 @@ pub(super) use functions;
 pub(super) mod tests {
     use super::*;
 
-    /// A library of these functions, which do nothing, in a directory that is gone when it is
-    /// dropped.
+    /// A library of these functions, which do nothing, in a directory that is removed on drop.
     pub(in super::super) fn stub(
         prefix: &str,
         names: impl Iterator<Item = &'static str>,

@@ -1,13 +1,13 @@
-//! Accelerators: one way of copies for all of them, over the few calls that a vendor's library
-//! makes for it.
+//! Accelerators: one copy path for all of them, over the few calls of a vendor's library that it
+//! needs.
 //!
 //! Small pieces of a block are gathered on the device into one buffer that crosses the bus in one
-//! copy, and scattered from one; large ones are copied as they are. Which way is cheaper is
-//! computed from what was measured of the device when it was opened, and a way that gave wrong
-//! bytes then is not used ([`check`]).
+//! copy, and scattered from one; large ones are copied directly. The cheaper method is computed
+//! from measurements at the opening of the device; a method that copied wrongly then is not used
+//! ([`check`]).
 //!
-//! **No copy outlives its call.** A copy that failed, or whose beginning failed half-way, has ended
-//! when the call returns, because the call waits until the driver says so
+//! **No copy outlives its call.** A copy that failed, or was begun only in part, has ended when the
+//! call returns, because the call waits until the driver confirms it
 //! ([`runtime::wait_until_over`]).
 #![allow(
     unsafe_code,
@@ -68,24 +68,24 @@ impl Transfer {
 pub(crate) struct Accelerator {
     name: String,
     shared: Arc<Shared>,
-    /// How its streams copy where nothing else is said.
+    /// The default method of its streams.
     transfer: Transfer,
     options: QueueOptions,
 }
 
-/// What all streams of a device use.
+/// Shared by all streams of a device.
 struct Shared {
     runtime: Arc<dyn Runtime>,
     lanes: Lanes,
-    /// Methods that gave right bytes, by direction.
+    /// Methods that copy correctly, by direction.
     methods: [Vec<Method>; 2],
-    /// So did the driver's copies on the device.
+    /// True if the driver's copies on the device are correct.
     copies_on_device: bool,
     costs: Costs,
 }
 
-/// How long a device may take until it is open. A driver's first call takes some seconds on a
-/// machine of many devices.
+/// How long the opening of a device may take. A driver's first call takes some seconds on a machine
+/// with many devices.
 const OPEN_WITHIN: Duration = Duration::from_secs(30);
 
 impl Accelerator {
@@ -99,7 +99,7 @@ impl Accelerator {
         Self::over(format!("cuda:{ordinal}"), open, transfer, clock)
     }
 
-    /// Device number `ordinal` of a vendor whose runtime is shaped as CUDA's.
+    /// Device number `ordinal` of a vendor whose runtime has the shape of CUDA's.
     pub(crate) fn vendor(
         name: &'static str,
         vendor: &'static Vendor,
@@ -121,8 +121,8 @@ impl Accelerator {
         Self::over(format!("ascend:{ordinal}"), open, transfer, clock)
     }
 
-    /// Opens a device on a thread of its own, which a driver that does not answer keeps with all
-    /// that it holds; `Timeout` then.
+    /// Opens a device on a thread of its own. If the driver hangs, that thread keeps everything it
+    /// holds and this returns `Timeout`.
     fn over(
         name: String,
         open: impl FnOnce() -> Result<Arc<dyn Runtime>> + Send + 'static,
@@ -144,7 +144,7 @@ impl Accelerator {
         let result = opened.lock().take();
         let shared = result.unwrap_or_else(|| {
             let late =
-                "the device did not answer in time while it was opened: its driver hangs, or it is \
+                "the device did not respond in time when it was opened: its driver hangs, or it is \
                  busy";
             let late = Error::new(ErrorKind::Timeout, late).with("device", &name);
             Err(late.with("seconds", OPEN_WITHIN.as_secs()))
@@ -227,7 +227,7 @@ impl Device for Accelerator {
         if len == 0 {
             return None;
         }
-        // SAFETY: the region is kept beside it until the driver has let go.
+        // SAFETY: the region is kept beside it until the driver has unregistered it.
         let owner = unsafe { self.shared.lanes.arenas.add(start, len) };
         Some(Arc::new(Attached {
             owner,
@@ -264,7 +264,7 @@ impl Device for Accelerator {
     }
 }
 
-/// A region that copies go to and from.
+/// A region used by copies.
 struct Attached {
     owner: Owner,
     region: ManuallyDrop<Arc<SharedRegion>>,
@@ -279,7 +279,7 @@ impl Drop for Attached {
     }
 }
 
-/// Memory of the device that is ours.
+/// Device memory allocated by us.
 struct Allocation {
     runtime: Arc<dyn Runtime>,
     address: u64,
@@ -300,24 +300,23 @@ impl Drop for Allocation {
     }
 }
 
-/// An event that a caller recorded on a stream of theirs and keeps until the work that waits for it
-/// has ended.
+/// An event that a caller recorded on its own stream and keeps until the work that waits for it has
+/// ended.
 struct CallersEvent {
     runtime: Arc<dyn Runtime>,
     event: RawEvent,
     clock: Arc<dyn Clock>,
 }
 
-/// How often the driver is asked about an event, first and last.
+/// Intervals between queries of an event, first and last.
 const ASKED: [Duration; 2] = [Duration::from_micros(20), Duration::from_millis(1)];
 
-/// So long before a deadline the driver is asked for the last time: at the deadline a task is over,
-/// and its caller may drop the event.
+/// The last query is this long before a deadline: at the deadline the task is over, and its caller
+/// may drop the event.
 const MARGIN: Duration = Duration::from_millis(50);
 
 impl Event for CallersEvent {
-    /// An event that the driver knows nothing good of is not done: who waits for it fails at the
-    /// deadline.
+    /// If the query fails, the event counts as not done: a wait for it fails at the deadline.
     fn done(&self) -> bool {
         self.runtime.is_done(self.event).unwrap_or(false)
     }
@@ -346,7 +345,7 @@ impl Event for CallersEvent {
 /// Copies of one stream.
 struct AcceleratorCopier {
     shared: Arc<Shared>,
-    /// The method to use where it can be.
+    /// The preferred method.
     wanted: Option<Method>,
 }
 
@@ -367,12 +366,11 @@ impl AcceleratorCopier {
         unsafe { self.begin(direction, pieces, host, pinned) }
     }
 
-    /// Makes a transfer of pieces that are all in what is pinned, if anything is; over when it
-    /// returns.
+    /// Executes a transfer of pieces that all lie in the given pinned memory, if any. It is over
+    /// when this returns.
     ///
-    /// # Safety
-    /// Each piece names bytes behind `host` that live through the call and that no one else writes,
-    /// or, where the device writes them, reads.
+    /// # Safety Each piece names bytes behind `host` that live through the call. Nothing else
+    /// writes them or, if the device writes them, reads them.
     unsafe fn begin(
         &self,
         direction: Direction,
@@ -392,14 +390,14 @@ impl AcceleratorCopier {
         );
         self.shared.with_lane(direction, |lane| {
             // SAFETY: the pieces' makers vouched for them until this call returns, and it returns
-            // when the lane's work is over; so for the buffer, as the caller says.
+            // when the lane's work is over; so for the buffer, as the caller vouches.
             unsafe { self.shared.begin(lane, self.wanted, direction, runs, host) }
         })
     }
 }
 
 impl Shared {
-    /// Begins something on a lane and waits until it is over; a lane that failed is not used again.
+    /// Begins work on a lane and waits until it is over; a lane that failed is not used again.
     fn with_lane(
         &self,
         direction: Direction,
@@ -430,7 +428,7 @@ impl Shared {
         let methods = &self.methods[direction as usize];
         let large = match wanted {
             Some(Method::Dma) => 0,
-            // Kernels need no room for what they move.
+            // Kernels need no staging space for the moved bytes.
             Some(Method::Kernel)
                 if methods.contains(&Method::Kernel) && can(Method::Kernel, &runs) =>
             {
@@ -483,7 +481,7 @@ impl Copier for AcceleratorCopier {
 
     fn gather(&mut self, src: &[Piece], dst: &mut [u8], landed: &mut Landed<'_>) -> Result<()> {
         check_pieces(src, dst.len())?;
-        // SAFETY: the buffer is borrowed for the call, by us alone.
+        // SAFETY: the buffer is borrowed exclusively for the call.
         unsafe { self.transfer_buffer(Direction::ToHost, src, dst.as_mut_ptr(), dst.len()) }?;
         landed(dst, src.len());
         Ok(())
@@ -497,7 +495,7 @@ impl Copier for AcceleratorCopier {
         }
     }
 
-    /// One transfer for what lies in one arena: of a buffer that begins at the address zero.
+    /// One transfer for all pieces in one arena, treated as a buffer at address zero.
     fn transfer(&mut self, direction: Direction, pairs: &[(DeviceSpan, HostSpan)]) -> Result<()> {
         check_host_pairs(pairs)?;
         for (pinned, pieces) in self.shared.lanes.arenas.split(pairs) {
@@ -508,13 +506,13 @@ impl Copier for AcceleratorCopier {
     }
 }
 
-/// Says that a method is not used.
+/// Logs that a method is not used.
 fn switched_off(runtime: &dyn Runtime, method: Method, direction: Direction, reason: &Error) {
     error!(
         device = runtime.description(),
         method = method.name(),
         ?direction,
         %reason,
-        "a way of copying is wrong on this device and is not used"
+        "a copy method is wrong on this device and is not used"
     );
 }

@@ -1,6 +1,9 @@
-//! Host memory that a device reaches at full speed: arenas, pinned part by part when a part is
-//! first used.
-#![allow(unsafe_code, reason = "tells the driver of mappings that arenas own")]
+//! Host memory that a device reaches at full speed: arenas, pinned in parts at the first use of
+//! each part.
+#![allow(
+    unsafe_code,
+    reason = "registers mappings that arenas own with the driver"
+)]
 
 use std::ops::Range;
 use std::ptr::with_exposed_provenance_mut;
@@ -16,20 +19,20 @@ use crate::arena::{ArenaOptions, HostArena, LetGo};
 use crate::fork::Origin;
 use crate::span::{DeviceSpan, HostSpan, Piece};
 
-/// Pinned at once: pinning takes time (the driver touches every page), and the thread that needs a
-/// slot waits for it.
+/// Bytes pinned at once. Pinning takes time (the driver touches every page), and the thread that
+/// needs a slot waits for it.
 const PART: usize = 64 << 20;
 
-/// What a device knows of some host memory.
+/// A range of host memory known to a device.
 pub(super) struct Pinned {
     runtime: Arc<dyn Runtime>,
-    /// Addresses of its first byte and of the one behind its last.
+    /// Addresses of its first byte and of the byte behind its last.
     start: usize,
     end: usize,
     /// Pinned at once.
     part: usize,
     parts: Mutex<Vec<Part>>,
-    /// Whether the device's log has said that the driver refuses.
+    /// True if the driver's refusal was logged.
     said: Arc<AtomicBool>,
     origin: Origin,
 }
@@ -37,9 +40,9 @@ pub(super) struct Pinned {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Part {
     Untouched,
-    /// With the device's address of it, where it can reach it.
+    /// With the device's address of it, if the device can reach it.
     Pinned(Option<u64>),
-    /// The driver refused, or has let go.
+    /// The driver refused it, or it was unregistered.
     Not,
 }
 
@@ -48,8 +51,8 @@ impl Pinned {
         self.start <= address && address + len <= self.end
     }
 
-    /// Pins the parts that hold `len` bytes at `address`, those that are not yet, until the driver
-    /// refuses one; the range of these parts. There is at least one byte.
+    /// Pins the parts around `len` bytes (at least one) at `address` that are not pinned yet, until
+    /// the driver refuses one. Returns the range of these parts.
     fn pin(&self, address: usize, len: usize) -> Range<usize> {
         let whole = self.part_of(address).start..self.part_of(address + len - 1).end;
         let mut parts = self.parts.lock();
@@ -86,13 +89,13 @@ impl Pinned {
         (address - self.start) / self.part
     }
 
-    /// Where the part that holds `address` begins and ends.
+    /// Begin and end of the part around `address`.
     pub(super) fn part_of(&self, address: usize) -> Range<usize> {
         let start = self.start + self.part(address) * self.part;
         start..self.end.min(start + self.part)
     }
 
-    /// The device's address of the first byte of the part that holds `address`, where it can reach
+    /// The device's address of the first byte of the part around `address`, if the device can reach
     /// it.
     pub(super) fn mapped(&self, address: usize) -> Option<u64> {
         match self.parts.lock()[self.part(address)] {
@@ -101,9 +104,9 @@ impl Pinned {
         }
     }
 
-    /// Nothing of it is pinned any more, now and later, whatever still holds it; an error where the
-    /// driver did not let go. In a forked child there is nothing to do: the memory is not mapped,
-    /// and a thread that the child does not have may hold the lock.
+    /// Unpins all of it, for good, even if references remain; an error if the driver fails. A
+    /// forked child does nothing: the memory is not mapped there, and a thread that the child does
+    /// not have may hold the lock.
     fn let_go(&self) -> Result<()> {
         if !self.origin.here() {
             return Ok(());
@@ -119,14 +122,14 @@ impl Pinned {
     }
 }
 
-/// The one owner of pinned memory: when it ends, the driver has let go.
+/// The single owner of pinned memory: after its drop the memory is unregistered.
 pub(super) struct Owner(Arc<Pinned>);
 
 impl LetGo for Owner {
     fn let_go(&self) -> bool {
         let refused = |error: &Error| {
             let (device, bytes) = (self.0.runtime.description(), self.0.end - self.0.start);
-            warn!(device, %error, bytes, "the driver did not let go of host memory");
+            warn!(device, %error, bytes, "the driver could not unregister host memory");
         };
         self.0.let_go().inspect_err(refused).is_ok()
     }
@@ -138,7 +141,7 @@ impl Drop for Owner {
     }
 }
 
-/// The host memory that a device knows.
+/// The host memory known to a device.
 pub(super) struct Arenas {
     pub(super) runtime: Arc<dyn Runtime>,
     known: Mutex<Vec<Known>>,
@@ -146,7 +149,7 @@ pub(super) struct Arenas {
     origin: Origin,
 }
 
-/// Memory that may be gone: who finds its bytes in use knows that it is not.
+/// Weak references; memory with bytes in use is alive.
 struct Known {
     start: usize,
     end: usize,
@@ -164,33 +167,32 @@ impl Arenas {
         })
     }
 
-    /// An arena near the device, nothing of it pinned yet.
+    /// An arena near the device, not pinned yet.
     pub(super) fn make(&self, bytes: usize, options: ArenaOptions) -> Result<Arc<HostArena>> {
         let node = options.node.or(self.runtime.node());
         let mut arena = HostArena::with(bytes, ArenaOptions { node, ..options })?;
         if let Some(arena) = Arc::get_mut(&mut arena) {
-            // SAFETY: the arena keeps it, and unmaps when it has let go.
+            // SAFETY: the arena keeps this and unmaps only after it has unpinned.
             let owner = unsafe { self.add(arena.at(0), arena.len()) };
             arena.keep(Box::new(owner));
         }
         Ok(arena)
     }
 
-    /// `len` bytes at `start`, nothing of them pinned yet.
+    /// `len` bytes at `start`, not pinned yet.
     ///
-    /// # Safety
-    /// The range stays mapped until what is given has ended, and so where the driver did not let
-    /// go.
+    /// # Safety The range stays mapped until the returned value is dropped, and for ever if the
+    /// driver could not unregister it.
     pub(super) unsafe fn add(&self, start: *mut u8, len: usize) -> Owner {
         let parts = vec![Part::Untouched; len.div_ceil(PART)];
         self.know(start.expose_provenance(), len, PART, parts)
     }
 
-    /// A caller's memory, not none, all of it pinned at once: it need not begin at a page. An error
-    /// where the driver refuses, as where a part of it is pinned already.
+    /// A caller's memory, at least one byte, pinned as a whole; it need not begin on a page. An
+    /// error if the driver refuses, for example because a part of it is pinned already.
     pub(super) fn register(&self, host: HostSpan) -> Result<Owner> {
         let (start, len) = (host.addr() as usize, host.len() as usize);
-        // SAFETY: the span's maker promised that it stays mapped; the driver refuses what is
+        // SAFETY: the span's maker promised that it stays mapped; the driver refuses memory that is
         // registered already.
         let mapped = unsafe {
             self.runtime
@@ -220,7 +222,7 @@ impl Arenas {
         Owner(pinned)
     }
 
-    /// The memory that holds these bytes, with them pinned.
+    /// The memory around these bytes, with the bytes pinned.
     pub(super) fn pin(&self, address: usize, len: usize) -> Option<Arc<Pinned>> {
         if len == 0 {
             return None;
@@ -236,14 +238,14 @@ impl Arenas {
         Some(pinned)
     }
 
-    /// Pieces of a buffer that begins at the address zero: those in each known memory, with their
-    /// bytes pinned, and those in none.
+    /// Pieces of a buffer at address zero, grouped by known memory (with their bytes pinned), and
+    /// those in none.
     pub(super) fn split(
         &self,
         pairs: &[(DeviceSpan, HostSpan)],
     ) -> Vec<(Option<Arc<Pinned>>, Vec<Piece>)> {
         let mut parts: Vec<(Option<Arc<Pinned>>, Vec<Piece>)> = Vec::new();
-        let mut last = (0, 0..0); // where the piece before went, and what around it is pinned
+        let mut last = (0, 0..0); // group of the previous piece, and the pinned range around it
         for &(span, host) in pairs.iter().filter(|(_, host)| !host.is_empty()) {
             let (at, len) = (host.addr() as usize, host.len() as usize);
             let piece = Piece { at, span };

@@ -1,4 +1,4 @@
-//! How a transfer is made: which copies, by which method.
+//! The plan of a transfer: its copies and their method.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -25,10 +25,10 @@ pub(super) enum Method {
     Dma,
     /// One kernel that reads or writes the mapped host memory itself.
     Kernel,
-    /// One kernel between the runs and a buffer on the device, and a copy of that.
+    /// One kernel between the runs and a buffer on the device, and a copy of that buffer.
     Staging,
-    /// One copy each, of which every one ends before the next begins: where the asynchronous ones
-    /// are wrong.
+    /// One copy for each run, each ending before the next begins: for devices whose asynchronous
+    /// copies are wrong.
     Plain,
 }
 
@@ -43,10 +43,10 @@ impl Method {
     }
 }
 
-/// Pieces as runs in the order of the host buffer, neighbours on both sides joined. A driver copies
-/// within one allocation alone: `allocation` tells where that of an address is, if it is known, and
-/// no piece is joined to one of another. Where the buffer lies in memory that was pinned in parts,
-/// no run crosses the border of two: `part` tells the one that an offset is in.
+/// Pieces as runs in the order of the host buffer; pieces adjacent on both sides are joined. A
+/// driver copies within one allocation only: `allocation` returns that of an address, if known, and
+/// pieces of different allocations are not joined. If the buffer is pinned in parts, no run crosses
+/// a border between two: `part` returns the part around an offset.
 pub(super) fn runs(
     pieces: &[Piece],
     allocation: impl Fn(u64) -> Option<Range<u64>>,
@@ -57,7 +57,7 @@ pub(super) fn runs(
         sorted.to_mut().sort_by_key(|piece| piece.at);
     }
     let mut runs: Vec<Run> = Vec::with_capacity(pieces.len());
-    // the allocation and the part that were asked for last
+    // the last returned allocation and part
     let (mut known, mut inside) = (0..0, 0..0);
     let mut is_one = |first: u64, last: u64| {
         if !known.contains(&first) {
@@ -90,34 +90,33 @@ pub(super) fn runs(
     runs
 }
 
-/// What things cost on a device, as measured. Rates are bytes a nanosecond, that is GB/s.
+/// Measured costs of a device. Rates are bytes a nanosecond, that is GB/s.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(super) struct Costs {
-    /// Nanoseconds that the host takes to begin a copy.
+    /// Nanoseconds of the host to begin a copy.
     pub(super) call: f64,
-    /// Nanoseconds that a kernel takes without doing anything.
+    /// Nanoseconds of an empty kernel.
     pub(super) launch: f64,
     /// Of one large copy, to the device and to the host.
     pub(super) dma: [f64; 2],
-    /// Nanoseconds that the bus stands still between two copies, however early the second one was
-    /// begun.
+    /// Nanoseconds of bus idle time between two copies, however early the second one was begun.
     pub(super) gap: [f64; 2],
     /// Of a kernel that reads the host's memory, and one that writes it.
     pub(super) mapped: [f64; 2],
-    /// Nanoseconds that such a kernel takes for a run besides its bytes.
+    /// Nanoseconds of such a kernel for each run, beside its bytes.
     pub(super) piece: [f64; 2],
-    /// Of a kernel between two places on the device; each byte is read and written.
+    /// Of a kernel between two ranges on the device; each byte is read and written.
     pub(super) device: f64,
 }
 
 /// Bytes of a descriptor on the device.
 pub(super) const DESCRIPTOR: usize = 24;
 
-/// Descriptors of one round; a transfer of more makes several, each after the one before it.
+/// Descriptors of one round. A transfer with more has several rounds in sequence.
 pub(super) const DESCRIPTORS: usize = 16 << 10;
 
 impl Costs {
-    /// Nanoseconds of a transfer of `count` runs of `bytes` in all, which make `segments`
+    /// Nanoseconds of a transfer of `count` runs with `bytes` in total, which form `segments`
     /// contiguous parts of the host buffer.
     pub(super) fn of(
         &self,
@@ -136,16 +135,16 @@ impl Costs {
         rounds * self.round(method, direction, n, parts, bytes)
     }
 
-    /// The same, of as many runs as one round has room for.
+    /// The same for at most one round of runs.
     fn round(&self, method: Method, direction: Direction, n: f64, parts: f64, bytes: f64) -> f64 {
         let way = direction as usize;
         let moved = bytes / self.dma[way];
-        // So many copies end: the host begins the next one while one goes on.
+        // Time of `count` copies: the host begins the next one while one is running.
         let copies = |n: f64| {
             let begun = n * self.call + moved / n.max(1.0);
             begun.max(self.call + moved + n * self.gap[way])
         };
-        // A kernel begins when its descriptors are there and the host has begun it.
+        // A kernel begins when its descriptors have arrived and the host has launched it.
         let descriptors =
             self.call + n * DESCRIPTOR as f64 / self.dma[Direction::ToDevice as usize];
         let kernel = descriptors.max(self.call + self.launch);
@@ -170,7 +169,7 @@ impl Costs {
                 }
             }
         };
-        (host + self.call).max(device) // waiting is a call too
+        (host + self.call).max(device) // waiting costs a call too
     }
 
     /// The cheapest of `methods`.
@@ -188,7 +187,7 @@ impl Costs {
     }
 }
 
-/// How many contiguous parts of the host buffer the runs make.
+/// Number of contiguous parts of the host buffer that the runs form.
 fn segments(runs: &[Run]) -> usize {
     let broken = runs
         .windows(2)
@@ -197,7 +196,7 @@ fn segments(runs: &[Run]) -> usize {
 }
 
 #[cfg(test)]
-#[allow(unsafe_code, reason = "spans that nobody reads or writes")]
+#[allow(unsafe_code, reason = "spans that are never read or written")]
 mod tests {
     use super::*;
     use crate::span::DeviceSpan;
@@ -241,7 +240,7 @@ mod tests {
         assert_eq!(
             runs(&pieces, |_| None, far),
             apart,
-            "nobody says where they end"
+            "the ends of the allocations are unknown"
         );
     }
 
@@ -258,7 +257,7 @@ mod tests {
         );
     }
 
-    /// Figures that others published of an H100: no gap between copies.
+    /// Published figures of an H100: no gap between copies.
     const PUBLISHED: Costs = Costs {
         call: 2300.0,
         launch: 5000.0,
@@ -285,7 +284,7 @@ mod tests {
         assert_eq!(of(4096, 1), Method::Dma);
     }
 
-    /// Those of an H100, rounded, as this crate measured them when it opened one.
+    /// Figures of an H100, rounded, as measured by this crate.
     #[test]
     fn copies_with_gaps_between_them_are_for_long_runs() {
         let measured = Costs {

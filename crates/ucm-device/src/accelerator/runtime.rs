@@ -1,5 +1,5 @@
-//! What an accelerator's runtime does for us: the one seam between the copies of this crate and the
-//! libraries of vendors.
+//! The functions that we need of an accelerator's runtime: the one interface between the copies of
+//! this crate and the libraries of vendors.
 
 use std::ops::Range;
 use std::thread::sleep;
@@ -15,7 +15,7 @@ pub(super) use crate::transfer::Direction;
 pub(super) struct RawStream(pub(super) u64);
 
 impl RawStream {
-    /// The one on which copies go that name none.
+    /// The stream of copies that name none.
     pub(super) const DEFAULT: Self = Self(0);
 }
 
@@ -28,23 +28,22 @@ pub(super) struct RawEvent(pub(super) u64);
 pub(super) enum Kernel {
     /// Descriptors (source, destination, length).
     Batch,
-    /// Descriptors (device address, offset, length), from the addresses to `base` plus the offsets.
+    /// Over descriptors (device address, offset, length): from the addresses to `base` plus the
+    /// offsets.
     Gather,
-    /// The same descriptors the other way.
+    /// The same descriptors in the other direction.
     Scatter,
 }
 
-/// A call of a library that failed.
+/// A failed call of a library.
 pub(super) struct Failed {
     pub(super) error: Error,
-    /// Nothing that was begun before goes on: the context is broken for good, or belongs to another
-    /// process.
+    /// No earlier work continues: the context is broken for good, or belongs to another process.
     pub(super) is_end: bool,
 }
 
 impl Failed {
-    /// Of a device that belongs to the parent of this process: nothing of its work touches this
-    /// one's memory.
+    /// For a device of this process's parent: its work does not touch this process's memory.
     pub(super) fn of_parent(error: Error) -> Self {
         Self {
             error,
@@ -59,23 +58,24 @@ impl From<Failed> for Error {
     }
 }
 
-/// The answers of CUDA's driver and of runtimes shaped as it after which a context does nothing
-/// more: the process is ending, the context was destroyed, or it is broken so that every later call
-/// gets the same answer (NVIDIA's documentation of `CUresult`; the numbers of HIP are the same).
+/// The result codes of CUDA's driver, and of runtimes of its shape, after which a context does
+/// nothing more: the process is ending, the context was destroyed, or it is broken so that every
+/// later call returns the same code (NVIDIA's documentation of `CUresult`; the numbers of HIP are
+/// the same).
 const CONTEXT_ENDED: [i64; 17] = [
     4, 201, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810,
 ];
 
-/// Whether an answer is one of those.
+/// True for one of those result codes.
 pub(super) fn ends_context(answer: impl Into<i64>) -> bool {
     CONTEXT_ENDED.contains(&answer.into())
 }
 
-/// How often what ends something is tried.
+/// Attempts of a call that releases a resource.
 const TRIES: usize = 8;
 
-/// Makes a device current for what ends something, which no one does again: where that fails it is
-/// tried a few times.
+/// Makes a device current for a release, which is not repeated elsewhere, so a failure is retried a
+/// few times.
 pub(super) fn insist<T>(bind: impl Fn() -> Result<T, Failed>) -> Result<T, Failed> {
     let mut bound = bind();
     for _ in 1..TRIES {
@@ -87,14 +87,14 @@ pub(super) fn insist<T>(bind: impl Fn() -> Result<T, Failed>) -> Result<T, Faile
     bound
 }
 
-/// Waits until all work of a stream is over, failed or not. Every wait for work is this one: what
-/// the work uses is free when it returns, and never if it does not.
+/// Waits until all work of a stream is over, failed or not. Every wait for work uses this function:
+/// the memory of the work is free when it returns, and never if it does not.
 ///
-/// An error of the runtime's own wait says nothing of the work: it may be of the call alone (one
-/// that HIP refuses while some thread captures a graph), and the stream goes on. So the stream is
-/// asked until it says that it has done all, or that its context does nothing any more. Where it
-/// never does, this thread waits for ever, is written off by the watch of its pool, and keeps what
-/// it holds: memory that may still be written.
+/// An error of the runtime's own wait does not mean that the work has ended: the call alone may
+/// have failed (HIP refuses it while some thread captures a graph) while the stream continues. So
+/// the stream is queried until it has finished, or its context is certainly dead. If neither
+/// happens, this thread waits for ever, its pool writes it off, and it keeps its memory, which may
+/// still be written.
 pub(super) fn wait_until_over(runtime: &dyn Runtime, stream: RawStream) -> Result<()> {
     let Err(failed) = runtime.synchronize(stream) else {
         return Ok(());
@@ -115,43 +115,42 @@ pub(super) fn wait_until_over(runtime: &dyn Runtime, stream: RawStream) -> Resul
     }
 }
 
-/// How often a stream is asked whether it is over, first and last.
+/// Intervals between queries of a stream, first and last.
 const ASKED: [Duration; 2] = [Duration::from_micros(16), Duration::from_micros(16 << 10)];
 
-/// One device through its vendor's library. Every call may be made by any thread: it makes the
-/// device current on the thread while it lasts, and is no trouble to a graph that some thread
-/// captures. Calls that begin work return at once; [`wait_until_over`] waits.
+/// One device through its vendor's library. Any thread may make every call: the device is current
+/// on the thread during the call, and a graph capture of another thread is not disturbed. Calls
+/// that begin work return at once; [`wait_until_over`] waits.
 pub(super) trait Runtime: Send + Sync {
-    /// What the device and its driver are, for logs and for what was measured of them.
+    /// Description of the device and its driver, for logs and as the key of measurements.
     fn description(&self) -> &str;
 
-    /// The node of the machine's memory that is nearest to the device, where there are several and
-    /// it is known.
+    /// The NUMA node nearest to the device, if there are several and it is known.
     fn node(&self) -> Option<u32> {
         None
     }
 
-    /// A stream that does not wait for the default stream, of the highest priority there is.
+    /// A stream that does not wait for the default stream, of the highest priority.
     fn make_stream(&self) -> Result<RawStream>;
 
-    /// Its work may still go on; the stream ends after it.
+    /// Its work may still be running; the stream ends after it.
     fn end_stream(&self, stream: RawStream);
 
-    /// Waits until all work of the stream is over, as long as the driver likes. An error does not
-    /// say that it is: [`wait_until_over`] finds that out.
+    /// Waits until all work of the stream is over, without a limit. After an error the work may
+    /// still be running: see [`wait_until_over`].
     fn synchronize(&self, stream: RawStream) -> Result<()>;
 
-    /// Whether all work of the stream is over. Never waits.
+    /// True if all work of the stream is over. Never waits.
     fn is_over(&self, stream: RawStream) -> Result<bool, Failed>;
 
-    /// An event that measures times.
+    /// An event with a timestamp.
     fn make_event(&self) -> Result<RawEvent>;
 
     fn end_event(&self, event: RawEvent);
 
     fn record(&self, event: RawEvent, stream: RawStream) -> Result<()>;
 
-    /// Whether what it was recorded after is over.
+    /// True if the work before its record is over.
     fn is_done(&self, event: RawEvent) -> Result<bool>;
 
     /// Milliseconds between two events that are done.
@@ -160,19 +159,18 @@ pub(super) trait Runtime: Send + Sync {
     /// Memory of the device.
     fn allocate(&self, bytes: usize) -> Result<u64>;
 
-    /// The allocation that an address of the device lies in; none where the runtime does not say. A
-    /// copy reaches no further.
+    /// The allocation around a device address; `None` if the runtime does not report it. A copy
+    /// must not extend beyond it.
     fn allocation(&self, _address: u64) -> Option<Range<u64>> {
         None
     }
 
-    /// Gives it back; nothing may use it any more.
+    /// Frees it; nothing may use it any more.
     fn free(&self, address: u64);
 
     /// Begins a copy from the host to the device.
     ///
-    /// # Safety
-    /// Both ranges stay as they are until the stream's work is over; see
+    /// # Safety Both ranges stay valid and unchanged until the stream's work is over; see
     /// [`DeviceSpan::new`](crate::DeviceSpan::new) for the device's.
     unsafe fn to_device(
         &self,
@@ -184,13 +182,12 @@ pub(super) trait Runtime: Send + Sync {
 
     /// Begins a copy from the device to the host.
     ///
-    /// # Safety
-    /// As [`Runtime::to_device`]; no one reads `to` before the stream's work is over.
+    /// # Safety As [`Runtime::to_device`]; `to` is not read before the stream's work is over.
     unsafe fn to_host(&self, to: *mut u8, from: u64, len: usize, stream: RawStream) -> Result<()>;
 
-    /// Copies from the host to the device without a stream: the last resort, where no copy of one
-    /// gives right bytes. It may return before that is over, where the memory is not pinned: the
-    /// rest is work of [`RawStream::DEFAULT`].
+    /// Copies from the host to the device without a stream: the last resort, if copies of streams
+    /// are wrong. With unpinned memory it may return early: the rest is work of
+    /// [`RawStream::DEFAULT`].
     ///
     /// # Safety
     /// As [`Runtime::to_device`], of that stream.
@@ -208,7 +205,7 @@ pub(super) trait Runtime: Send + Sync {
     /// As [`Runtime::to_device`], of both.
     unsafe fn on_device(&self, to: u64, from: u64, len: usize, stream: RawStream) -> Result<()>;
 
-    /// Pins host memory; the device's address of it, where the device can reach it.
+    /// Pins host memory; returns the device's address of it, if the device can reach it.
     ///
     /// # Safety
     /// The range is mapped, stays mapped until [`Runtime::unregister`], and no part of it is
@@ -218,7 +215,7 @@ pub(super) trait Runtime: Send + Sync {
     /// Nothing may use the pinned memory any more. After an error the driver may still know it.
     fn unregister(&self, start: *mut u8) -> Result<()>;
 
-    /// Whether [`Runtime::launch`] can be used; not where a runtime does not say.
+    /// True if [`Runtime::launch`] can be used. The default is false.
     fn has_kernels(&self) -> bool {
         false
     }
@@ -226,8 +223,7 @@ pub(super) trait Runtime: Send + Sync {
     /// Begins a kernel over `count` descriptors of three words at `descriptors`, in the device's
     /// memory; `grid` is over descriptors and over the tiles of one.
     ///
-    /// # Safety
-    /// As [`Runtime::to_device`], of all ranges that the descriptors name, and of themselves.
+    /// # Safety As [`Runtime::to_device`], for the descriptors and all ranges that they name.
     unsafe fn launch(
         &self,
         _kernel: Kernel,

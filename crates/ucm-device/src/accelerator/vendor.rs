@@ -1,5 +1,5 @@
-//! Runtimes that are shaped as CUDA's: the same calls under another prefix, found at run time. No
-//! one has run them on hardware with this code; what a device does is checked when it is opened.
+//! Runtimes of CUDA's shape: the same calls under another prefix, found at run time. This code has
+//! not been run on their hardware; each device is checked when it is opened.
 #![allow(unsafe_code, reason = "calls into the runtime's library")]
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -14,50 +14,52 @@ use super::runtime::{Direction, Failed, RawEvent, RawStream, Runtime, ends_conte
 use crate::fork::Origin;
 use crate::numa;
 
-/// What differs between the runtimes of two vendors; the table is in `devices.rs`.
+/// The differences between the runtimes of vendors; the table is in `devices.rs`.
 pub(crate) struct Vendor {
-    /// The names of its functions begin with this.
+    /// Prefix of its functions' names.
     pub(crate) prefix: &'static str,
     pub(crate) library: Places,
     /// The kinds of copies: as [`Direction`], then on the device.
     pub(crate) kinds: [c_int; 3],
-    /// Of memory that is registered: pinned for every device.
+    /// Flag of registered memory: pinned for every device.
     pub(crate) portable: c_uint,
-    /// Of streams: they do not wait for the default stream.
+    /// Flag of streams that do not wait for the default stream.
     pub(crate) non_blocking: c_uint,
-    /// Of threads: their calls do not disturb a graph that a thread captures.
+    /// Mode of threads whose calls do not disturb a graph capture.
     pub(crate) relaxed: c_int,
-    /// Answers of an event or a stream that is not done.
+    /// Result codes of an event or a stream that is not done.
     pub(crate) not_ready: &'static [c_int],
 }
 
-/// Where [`Vendor::kinds`] has that of copies on the device, behind those of both [`Direction`]s.
+/// Index in [`Vendor::kinds`] of copies on the device, behind those of both [`Direction`]s.
 const ON_DEVICE: usize = 2;
 
 functions! {
-    /// What says where a device is; without it memory comes from where the thread runs.
+    /// The function that returns the location of a device. Without it memory comes from the
+    /// thread's own node.
     Placed {
         DeviceGetPCIBusId(*mut c_char, c_int, c_int) -> c_int;
     }
 }
 
 functions! {
-    /// What says how far an allocation reaches; without it each piece is copied by itself.
+    /// The function that returns the range of an allocation. Without it each piece is copied by
+    /// itself.
     Allocated {
         MemGetAddressRange(*mut *mut c_void, *mut usize, *mut c_void) -> c_int;
     }
 }
 
 functions! {
-    /// What lets calls of a thread be no trouble to a graph that some thread captures. A runtime
-    /// without it captures none, or refuses such calls while one does.
+    /// The function that keeps a thread's calls from disturbing a graph capture. A runtime without
+    /// it has no captures, or refuses such calls during one.
     Captures {
         ThreadExchangeStreamCaptureMode(*mut c_int) -> c_int;
     }
 }
 
 functions! {
-    /// What we call, as HIP's header has it.
+    /// The functions in use, with the types of HIP's header.
     Calls {
         GetDeviceCount(*mut c_int) -> c_int;
         GetDevice(*mut c_int) -> c_int;
@@ -84,13 +86,13 @@ functions! {
     }
 }
 
-/// Answers that mean the same to all: success, a wrong argument, no memory, no device.
+/// Result codes common to all: success, a wrong argument, no memory, no device.
 const SUCCESS: c_int = 0;
 const INVALID_VALUE: c_int = 1;
 const OUT_OF_MEMORY: c_int = 2;
 const NO_DEVICE: c_int = 100;
 
-/// Calls the runtime and checks the answer; the call is made in the caller's `unsafe`.
+/// Calls the runtime and checks the result; the call is made in the caller's `unsafe`.
 macro_rules! call {
     ($device:ident, $call:ident($($argument:expr),* $(,)?)) => {
         $device.check(stringify!($call), ($device.calls.$call)($($argument),*))
@@ -111,8 +113,8 @@ pub(super) struct Device {
 }
 
 impl Device {
-    /// Device number `ordinal`; `Unsupported` without a runtime, `Config` for a number there is
-    /// none of.
+    /// Device number `ordinal`; `Unsupported` without a runtime, `Config` if there is no such
+    /// device.
     pub(super) fn open(name: &'static str, vendor: &'static Vendor, ordinal: u32) -> Result<Self> {
         let library = library::find(name, &vendor.library)?;
         let mut device = Self {
@@ -144,11 +146,11 @@ impl Device {
         Ok(device)
     }
 
-    /// The address of the device on the PCI bus, where the runtime says it.
+    /// The address of the device on the PCI bus, if the runtime reports it.
     fn bus_id(&self, placed: &Placed) -> Option<String> {
         let mut text = [0; 32];
         let len = text.len() as c_int;
-        // SAFETY: writes at most so many characters.
+        // SAFETY: writes at most the given number of characters.
         let answer = unsafe { (placed.DeviceGetPCIBusId)(text.as_mut_ptr(), len, self.ordinal) };
         self.check("DeviceGetPCIBusId", answer).ok()?;
         let text = text.map(c_char::cast_unsigned);
@@ -156,7 +158,7 @@ impl Device {
         Some(text.to_string_lossy().into_owned())
     }
 
-    /// What the answer to a question for the end of work says.
+    /// Interprets the result of a query whether work has ended.
     fn is_done(&self, call: &str, answer: c_int) -> Result<bool, Failed> {
         let asked = self.check(call, answer);
         if self.vendor.not_ready.contains(&answer) {
@@ -165,13 +167,13 @@ impl Device {
         asked.map(|()| true)
     }
 
-    /// An error where a call did not succeed. The runtime keeps it for the thread's next question
-    /// for it, which is another's: it is taken away.
+    /// An error if a call failed. The runtime keeps the error for the thread's next query of the
+    /// last error, which other code makes, so it is cleared here.
     fn check(&self, call: &str, answer: c_int) -> Result<(), Failed> {
         if answer == SUCCESS {
             return Ok(());
         }
-        // SAFETY: no arguments; and a number, for which the answer is null or a string that lives
+        // SAFETY: no arguments; and a number, for which the result is null or a string that lives
         // as long as the library.
         let name = unsafe {
             (self.calls.GetLastError)();
@@ -192,8 +194,8 @@ impl Device {
         })
     }
 
-    /// Makes the device current on this thread, and calls of this thread no trouble to a graph that
-    /// some thread captures, until what is given ends.
+    /// Until the returned guard is dropped, the device is current on this thread, and calls of this
+    /// thread do not disturb a graph capture of another thread.
     fn bind(&self) -> Result<Bound<'_>, Failed> {
         self.origin
             .check(library::FORKED)
@@ -216,8 +218,8 @@ impl Device {
         if before != self.ordinal {
             // SAFETY: a number.
             unsafe { call!(self, SetDevice(self.ordinal)) }?;
-            // A thread of ours has no device that anybody chose: to set the first one again would
-            // begin to use that.
+            // A thread of ours has no device of its own choice; to restore the first one would
+            // start to use that device.
             bound.before = (!is_own_thread()).then_some(before);
         }
         Ok(bound)
@@ -261,12 +263,12 @@ impl Device {
 /// The function of [`Captures`].
 const EXCHANGE: &str = "ThreadExchangeStreamCaptureMode";
 
-/// When this ends, the device that a thread of the caller's had is its current one again: torch's
-/// threads keep theirs.
+/// On drop, the previous device of the caller's thread is current again, so torch's threads keep
+/// theirs.
 #[must_use]
 struct Bound<'a> {
     device: &'a Device,
-    /// The thread's own way with captures.
+    /// The thread's previous capture mode.
     mode: Option<c_int>,
     before: Option<c_int>,
 }
@@ -275,7 +277,7 @@ impl Drop for Bound<'_> {
     fn drop(&mut self) {
         let device = self.device;
         if let Some(before) = self.before {
-            // SAFETY: a number that the runtime gave. A failure could not be handled here.
+            // SAFETY: a number from the runtime. A failure cannot be handled here.
             let _ = unsafe { call!(device, SetDevice(before)) };
         }
         if let (Some(captures), Some(mode)) = (&device.captures, &mut self.mode) {
@@ -318,7 +320,7 @@ impl Runtime for Device {
 
     fn end_stream(&self, stream: RawStream) {
         if let Ok(_bound) = insist(|| self.bind()) {
-            // SAFETY: a stream of ours that no one uses any more; the runtime ends it after its
+            // SAFETY: a stream of ours that is not used any more; the runtime ends it after its
             // work.
             let _ = unsafe { call!(self, StreamDestroy(handle(stream.0))) };
         }
@@ -347,7 +349,7 @@ impl Runtime for Device {
 
     fn end_event(&self, event: RawEvent) {
         if let Ok(_bound) = insist(|| self.bind()) {
-            // SAFETY: an event of ours that no one uses any more.
+            // SAFETY: an event of ours that is not used any more.
             let _ = unsafe { call!(self, EventDestroy(handle(event.0))) };
         }
     }
@@ -360,7 +362,7 @@ impl Runtime for Device {
 
     fn is_done(&self, event: RawEvent) -> Result<bool> {
         let _bound = self.bind()?;
-        // SAFETY: an event of ours, or one whose maker keeps it while it is asked about.
+        // SAFETY: an event of ours, or one that its maker keeps during the query.
         let answer = unsafe { (self.calls.EventQuery)(handle(event.0)) };
         Ok(self.is_done("EventQuery", answer)?)
     }
@@ -401,7 +403,7 @@ impl Runtime for Device {
 
     fn free(&self, address: u64) {
         if let Ok(_bound) = insist(|| self.bind()) {
-            // SAFETY: allocated above, and the caller says that nothing uses it any more.
+            // SAFETY: allocated above, and the caller guarantees that nothing uses it any more.
             let _ = unsafe { call!(self, Free(handle(address))) };
         }
     }
@@ -448,7 +450,7 @@ impl Runtime for Device {
         unsafe { self.copy(handle(to), from, len, ON_DEVICE, stream) }
     }
 
-    /// There are no kernels, so no one asks for the device's address.
+    /// There are no kernels, so the device's address is not needed.
     unsafe fn register(&self, start: *mut u8, len: usize) -> Result<Option<u64>> {
         let _bound = self.bind()?;
         // SAFETY: the caller vouches for the range.
@@ -458,7 +460,7 @@ impl Runtime for Device {
 
     fn unregister(&self, start: *mut u8) -> Result<()> {
         let _bound = insist(|| self.bind())?;
-        // SAFETY: registered above, and the caller says that nothing uses it any more.
+        // SAFETY: registered above, and the caller guarantees that nothing uses it any more.
         Ok(unsafe { call!(self, HostUnregister(start.cast())) }?)
     }
 }
@@ -468,7 +470,7 @@ mod tests {
     use super::*;
     use crate::accelerator::library::tests::stub;
 
-    /// What loading says where this function is missing.
+    /// Result of loading a library without this function.
     fn without(prefix: &str, missing: &str) -> Error {
         let there = Calls::NAMES.iter().copied().filter(|&name| name != missing);
         let (_directory, library) = stub(prefix, there);

@@ -20,7 +20,7 @@ pub struct HostDevice {
 }
 
 impl HostDevice {
-    /// The host with its usual settings.
+    /// The host with default settings.
     pub fn new() -> Self {
         Self::default()
     }
@@ -65,7 +65,7 @@ impl Device for HostDevice {
         ))
     }
 
-    /// The processor reaches everything as it is.
+    /// The processor reaches all memory directly.
     fn register(&self, host: HostSpan) -> Result<Box<dyn Any + Send + Sync>> {
         copy::check_registered(host)?;
         Ok(Box::new(()))

@@ -14,7 +14,7 @@ use ucm_infra::{Clock, ManualClock, MonotonicTime};
 use super::*;
 use crate::slots::SlotPool;
 
-/// Ordinary memory that plays the device's part.
+/// Ordinary memory used as device memory.
 struct Memory(Vec<u8>);
 
 impl Memory {
@@ -30,8 +30,8 @@ impl Memory {
     fn span(&mut self, at: usize, len: usize) -> DeviceSpan {
         assert!(at + len <= self.0.len());
         let base = self.0.as_mut_ptr().expose_provenance();
-        // SAFETY: inside the vector, which the test keeps until all operations ended and does not
-        // touch meanwhile.
+        // SAFETY: inside the vector, which the test keeps and does not touch until all operations
+        // ended.
         unsafe { DeviceSpan::new((base + at) as u64, len as u64) }
     }
 }
@@ -46,12 +46,12 @@ fn end_to_end(mut at: usize, spans: &[DeviceSpan]) -> Vec<Piece> {
     spans.iter().map(piece).collect()
 }
 
-/// Gathers, with no interest in how that goes on.
+/// Gathers without progress reports.
 fn gather(stream: &mut dyn Stream, src: &[Piece], dst: &mut [u8]) -> Result<()> {
     stream.gather(src, dst, &mut |_, _| {})
 }
 
-/// A device whose waits end when the test says so.
+/// A device on a manual clock.
 fn device_with_clock() -> (HostDevice, Arc<ManualClock>) {
     let clock = ManualClock::new();
     let options = QueueOptions {
@@ -65,7 +65,7 @@ fn stream() -> Box<dyn Stream> {
     HostDevice::new().make_stream().unwrap()
 }
 
-/// A stream whose thread stands still in a callback until the returned sender is dropped or used.
+/// A stream whose thread blocks in a callback until the returned sender is used or dropped.
 fn held_stream(device: &HostDevice) -> (Box<dyn Stream>, mpsc::Sender<()>) {
     let mut stream = device.make_stream().unwrap();
     let (release, held) = mpsc::channel::<()>();
@@ -227,7 +227,7 @@ fn one_stream_keeps_its_order_across_sync_and_async() {
             }),
         );
     }
-    // A synchronous copy sees all that was submitted before it.
+    // A synchronous copy runs after all earlier work.
     let mut host = [0; 16];
     gather(&mut *stream, &end_to_end(0, &[span]), &mut host).unwrap();
     assert_eq!(host, [100; 16]);
@@ -308,7 +308,7 @@ fn waits_end_at_their_deadline_on_the_injected_clock() {
             ErrorKind::Timeout
         );
     });
-    // The clock stands at the deadline, so these do not wait at all.
+    // The clock is at the deadline, so these do not wait.
     assert_eq!(
         stream.synchronize(Some(clock.now())).unwrap_err().kind(),
         ErrorKind::Timeout
@@ -368,7 +368,7 @@ fn one_stream_waits_for_the_event_of_another() {
     drop(release);
     assert_eq!(got.recv().unwrap(), [5; 8]);
     assert!(event.done());
-    // An event that is done costs nothing.
+    // An event that is done adds no wait.
     second.wait_event(event, MonotonicTime(0)).unwrap();
     gather(&mut *second, &[], &mut []).unwrap();
 }
@@ -386,11 +386,11 @@ fn what_landed_is_told_while_a_gather_goes_on() {
             there,
             [&device.0[64..], &device.0[..64]].concat()[..32 * count]
         );
-        host[0] += 1; // the caller that is told may write beside the pieces
+        host[0] += 1; // the callback may write beside the pieces
         told = count;
     };
     stream().gather(&pieces, &mut host, &mut landed).unwrap();
-    assert_eq!(told, 3, "at last all are there");
+    assert_eq!(told, 3, "finally all are copied");
     assert!(host[0] >= 1);
 }
 
@@ -410,7 +410,7 @@ fn a_synchronous_copy_waits_for_an_event_that_is_recorded_later() {
             let mut host = [0; 8];
             gather(&mut *stream, pieces, &mut host).map(|()| host)
         });
-        clock.await_sleepers(2); // the stream's thread, and who waits for that
+        clock.await_sleepers(2); // the stream's thread, and the thread that waits for it
         other.scatter(&[7; 8], pieces).unwrap();
         event.record();
         assert_eq!(gathered.join().unwrap().unwrap(), [7; 8]);

@@ -1,4 +1,4 @@
-//! Events that the host records: set by the stream's thread when it comes to them, or by the caller
+//! Events that the host records: set by the stream's thread when it reaches them, or by the caller
 //! that records them.
 
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use ucm_infra::{Clock, Completion, MonotonicTime};
 
 use crate::device::Event;
 
-/// A point in a host stream, or of the caller that records it.
+/// A point in a host stream, or set by the caller that records it.
 pub(crate) struct HostEvent {
     reached: Arc<Completion<()>>,
     clock: Arc<dyn Clock>,

@@ -1,7 +1,7 @@
-//! Streams over whatever copies: synchronous copies run on the caller's thread, and a stream's
-//! first asynchronous operation starts a thread of its own, fed by a bounded ring, which makes the
-//! same copies one after the other. So a device says only how it copies; queues, order, callbacks
-//! and events are the same for all.
+//! Streams over any copier: synchronous copies run on the caller's thread. A stream's first
+//! asynchronous operation starts a thread of its own, fed by a bounded ring, which makes the same
+//! copies in order. So a device implements only its copies; queues, order, callbacks and events are
+//! common to all.
 
 mod event;
 mod thread;
@@ -21,8 +21,8 @@ use crate::transfer::Direction;
 pub(crate) use event::HostEvent;
 use thread::{Progress, Task};
 
-/// The copies of a device, one after the other: each is done, or has failed and is over, when its
-/// call returns. What [`Stream`] says of them holds.
+/// The synchronous copies of a device: each has succeeded, or failed and ended, when its call
+/// returns. They keep the contract of [`Stream`].
 pub(crate) trait Copier: Send + 'static {
     fn batch(&mut self, pairs: &[(DeviceSpan, DeviceSpan)]) -> Result<()>;
     fn gather(&mut self, src: &[Piece], dst: &mut [u8], landed: &mut Landed<'_>) -> Result<()>;
@@ -30,14 +30,14 @@ pub(crate) trait Copier: Send + 'static {
     fn transfer(&mut self, direction: Direction, pairs: &[(DeviceSpan, HostSpan)]) -> Result<()>;
 }
 
-/// How the streams of a device queue.
+/// Settings of the queues of a device's streams.
 #[derive(Clone, Debug)]
 pub struct QueueOptions {
-    /// Most operations that wait in one stream; one more is refused with `Busy`.
+    /// Most queued operations of one stream; further ones are refused with `Busy`.
     pub queue: usize,
-    /// How long a synchronous copy waits for asynchronous ones before it on the same stream.
+    /// How long a synchronous copy waits for earlier asynchronous ones of the same stream.
     pub drain: Duration,
-    /// What waits are measured on.
+    /// The clock of all waits.
     pub clock: Arc<dyn Clock>,
 }
 
@@ -52,7 +52,7 @@ impl Default for QueueOptions {
 }
 
 impl QueueOptions {
-    /// The usual ones on this clock.
+    /// The default settings on this clock.
     pub(crate) fn on(clock: Arc<dyn Clock>) -> Self {
         Self {
             clock,
@@ -61,19 +61,19 @@ impl QueueOptions {
     }
 }
 
-/// A stream over a copier. When it is dropped its thread finishes what was submitted, calls back
-/// and ends; no one waits for that.
+/// A stream over a copier. On drop its thread finishes submitted work, calls back and ends; the
+/// drop does not wait for that.
 pub(crate) struct QueuedStream<C> {
     options: QueueOptions,
-    /// Used by the thread or, once that has nothing left to do, by the caller.
+    /// Used by the thread or, when that is idle, by the caller.
     copier: Arc<Mutex<C>>,
-    /// To the stream's thread, once there is one.
+    /// To the stream's thread, if it exists.
     feed: Option<RingProducer<Task>>,
     submitted: u64,
-    /// How many of them a wait has seen the end of. The thread counts a task after its event is
-    /// set, so that a count read right after a wait may still be one short.
+    /// Number of tasks known to have ended by a wait. The thread counts a task after it sets its
+    /// event, so a count read right after a wait may be one short.
     waited: u64,
-    /// When the last event that the thread may wait for is done, or late.
+    /// The latest deadline of the events that the thread may wait for.
     events_until: MonotonicTime,
     progress: Arc<Progress>,
 }
@@ -91,7 +91,7 @@ impl<C: Copier> QueuedStream<C> {
         }
     }
 
-    /// Hands a task to the stream's thread; a refused task comes back with the reason.
+    /// Passes a task to the stream's thread. Returns a refused task with the reason.
     fn give(&mut self, task: Task) -> Result<(), (Task, Error)> {
         let feed = match &mut self.feed {
             Some(feed) => feed,
@@ -121,21 +121,21 @@ impl<C: Copier> QueuedStream<C> {
         }
     }
 
-    /// Whether nothing submitted is left to do.
+    /// True if no submitted work is left.
     fn is_idle(&self) -> bool {
-        // Acquire: what the thread wrote before it counted is seen by what the caller does next.
+        // Acquire: the caller's next operation sees the thread's writes before its count.
         self.waited == self.submitted
             || self.progress.ended.load(Ordering::Acquire) == self.submitted
     }
 
-    /// Starts a task, or tells its owner why not.
+    /// Starts a task, or reports the reason of a failure to its owner.
     fn start(&mut self, task: Task) {
         if let Err((task, error)) = self.give(task) {
             task.refuse(error);
         }
     }
 
-    /// Lets what was submitted before a synchronous copy end first.
+    /// Waits for earlier work before a synchronous copy.
     fn drain(&mut self) -> Result<()> {
         if !self.is_idle() {
             let drained = self.options.clock.now().after(self.options.drain);
@@ -218,7 +218,7 @@ impl<C: Copier> Stream for QueuedStream<C> {
 
     fn synchronize(&mut self, deadline: Option<MonotonicTime>) -> Result<()> {
         let event = HostEvent::new(Arc::clone(&self.options.clock));
-        // The queue may be full of what we want to wait for: then the mark waits for its place too.
+        // The queue may be full of the work to wait for: then the marker also waits for its place.
         let Some(feed) = &mut self.feed else {
             return Ok(());
         };

@@ -1,4 +1,4 @@
-//! The thread of a stream: runs what was submitted, in order, and calls back.
+//! The thread of a stream: runs submitted work in order and calls back.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::slots::HostBuf;
 use crate::span::{DeviceSpan, HostSpan, Piece};
 use crate::transfer::Direction;
 
-/// One submitted operation with all it needs.
+/// One submitted operation with its arguments.
 pub(super) enum Task {
     Batch {
         pairs: Vec<(DeviceSpan, DeviceSpan)>,
@@ -41,17 +41,17 @@ pub(super) enum Task {
     Wait(Arc<dyn Event>, MonotonicTime),
 }
 
-/// How far a stream's thread is.
+/// Progress of a stream's thread.
 #[derive(Default)]
 pub(super) struct Progress {
-    /// Tasks it has ended, callbacks included.
+    /// Number of ended tasks, callbacks included.
     pub(super) ended: AtomicU64,
-    /// An event was not done in time: nothing is copied any more.
+    /// True after an event was not done in time: no further copy runs.
     late: AtomicBool,
 }
 
 impl Progress {
-    /// Fails once an event was not done in time.
+    /// Fails after an event was not done in time.
     pub(super) fn check(&self) -> Result<()> {
         if !self.late.load(Ordering::Acquire) {
             return Ok(());
@@ -62,7 +62,7 @@ impl Progress {
 }
 
 impl Task {
-    /// Tells its owner that it was not started.
+    /// Reports to its owner that it was not started.
     pub(super) fn refuse(self, error: Error) {
         match self {
             Self::Batch { done, .. } | Self::Transfer { done, .. } => done(Err(error)),
@@ -124,10 +124,9 @@ pub(super) fn start<C: Copier>(
 ) -> Result<RingProducer<Task>> {
     let (feed, mut tasks) = SpscRing::bounded(queue)?;
     let serve = move || {
-        // The real clock whatever the device has: this wait has no deadline, only news end it.
+        // Always the real clock: this wait has no deadline and ends only by a signal.
         tasks.run(&SystemClock, |task: Task| {
-            // A panic of a callback is its owner's: the stream and the caller that waits for it go
-            // on.
+            // A panic of a callback does not end the stream or a caller that waits for it.
             let _ = catch_unwind(AssertUnwindSafe(|| task.run(&copier, &progress)));
             progress.ended.fetch_add(1, Ordering::Release);
         });

@@ -1,9 +1,9 @@
 //! The memory of a region: a memfd that can neither grow nor shrink nor be written by others,
 //! mapped as atomic words.
 //!
-//! All that is unsafe about shared memory is here. Sealed against shrinking, no access to the
-//! mapping can fault for want of a file; for want of memory it could only where the system commits
-//! strictly, and there every page is taken at once.
+//! All that is unsafe about shared memory is here. The seal against shrinking rules out faults by a
+//! truncated file. Faults by missing memory are possible only with strict overcommit, where every
+//! page is allocated at once.
 #![allow(
     unsafe_code,
     reason = "maps shared memory and hands it out as atomic words"
@@ -25,10 +25,10 @@ use ucm_infra::seqlock::AtomicU64;
 use super::shape::WORD;
 use crate::fork::Origin;
 
-/// What makes it impossible that an access faults.
+/// The seals that rule out faults.
 const SIZE_IS_FIXED: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
 
-/// Shared memory as atomic words. In a forked child there are none.
+/// Shared memory as atomic words. A forked child has none.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     start: NonNull<AtomicU64>,
@@ -42,32 +42,32 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// A new memfd of `len` bytes (a multiple of 4096), zeroed and touched only where it is used;
-    /// `Io` when the system refuses it.
+    /// A new memfd of `len` bytes (a multiple of 4096), zeroed and touched only on use; `Io` if the
+    /// system refuses it.
     pub(crate) fn create(name: &str, len: usize) -> Result<(OwnedFd, Self)> {
         let refused = |errno: Errno| {
             Error::from_io(
                 errno.into(),
-                "the system refuses shared memory; give cache_size less",
+                "the system refuses shared memory; lower cache_size",
             )
             .with("bytes", len)
         };
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        // A kernel before 6.3 does not know that a memfd need not be executable.
+        // A kernel before 6.3 does not know the flag for a non-executable memfd.
         let fd = memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL)
             .or_else(|_| memfd_create(name, flags));
         let fd = fd.map_err(refused)?;
         ftruncate(&fd, len as u64).map_err(refused)?;
         fcntl_add_seals(&fd, SIZE_IS_FIXED).map_err(refused)?;
         let mapping = Self::map(&fd, len, true).map_err(refused)?;
-        // Our mapping stays writable, no one gets another one; a kernel before 5.1 leaves that to
-        // good manners.
+        // Our mapping stays writable and no other writable one can be made. A kernel before 5.1
+        // cannot enforce that.
         let _ = fcntl_add_seals(&fd, SealFlags::FUTURE_WRITE | SealFlags::SEAL);
         Ok((fd, mapping))
     }
 
-    /// Maps what another process made, read-only. `Foreign` unless it is a file of `len` bytes
-    /// sealed as ours are.
+    /// Maps another process's memfd read-only. `Foreign` unless it is a file of `len` bytes with
+    /// our seals.
     pub(crate) fn attach(fd: &OwnedFd, len: usize) -> Result<Self> {
         let other = || {
             Error::new(
@@ -111,14 +111,14 @@ impl Mapping {
             words: len / WORD,
             origin,
         };
-        // Without it a child would keep the memory alive. Until here the caller holds forks up.
+        // Without it a child would keep the memory alive. The caller holds forks up until here.
         mapping.advise(0..mapping.words, Advice::LinuxDontFork)?;
         let _ = mapping.advise(0..mapping.words, Advice::LinuxDontDump);
         Ok(mapping)
     }
 
-    /// Lets the kernel join these pages to huge ones, where it may do that with shared memory; a
-    /// hint.
+    /// Permits the kernel to join these pages to huge ones, if it supports that for shared memory;
+    /// a hint.
     pub(crate) fn join_pages(&self, words: Range<usize>) -> bool {
         self.advise(words, Advice::LinuxHugepage).is_ok()
     }
@@ -143,10 +143,9 @@ impl Mapping {
             return &[];
         }
         // SAFETY: the mapping is page aligned, `words` long, readable, initialised (zeroes at
-        // first) and lives as long as `self`. It may be read-only, where only loads of at most 8
-        // bytes are done through it: `AtomicU64` allows those (std::sync::atomic, "Atomic accesses
-        // to read-only memory"), and stores are only ever done by the type that holds a writable
-        // one.
+        // first) and lives as long as `self`. It may be read-only: then only loads of at most 8
+        // bytes use it, which `AtomicU64` allows (std::sync::atomic, "Atomic accesses to read-only
+        // memory"). Only the type with a writable mapping stores.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.words) }
     }
 
@@ -156,27 +155,26 @@ impl Mapping {
             .check("this region belongs to the parent of this process")
     }
 
-    /// Whether this is the process that mapped it.
+    /// True in the process that mapped it.
     pub(crate) fn here(&self) -> bool {
         self.origin.here()
     }
 
-    /// Some words as plain bytes; none in a forked child, or where there are no such words.
+    /// Some words as plain bytes; `None` in a forked child or beyond the end.
     ///
-    /// # Safety
-    /// As long as the bytes are borrowed no one stores into these words, in this process; that no
-    /// other process does is what the seals and the one writable mapping are for.
+    /// # Safety While the bytes are borrowed, nothing in this process stores into these words. The
+    /// seals and the single writable mapping exclude other processes.
     pub(crate) unsafe fn bytes(&self, words: Range<usize>) -> &[u8] {
         let Some(words) = self.words().get(words) else {
             return &[];
         };
         // SAFETY: initialised memory of that length inside the mapping, borrowed with `self`; the
-        // caller promises that no one writes.
+        // caller promises that nothing writes it.
         unsafe { std::slice::from_raw_parts(words.as_ptr().cast(), size_of_val(words)) }
     }
 }
 
-/// Has every page of a memfd accounted for and zeroed now; `Io` when the system refuses them.
+/// Allocates and zeroes every page of a memfd now; `Io` if the system refuses them.
 pub(crate) fn take_pages(fd: impl AsFd, len: usize) -> Result<()> {
     fallocate(fd, FallocateFlags::empty(), 0, len as u64).map_err(|errno| {
         let text =
@@ -189,8 +187,8 @@ pub(crate) fn take_pages(fd: impl AsFd, len: usize) -> Result<()> {
 impl Drop for Mapping {
     fn drop(&mut self) {
         if self.origin.here() {
-            // SAFETY: the mapping is ours and what borrows of it borrows of `self`. In a forked
-            // child it is not mapped, and something else may be there.
+            // SAFETY: the mapping is ours, and its borrows borrow `self`. In a forked child it is
+            // not mapped, and another mapping may have the address.
             let _ = unsafe { munmap(self.start.as_ptr().cast(), self.words * WORD) };
         }
     }

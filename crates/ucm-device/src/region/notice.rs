@@ -1,4 +1,4 @@
-//! What a process writes about its region for others to find it.
+//! The registry file by which others find a process's region.
 
 use std::fmt::Write as _;
 
@@ -7,11 +7,11 @@ use ucm_core::{Error, ErrorKind, Result};
 /// First line of a registry file.
 const FIRST: &str = "ucm region 1";
 
-/// What a registry file says.
+/// The content of a registry file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Notice {
     pub(crate) pid: u32,
-    /// When that process was started, in clock ticks since the boot; 0 unknown.
+    /// Start of that process in clock ticks since the boot; 0: unknown.
     pub(crate) started: u64,
     pub(crate) fd: i32,
     pub(crate) nonce: u64,
@@ -20,15 +20,15 @@ pub(crate) struct Notice {
     pub(crate) bytes: usize,
 }
 
-/// The name of a region's memfd, by which readers know it again.
+/// The name of a region's memfd, by which readers recognise it.
 pub(crate) fn memfd_name(nonce: u64) -> String {
     format!("ucm-region-{nonce:016x}")
 }
 
-/// When a process was started, in clock ticks since the boot; 0 when that cannot be read.
+/// Start of a process in clock ticks since the boot; 0 if that cannot be read.
 pub(super) fn started(pid: u32) -> u64 {
     let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // The name may hold anything; what follows its closing bracket does not.
+    // The name may contain any character; the fields after its closing bracket do not.
     let fields = text.rfind(')').and_then(|end| text.get(end + 1..));
     let field = fields.and_then(|fields| fields.split_ascii_whitespace().nth(19)?.parse().ok());
     field.unwrap_or(0)
@@ -53,7 +53,7 @@ impl std::fmt::Display for Notice {
 }
 
 impl Notice {
-    /// `Foreign` when the process of that number here is none, or another than the writer.
+    /// `Foreign` if no process has that number here, or another one than the writer.
     pub(super) fn is_of_its_process(&self) -> Result<()> {
         if self.started == 0 || self.started == started(self.pid) {
             return Ok(());

@@ -1,9 +1,9 @@
-//! The region this process writes: slots handed out blank, filled, published under an id, pinned
-//! while in use.
+//! The region that this process writes: slots are reserved, filled, published under an id, and
+//! pinned while in use.
 //!
 //! A slot is written only between [`SharedRegion::reserve`] and [`WriteLease::publish`], and is
-//! handed out again only when it has no name and nothing in this process pins it. So the bytes
-//! behind a [`Pinned`] do not change.
+//! reused only when it has no name and no pin in this process. So the bytes behind a [`Pinned`] do
+//! not change.
 #![allow(
     unsafe_code,
     reason = "lends the bytes of pinned slots, which are not written"
@@ -25,21 +25,21 @@ use super::shape::Shape;
 use super::table::{Field, Table, describe};
 use crate::fork::{OwnFd, hold_forks};
 
-/// How to make a region.
+/// Configuration of a region.
 #[derive(Clone, Copy, Debug)]
 pub struct RegionOptions {
-    /// Bytes it may take, all included.
+    /// Most bytes of the region in total.
     pub capacity: u64,
     /// Bytes of the longest record.
     pub record_len: usize,
-    /// Digest of the identity whose records it holds.
+    /// Digest of the identity of its records.
     pub namespace: [u8; 32],
-    /// Ask for huge pages, where the system has them for shared memory.
+    /// Request huge pages, if the system has them for shared memory.
     pub huge_pages: bool,
 }
 
-/// Memory that this process writes and others of this host can read. Drop it, and its memory goes
-/// with the last process that maps it.
+/// Memory that this process writes and others of this host can read. After the drop, the memory is
+/// freed with the last process that maps it.
 pub struct SharedRegion {
     pub(super) mapping: Mapping,
     pub(super) shape: Shape,
@@ -48,30 +48,29 @@ pub struct SharedRegion {
     fd: OwnFd,
 }
 
-/// What the writer knows of its slots: 4 bytes each, and 4 more while a slot is free.
+/// The writer's state of its slots: 4 bytes each, and 4 more while a slot is free.
 struct Slots {
-    /// The last given back on top: its pages are likeliest in a cache, and untouched ones stay
-    /// untouched.
+    /// The most recently freed one on top: its pages are most likely in a cache, and untouched ones
+    /// stay untouched.
     free: Vec<u32>,
-    /// Users of each slot, with [`NAMED`].
+    /// Number of users of each slot, plus [`NAMED`].
     state: Vec<u32>,
     named: usize,
 }
 
-/// The slot has a name: it holds a record that can be found.
+/// The slot has a name: readers can find its record.
 const NAMED: u32 = 1 << 31;
 
 impl SharedRegion {
-    /// A new region, empty and untouched, that no one knows of yet. `Config` when not even four
-    /// records fit, `Io` when the system refuses the memory. Where the system commits no more
-    /// memory than it has (vm.overcommit_memory=2) all of it is taken now: later a page that is
-    /// refused would be a signal (SIGBUS) instead of an error.
+    /// A new region, empty, untouched and not announced. `Config` if not even four records fit,
+    /// `Io` if the system refuses the memory. With strict overcommit (vm.overcommit_memory=2) all
+    /// of it is allocated now: a page refused later would be a signal (SIGBUS) instead of an error.
     pub fn create(options: RegionOptions) -> Result<Arc<Self>> {
         let setting = std::fs::read_to_string("/proc/sys/vm/overcommit_memory");
         Self::make(options, setting.is_ok_and(|setting| setting.trim() == "2"))
     }
 
-    /// `whole`: with every page of it taken.
+    /// `whole`: with every page allocated.
     pub(super) fn make(options: RegionOptions, whole: bool) -> Result<Arc<Self>> {
         let nonce = ucm_infra::random_u64();
         let shape = Shape::fitting(
@@ -112,8 +111,8 @@ impl SharedRegion {
         }))
     }
 
-    /// Lets the other processes of this host and user find it; again if its file was removed
-    /// meanwhile. Touches the file system.
+    /// Announces it to the other processes of this host and user; again if its file was removed.
+    /// Uses the file system.
     pub fn announce(&self, registry: &Registry) -> Result<()> {
         self.mapping.check_here()?;
         let mut announced = self.announced.lock();
@@ -127,14 +126,14 @@ impl SharedRegion {
         Ok(())
     }
 
-    /// Takes it out of the registry; those who map it already ignore it from their next look on.
+    /// Removes it from the registry; processes that map it ignore it from their next scan on.
     pub fn withdraw(&self) {
         if self.mapping.here() {
             self.announced.lock().take();
         }
     }
 
-    /// A slot to be filled, or `None` when none is free (or in a forked child).
+    /// A slot to fill, or `None` if none is free (or in a forked child).
     pub fn reserve(self: &Arc<Self>) -> Option<WriteLease> {
         if !self.mapping.here() {
             return None;
@@ -153,30 +152,30 @@ impl SharedRegion {
         })
     }
 
-    /// Whether a record is there; takes no lock.
+    /// True if it has the record; lock-free.
     pub fn contains(&self, id: BlockId) -> bool {
         self.table().find(id).is_some()
     }
 
-    /// The slot of a record and its ordinal; takes no lock.
+    /// The slot of a record and its ordinal; lock-free.
     pub fn find(&self, id: BlockId) -> Option<(u32, u32)> {
         let found = self.table().find(id)?;
         Some((found.slot as u32, found.ordinal))
     }
 
-    /// Holds a record where it is, whatever becomes of its name.
+    /// Pins a record, even if its name is removed later.
     pub fn pin(self: &Arc<Self>, id: BlockId) -> Option<Pinned> {
         if !self.mapping.here() {
             return None;
         }
         let mut slots = self.slots.lock();
-        let found = self.table().find(id)?; // under the lock: named, so not handed out
+        let found = self.table().find(id)?; // under the lock: named, so not reserved
         *slots.state.get_mut(found.slot)? += 1;
         drop(slots);
         Some(self.pinned(found.slot, id, found.len, found.ordinal))
     }
 
-    /// Whether the slot is pinned, or being filled.
+    /// True if the slot is pinned or being filled.
     pub fn is_pinned(&self, slot: u32) -> bool {
         self.mapping.here()
             && self
@@ -187,8 +186,8 @@ impl SharedRegion {
                 .is_some_and(|state| state & !NAMED > 0)
     }
 
-    /// Takes away the name of a record; it is held until the answer is dropped, then its slot is
-    /// free. `only` in that slot, if given.
+    /// Removes the name of a record. The returned pin holds it; after that its slot is free. With
+    /// `only`, removes it only from that slot.
     pub fn remove(self: &Arc<Self>, id: BlockId, only: Option<u32>) -> Option<Pinned> {
         if !self.mapping.here() {
             return None;
@@ -216,7 +215,7 @@ impl SharedRegion {
 
     /// Ids of all records, in no order, with their lengths and slots.
     pub fn records(&self) -> Vec<(BlockId, usize, u32)> {
-        // nothing is named or removed meanwhile
+        // nothing is named or removed during this
         let _still = self.mapping.here().then(|| self.slots.lock());
         let records = self.table().iter();
         records
@@ -247,12 +246,12 @@ impl SharedRegion {
         }
     }
 
-    /// Whether no record is there.
+    /// True if there are no records.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Bytes of address space; memory is used for what was written.
+    /// Bytes of address space; only written pages use memory.
     pub fn bytes(&self) -> usize {
         self.shape.len()
     }
@@ -262,7 +261,7 @@ impl SharedRegion {
         self.shape.stride()
     }
 
-    /// Its mapping, which stays until this is dropped; nothing in a forked child.
+    /// Its mapping, which lives until this is dropped; `None` in a forked child.
     pub(crate) fn mapped(&self) -> (*mut u8, usize) {
         let words = self.mapping.words();
         (
@@ -271,7 +270,7 @@ impl SharedRegion {
         )
     }
 
-    /// The number that tells this region from every other.
+    /// The number that identifies this region.
     pub fn nonce(&self) -> u64 {
         self.shape.nonce
     }
@@ -309,13 +308,13 @@ impl SharedRegion {
         }
     }
 
-    /// Gives a filled slot its name, in place of another one, which is the answer.
+    /// Names a filled slot, in place of an older one, which is returned.
     pub(super) fn name(&self, id: BlockId, slot: usize) -> Option<usize> {
         let mut slots = self.slots.lock();
         let before = self.table().find(id).map(|found| found.slot);
         self.table().name(id, slot, before);
         if let Some(state) = slots.state.get_mut(slot) {
-            *state |= NAMED; // the use as a blank ends when that is dropped
+            *state |= NAMED; // the reservation ends when that is dropped
         }
         let Some(before) = before else {
             slots.named += 1;
@@ -330,7 +329,7 @@ impl SharedRegion {
         Some(before)
     }
 
-    /// One user of a slot less; without name and users it is free.
+    /// Removes one user of a slot; without name and users it is free.
     pub(super) fn release(&self, slot: usize) {
         if !self.mapping.here() {
             return;
@@ -356,7 +355,7 @@ impl fmt::Debug for SharedRegion {
     }
 }
 
-/// A slot that is being filled. Dropped without [`WriteLease::publish`] it is free again.
+/// A slot being filled. Dropped without [`WriteLease::publish`] it is free again.
 pub struct WriteLease {
     pub(super) region: Arc<SharedRegion>,
     pub(super) slot: usize,
@@ -364,7 +363,7 @@ pub struct WriteLease {
 }
 
 impl WriteLease {
-    /// Writes the record. `InvalidInput` when it is longer than the region's records.
+    /// Writes the record. `InvalidInput` if it is longer than the region's records.
     pub fn fill(&mut self, record: &[u8]) -> Result<()> {
         if record.is_empty() || record.len() > self.region.shape.record_len {
             return Err(
@@ -380,8 +379,8 @@ impl WriteLease {
         Ok(())
     }
 
-    /// Gives it a name: from here on every process finds it. In place of a record of the same name,
-    /// whose slot is the second answer. The first is its own.
+    /// Names it: from here on every process finds it. Returns its slot and that of a replaced
+    /// record of the same name.
     pub fn publish(self, id: BlockId, ordinal: u32) -> (u32, Option<u32>) {
         let (region, slot) = (&self.region, self.slot);
         let (table, number) = (region.table(), slot as u32);
@@ -401,7 +400,7 @@ impl Drop for WriteLease {
     }
 }
 
-/// A record of this process's own region that stays where it is until this is dropped.
+/// A record of this process's region that stays in place until this is dropped.
 pub struct Pinned {
     pub(super) region: Arc<SharedRegion>,
     pub(super) slot: usize,
@@ -416,7 +415,7 @@ impl Pinned {
         self.id
     }
 
-    /// Its position in its chain, as it was stored.
+    /// Its stored position in its chain.
     pub fn ordinal(&self) -> u32 {
         self.ordinal
     }
@@ -430,10 +429,10 @@ impl Pinned {
 impl Deref for Pinned {
     type Target = [u8];
 
-    /// The record; nothing in a forked child.
+    /// The record; empty in a forked child.
     fn deref(&self) -> &[u8] {
-        // SAFETY: only a `WriteLease` stores into the words of a slot, and no slot is handed out as
-        // one while it is pinned.
+        // SAFETY: only a `WriteLease` stores into the words of a slot, and a pinned slot has no
+        // `WriteLease`.
         let bytes = unsafe {
             self.region
                 .mapping

@@ -1,10 +1,10 @@
-//! How processes of one host and user find each other's regions: one small file for each, in a
+//! Lets processes of one host and user find each other's regions: one small file for each, in a
 //! directory of ours.
 //!
 //! A file `<nonce>.region` names process, start time, descriptor, namespace and sizes. Its writer
-//! holds its `flock` from before it has that name until the process ends, however it ends; so a
-//! lock that can be had means a writer that is dead, and the file goes. Files are written under a
-//! private name and renamed, so they are read whole.
+//! holds its `flock` from before the rename to that name until the process ends in any way. So if a
+//! reader gets the lock, the writer is dead, and the file is removed. Files are written under a
+//! private name and renamed, so readers see complete files.
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -21,14 +21,14 @@ use super::shape::Shape;
 use super::view::RegionView;
 use crate::fork::{Origin, OwnFd, forks};
 
-/// Longest registry file that is read.
+/// Most bytes read of a registry file.
 const LONGEST: usize = 1024;
-/// Most names of the directory that one look reads.
+/// Most names of the directory read in one scan.
 const MOST_NAMES: usize = 4096;
-/// Most regions of others that are mapped at once.
+/// Most regions of others mapped at once.
 const MOST_VIEWS: usize = 64;
-/// Times a file is made anew when another process took it for a dead one's in the moment before it
-/// was locked, or this one forked in that moment.
+/// Attempts to create a file. One fails if, before the lock, another process took it for that of a
+/// dead writer or this process forked.
 const ATTEMPTS: usize = 8;
 const ENDING: &str = ".region";
 const PRIVATE: &str = ".new";
@@ -39,18 +39,18 @@ pub struct Registry {
     dir: PathBuf,
 }
 
-/// What a look at the registry brought.
+/// Result of a scan of the registry.
 #[derive(Debug, Default)]
 pub struct Scan {
-    /// The regions of live writers that hold what was asked for, those known before among them.
+    /// The matching regions of live writers, including those known before.
     pub views: Vec<Arc<RegionView>>,
-    /// Files of dead writers that were removed.
+    /// Number of removed files of dead writers.
     pub swept: usize,
-    /// Why a region that would be of use is not: not let in, another container.
+    /// Why a matching region cannot be used: no permission, another container.
     pub refused: Option<Error>,
 }
 
-/// Whose regions a reader wants.
+/// The regions that a reader wants.
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted {
     /// Digest of the identity.
@@ -62,7 +62,7 @@ pub struct Wanted {
 }
 
 impl Registry {
-    /// The directory of this user: below `/run/user/<uid>` where that is, else `/tmp/ucm-<uid>`.
+    /// The directory of this user: below `/run/user/<uid>` if that exists, else `/tmp/ucm-<uid>`.
     pub fn default_dir() -> PathBuf {
         let uid = rustix::process::geteuid().as_raw();
         let run = PathBuf::from(format!("/run/user/{uid}"));
@@ -83,7 +83,7 @@ impl Registry {
         &self.dir
     }
 
-    /// Opens the directory, made if it is not there; an error unless it is ours and no one else can
+    /// Opens the directory and creates it if needed; an error unless it is ours and only we can
     /// change it.
     fn open(&self) -> Result<OwnedFd> {
         use std::os::unix::fs::DirBuilderExt as _;
@@ -116,7 +116,7 @@ impl Registry {
         Ok(dir)
     }
 
-    /// Makes the file of a region; it goes when the answer is dropped.
+    /// Creates the file of a region; dropping the result removes it.
     pub(crate) fn announce(&self, shape: &Shape, fd: i32) -> Result<Announcement> {
         let dir = self.open()?;
         let (pid, name) = (std::process::id(), format!("{:016x}{ENDING}", shape.nonce));
@@ -150,8 +150,8 @@ impl Registry {
         )
     }
 
-    /// Looks once: which regions there are for `wanted`, of which `known` stay mapped. Files of
-    /// dead writers are removed. Touches the file system; `Io` when the directory cannot be read.
+    /// Scans once for regions that match `wanted`; those in `known` stay mapped. Removes files of
+    /// dead writers. Uses the file system; `Io` if the directory cannot be read.
     pub fn scan(&self, wanted: &Wanted, known: &[Arc<RegionView>]) -> Result<Scan> {
         let dir = self.open()?;
         let unreadable = |errno: Errno| {
@@ -171,11 +171,10 @@ impl Registry {
                 continue;
             };
             let Ok(file) = open_file(&dir, entry.file_name()) else {
-                continue; // went meanwhile, or none of ours
+                continue; // just removed, or none of ours
             };
             if flock(&file, FlockOperation::NonBlockingLockShared).is_ok() {
-                // Names are random and never used twice, so this removes the file that was looked
-                // at.
+                // Names are random and never reused, so this removes the file that was read.
                 scan.swept +=
                     usize::from(unlinkat(&dir, entry.file_name(), AtFlags::empty()).is_ok());
                 continue;
@@ -206,7 +205,7 @@ impl Registry {
     }
 }
 
-/// A file that says where a region is. Dropped, it is gone.
+/// The registry file of a region, removed on drop.
 #[derive(Debug)]
 pub(crate) struct Announcement {
     registry: Registry,
@@ -217,8 +216,8 @@ pub(crate) struct Announcement {
 }
 
 impl Announcement {
-    /// Whether it is in this registry, and its file is still there (a cleaner of temporary files
-    /// may have taken it).
+    /// True if it is in this registry and its file still exists (a cleaner of temporary files may
+    /// have removed it).
     pub(crate) fn is_in(&self, registry: &Registry) -> bool {
         self.registry == *registry && fstat(&self.file).is_ok_and(|meta| meta.st_nlink > 0)
     }
@@ -232,8 +231,8 @@ impl Drop for Announcement {
     }
 }
 
-/// Makes a file under a private name, locks it, and gives it its name. The inner error: another
-/// process took it away.
+/// Creates a file under a private name, locks it and renames it. The inner error: another process
+/// removed it.
 fn make(dir: &OwnedFd, name: &str, notice: &Notice) -> Result<Result<OwnFd, Errno>> {
     let private = format!("{:016x}{PRIVATE}", ucm_infra::random_u64());
     let before = forks()?;
@@ -241,11 +240,11 @@ fn make(dir: &OwnedFd, name: &str, notice: &Notice) -> Result<Result<OwnFd, Errn
     let made = openat(dir, private.as_str(), flags, Mode::RUSR | Mode::WUSR);
     let file =
         made.map_err(|errno| Error::from_io(errno.into(), "a memory region cannot be announced"))?;
-    // First out of children's hands, then locked: no child ever has the lock.
+    // First registered for closing in children, then locked: no child ever has the lock.
     let file = OwnFd::new(file)?;
     if forks()? != before {
         let _ = unlinkat(dir, private.as_str(), AtFlags::empty());
-        return Ok(Err(Errno::AGAIN)); // a child may have it since before it was on the list
+        return Ok(Err(Errno::AGAIN)); // a child may have inherited it before it was on the list
     }
     let text = notice.to_string();
     let done = flock(&file, FlockOperation::NonBlockingLockExclusive)
@@ -276,8 +275,7 @@ fn read(file: &OwnedFd) -> Option<Notice> {
     Notice::parse(std::str::from_utf8(text.get(..len)?).ok()?)
 }
 
-/// The number in the name of a registry file, named or still private; `None` for what is none of
-/// ours.
+/// The number in the name of a registry file, final or private; `None` for foreign names.
 fn nonce_of(name: &str) -> Option<u64> {
     let digits = name
         .strip_suffix(ENDING)

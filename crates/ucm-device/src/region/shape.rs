@@ -1,9 +1,9 @@
-//! Where things lie in a region: a page of header, the index, the entries, the record slots.
+//! The layout of a region: a page of header, the index, the entries, the record slots.
 //!
 //! All fields are 64-bit words. The index is open addressing by record id, at most half full: a
-//! word is 0 (free) or 32 bits of the id's hash above the slot's number plus 1. It is a hint; what
-//! counts is the slot's entry: generation, id (two words), length and ordinal. Record slots begin
-//! on pages.
+//! word is 0 (free) or 32 bits of the id's hash above the slot's number plus 1. It is a hint; the
+//! slot's entry is authoritative: generation, id (two words), length and ordinal. Record slots are
+//! page aligned.
 
 use std::ops::Range;
 
@@ -11,19 +11,19 @@ use ucm_core::{BlockId, Error, ErrorKind, PAGE, Result, round_up};
 
 /// First word of a region.
 const MAGIC: u64 = u64::from_le_bytes(*b"UCMREGN1");
-/// Changes with everything below and with the way generations are kept.
+/// Version: changes with this layout and with the protocol of generations.
 pub(crate) const VERSION: u64 = 1;
-/// Words of the header that are used.
+/// Used words of the header.
 pub(crate) const HEADER_WORDS: usize = 16;
 /// Bytes of a word.
 pub(crate) const WORD: usize = 8;
 /// Words of an entry.
 pub(crate) const ENTRY: usize = 4;
-/// The header word that is the generation of the index; not part of what is checked.
+/// The header word with the generation of the index; excluded from the checksum.
 pub(crate) const MOVES: usize = HEADER_WORDS;
 /// Fewest slots of a region.
 const FEWEST: u64 = 4;
-/// Bytes of index and entry that a slot can take: four index words at the most, and an entry.
+/// Most bytes of index and entry for a slot: four index words and an entry.
 const OVERHEAD: u64 = ((4 + ENTRY) * WORD) as u64;
 
 /// The sizes of a region.
@@ -34,13 +34,13 @@ pub(crate) struct Shape {
     pub(crate) slots: usize,
     /// Words of the index, a power of two.
     pub(crate) buckets: usize,
-    /// A random number that tells this region from every other.
+    /// A random number that identifies this region.
     pub(crate) nonce: u64,
 }
 
 impl Shape {
-    /// As many slots for records of `record_len` bytes as fit in `capacity` bytes with all that
-    /// belongs to them.
+    /// As many slots for records of `record_len` bytes as fit in `capacity` bytes, with index and
+    /// entries.
     pub(crate) fn fitting(
         capacity: u64,
         record_len: usize,
@@ -107,10 +107,10 @@ impl Shape {
         start + slot * words..start + (slot + 1) * words
     }
 
-    /// The bucket where a search for an id begins, and the bits that stand in its index word.
+    /// The first bucket of a search for an id, and the bits in its index word.
     pub(crate) fn place(&self, id: BlockId) -> (usize, u64) {
         let [low, high] = halves(id);
-        // Ids are parts of hashes; the products only spread those that somebody made by hand.
+        // Ids are parts of hashes; the products only spread hand-made ones.
         let mut hash =
             low.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ high.wrapping_mul(0xc2b2_ae3d_27d4_eb4f);
         hash ^= hash >> 29;
@@ -144,7 +144,7 @@ impl Shape {
         words
     }
 
-    /// Reads a header; `None` unless every word of it is as this version would write it.
+    /// Parses a header; `None` unless every word is as this version writes it.
     pub(crate) fn parse(words: &[u64; HEADER_WORDS]) -> Option<Self> {
         let mut namespace = [0; 32];
         for (bytes, word) in namespace.chunks_exact_mut(WORD).zip(&words[2..6]) {
@@ -157,7 +157,7 @@ impl Shape {
             buckets: usize::try_from(words[8]).ok()?,
             nonce: words[11],
         };
-        // Small enough to be computed with, then compared word by word.
+        // Bounded first, for safe arithmetic, then compared word by word.
         let sane = words[6] <= u64::from(u32::MAX)
             && words[7] <= u64::from(u32::MAX / 4)
             && shape.buckets == (2 * shape.slots).next_power_of_two()

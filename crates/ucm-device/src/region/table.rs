@@ -1,4 +1,4 @@
-//! Finding and copying records of a region without a lock, as every reader does it, its writer too.
+//! Lock-free search and copy of a region's records, for readers and the writer.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -8,18 +8,18 @@ use ucm_infra::seqlock::{self, AtomicU64};
 
 use super::shape::{ENTRY, MOVES, Shape, halves, whole};
 
-/// Times a search or a copy is tried when the writer was at work there meanwhile.
+/// Attempts of a search or copy that overlaps with a write.
 const AGAIN: usize = 4;
 
-/// Most buckets that a search of a region of another process looks at. In an index that is half
-/// full at most, as ours are, a name lies further away once in 10^12 regions of 2^30 slots; one
-/// that is full would have a search look at all of it.
+/// Most buckets of a search in another process's region. In an index at most half full, as ours
+/// are, a name lies further away once in 10^12 regions of 2^30 slots. In a full index a search
+/// would read all of it.
 pub(crate) const MOST_PROBES: usize = 256;
 
 /// Bytes of a word.
 const WORD: usize = size_of::<u64>();
 
-/// A record that was there a moment ago.
+/// A found record, as of a moment ago.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Found {
     pub(crate) id: BlockId,
@@ -29,13 +29,13 @@ pub(crate) struct Found {
     generation: u64,
 }
 
-/// The words of a region with its sizes. Whatever stands in the words, nothing here reads past them
-/// or panics.
+/// The words of a region with its sizes. No content of the words makes this read past them or
+/// panic.
 #[derive(Clone, Copy)]
 pub(crate) struct Table<'a> {
     pub(crate) words: &'a [AtomicU64],
     pub(crate) shape: &'a Shape,
-    /// Most buckets that a search looks at.
+    /// Most buckets of a search.
     pub(crate) probes: usize,
 }
 
@@ -67,8 +67,7 @@ impl<'a> Table<'a> {
         self.words.get(self.shape.record(slot))
     }
 
-    /// The buckets of an id in the order in which they are searched, with the bits its index word
-    /// has.
+    /// The buckets of an id in search order, with the bits of its index word.
     pub(crate) fn search(&self, id: BlockId) -> (impl Iterator<Item = usize> + use<>, u64) {
         let (first, tag) = self.shape.place(id);
         let buckets = self.shape.buckets;
@@ -78,7 +77,7 @@ impl<'a> Table<'a> {
         )
     }
 
-    /// The record of an id, if it is there now.
+    /// The record of an id, if it exists now.
     pub(crate) fn find(&self, id: BlockId) -> Option<Found> {
         let moves = self.moves()?;
         for _ in 0..AGAIN {
@@ -86,7 +85,7 @@ impl<'a> Table<'a> {
             if let Some(found) = self.find_once(id) {
                 return Some(found);
             }
-            // Not there; unless index words were being moved, when it may have been passed by.
+            // Not found; while index words were being moved, it may have been missed.
             if before.is_some_and(|before| seqlock::unchanged(moves, before)) {
                 return None;
             }
@@ -115,7 +114,7 @@ impl<'a> Table<'a> {
         self.words.get(MOVES)
     }
 
-    /// What the slot of an index word holds, if it is whole.
+    /// The record in the slot of an index word, if it is complete.
     fn look(&self, word: u64) -> Option<Found> {
         let slot = slot_of(word)?;
         let entry = self.entry(slot)?;
@@ -137,18 +136,18 @@ impl<'a> Table<'a> {
         (whole && len <= self.shape.record_len).then_some(found)
     }
 
-    /// Copies a record to the start of `out`; its length, or `None` if it is not there, went
-    /// meanwhile, or is longer than `out`. The bytes are those its writer put there; whether they
-    /// are right their checksums say.
+    /// Copies a record to the start of `out`. Returns its length, or `None` if it does not exist,
+    /// was removed during the copy, or is longer than `out`. The bytes are the writer's; their
+    /// checksums must be verified.
     pub(crate) fn copy_out(&self, id: BlockId, out: &mut [u8]) -> Option<usize> {
         let whole = 0..out.len();
         let len = self.copy_parts(id, &[whole], out)?;
         (len <= out.len()).then_some(len)
     }
 
-    /// Copies parts of a record, as far as it goes, each to where it lies in the whole; the
-    /// record's length, or `None` if it is not there, went meanwhile, or `out` is too short. Parts
-    /// begin at words. The bytes are all of one record, those its writer put there.
+    /// Copies parts of a record, up to its end, each to its offset in the record. Returns the
+    /// record's length, or `None` if it does not exist, was removed during the copy, or `out` is
+    /// too short. Parts begin at words. All bytes are of one record of the writer.
     pub(crate) fn copy_parts(
         &self,
         id: BlockId,
@@ -172,14 +171,13 @@ impl<'a> Table<'a> {
         None
     }
 
-    /// Every record that has a name now; one whose index word is being moved may come twice or not.
+    /// Every named record; one whose index word is being moved may appear twice or not at all.
     pub(crate) fn iter(self) -> impl Iterator<Item = Found> + use<'a> {
         let buckets = 0..self.shape.buckets;
         buckets.filter_map(move |bucket| self.look(self.bucket(bucket)?.load(Ordering::Acquire)))
     }
 
-    /// Gives a slot a name in the index, in place of slot `instead` if it had this name. The writer
-    /// only.
+    /// Enters a slot in the index, in place of slot `instead` if that had the name. Writer only.
     pub(crate) fn name(&self, id: BlockId, slot: usize, instead: Option<usize>) {
         let (buckets, tag) = self.search(id);
         let old = instead.map_or(0, |old| index_word(tag, old));
@@ -189,11 +187,11 @@ impl<'a> Table<'a> {
         }
     }
 
-    /// Takes the name of a slot away. The writer only.
+    /// Removes a slot from the index. Writer only.
     ///
-    /// No mark is left behind: what a search would no longer reach is moved up, so searches stay as
-    /// short as if the name had never been there. A word is stored in its new place before its old
-    /// one is given to the next, and the generation of the index tells readers that passed by.
+    /// There are no tombstones: words that a search would no longer reach are moved up, so searches
+    /// stay as short as if the name had never existed. A word is stored in its new place before its
+    /// old one is reused, and the generation of the index tells readers to search again.
     pub(crate) fn unname(&self, id: BlockId, slot: usize) {
         let (mut buckets, tag) = self.search(id);
         let load = |bucket: usize| {
@@ -219,7 +217,8 @@ impl<'a> Table<'a> {
             if word == 0 {
                 break;
             }
-            // Where a search for it begins: it may move up to the hole unless that lies before.
+            // The first bucket of its search: the word may move up to the hole unless the hole lies
+            // before that.
             let home = self
                 .look(word)
                 .map_or(next, |found| self.shape.place(found.id).0);

@@ -1,4 +1,4 @@
-//! A region that another process writes, mapped read-only.
+//! A region of another process, mapped read-only.
 
 use std::ops::Range;
 use std::os::fd::OwnedFd;
@@ -14,7 +14,7 @@ use super::table::{MOST_PROBES, Table};
 use crate::fork::hold_forks;
 
 /// A region of another process (or of another store of this one), for reading. Its memory stays
-/// mapped when its writer dies; [`super::Registry::scan`] says when it counts no more.
+/// mapped after its writer died; [`super::Registry::scan`] then no longer returns it.
 #[derive(Debug)]
 pub struct RegionView {
     mapping: Mapping,
@@ -23,8 +23,8 @@ pub struct RegionView {
 }
 
 impl RegionView {
-    /// Maps what a registry file names. `Foreign` when it is not (or no longer) there as announced,
-    /// `Io` when the system does not let us in.
+    /// Maps the region of a registry file. `Foreign` if it is not (or no longer) as announced, `Io`
+    /// if the system denies access.
     pub(crate) fn attach(notice: &Notice) -> Result<Self> {
         let path = format!("/proc/{}/fd/{}", notice.pid, notice.fd);
         let refused = |errno: rustix::io::Errno, what: &'static str| {
@@ -32,8 +32,7 @@ impl RegionView {
         };
         let wanted = format!("/memfd:{} (deleted)", memfd_name(notice.nonce));
         let link = readlink(path.as_str(), Vec::new());
-        let link =
-            link.map_err(|errno| refused(errno, "a region's descriptor cannot be looked at"))?;
+        let link = link.map_err(|errno| refused(errno, "a region's descriptor cannot be read"))?;
         if link.to_bytes() != wanted.as_bytes() {
             let text = "the process number of a region is another process's by now, or of another \
                         container";
@@ -70,20 +69,21 @@ impl RegionView {
         })
     }
 
-    /// Whether a record is there.
+    /// True if it has the record.
     pub fn contains(&self, id: BlockId) -> bool {
         self.table().find(id).is_some()
     }
 
-    /// Copies a record to the start of `out` and tells its length; `None` if it is not there, went
-    /// meanwhile, or is longer than `out`. A hint: whether the bytes are right their checksums say.
+    /// Copies a record to the start of `out` and returns its length; `None` if it does not exist,
+    /// was removed during the copy, or is longer than `out`. The checksums of the bytes must be
+    /// verified.
     pub fn copy_out(&self, id: BlockId, out: &mut [u8]) -> Option<usize> {
         self.table().copy_out(id, out)
     }
 
-    /// Copies parts of a record, as far as it goes, each to where it lies in the whole, and tells
-    /// the record's length; `None` if it is not there, went meanwhile, or a part does not fit
-    /// `out`. Parts begin at multiples of 8. A hint like [`RegionView::copy_out`].
+    /// Copies parts of a record, up to its end, each to its offset in the record, and returns the
+    /// record's length; `None` if it does not exist, was removed during the copy, or a part does
+    /// not fit `out`. Parts begin at multiples of 8. Verify as for [`RegionView::copy_out`].
     pub fn copy_parts(&self, id: BlockId, parts: &[Range<usize>], out: &mut [u8]) -> Option<usize> {
         self.table().copy_parts(id, parts, out)
     }
@@ -96,7 +96,7 @@ impl RegionView {
             .collect()
     }
 
-    /// The number that tells this region from every other.
+    /// The number that identifies this region.
     pub fn nonce(&self) -> u64 {
         self.shape.nonce
     }

@@ -1,4 +1,4 @@
-//! Addresses that callers name, as pairs of spans.
+//! Converts addresses from callers to pairs of spans.
 #![allow(
     unsafe_code,
     reason = "the callers of these functions vouch for the addresses"
@@ -10,7 +10,7 @@ use ucm_core::{Error, Result};
 
 use crate::span::{DeviceSpan, HostSpan};
 
-/// Where the host's side of each piece is.
+/// The host's side of each piece.
 #[derive(Clone, Copy, Debug)]
 pub enum Sides<'a> {
     /// Each at an address of its own.
@@ -20,12 +20,11 @@ pub enum Sides<'a> {
 }
 
 /// Pieces of `size` bytes at these addresses of a device, each with its side on the host.
-/// `InvalidInput`, which names the piece, for an address that is null or whose end wraps around,
-/// for no piece, no byte, and sides that are not equally many.
+/// `InvalidInput`, with the piece, for a null address, an end that wraps around, no pieces, zero
+/// bytes, or different numbers of addresses on the two sides.
 ///
-/// # Safety
-/// [`DeviceSpan::new`] and [`HostSpan::new`] say what must hold of each address and the `size`
-/// bytes from it on.
+/// # Safety The conditions of [`DeviceSpan::new`] and [`HostSpan::new`] hold for the `size` bytes
+/// at each address.
 pub unsafe fn pairs(
     device: &[u64],
     host: Sides<'_>,
@@ -72,12 +71,11 @@ pub unsafe fn pairs(
     Ok(pairs)
 }
 
-/// The `count` addresses of an array that begins at `array`. `InvalidInput` for a null address, and
-/// for none or more than fit into the address space.
+/// The `count` addresses of an array at `array`. `InvalidInput` for a null address, a count of
+/// zero, or one beyond the address space.
 ///
-/// # Safety
-/// So many words of 8 bytes are readable there and no one writes to them meanwhile; they need no
-/// alignment.
+/// # Safety `count` words of 8 bytes are readable there and are not written during the call; they
+/// need no alignment.
 pub unsafe fn addresses_at(array: u64, count: usize) -> Result<Vec<u64>> {
     let bytes = (count as u64)
         .checked_mul(8)

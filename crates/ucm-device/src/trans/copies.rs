@@ -1,4 +1,4 @@
-//! A stream whose asynchronous copies tell of their failures when it is synchronized.
+//! A stream that reports failures of its asynchronous copies when it is synchronized.
 
 use std::any::Any;
 use std::fmt;
@@ -12,15 +12,15 @@ use crate::device::Stream;
 use crate::span::{DeviceSpan, HostSpan};
 use crate::transfer::Direction;
 
-/// Copies in order, between a device and places of this process's memory.
+/// Copies in order, between a device and memory of this process.
 pub struct Copies {
     stream: Box<dyn Stream>,
-    /// The first failure of an asynchronous copy that no one was told of yet.
+    /// The first unreported failure of an asynchronous copy.
     failed: Arc<Mutex<Option<Error>>>,
 }
 
 impl Copies {
-    /// Over a stream of its own.
+    /// Copies over a stream of their own.
     pub fn new(stream: Box<dyn Stream>) -> Self {
         Self {
             stream,
@@ -28,8 +28,8 @@ impl Copies {
         }
     }
 
-    /// Copies, and returns when the bytes have moved; what was submitted before ends first. Errors
-    /// as of [`Stream::transfer`].
+    /// Copies, and returns when the bytes have moved, after all earlier work. Errors as of
+    /// [`Stream::transfer`].
     pub fn transfer(
         &mut self,
         direction: Direction,
@@ -38,8 +38,8 @@ impl Copies {
         self.stream.transfer(direction, pairs)
     }
 
-    /// Begins to copy; `kept` is let go of when that is over. `Busy` when the queue is full; how
-    /// the copy ended is told by [`Copies::synchronize`] and [`Copies::callback`].
+    /// Begins to copy; `kept` is dropped when that is over. `Busy` if the queue is full;
+    /// [`Copies::synchronize`] and [`Copies::callback`] report the result of the copy.
     pub fn transfer_async(
         &mut self,
         direction: Direction,
@@ -56,9 +56,9 @@ impl Copies {
         self.stream.transfer_async(direction, pairs, Box::new(done))
     }
 
-    /// Calls `call` on the stream's thread when everything submitted before has ended, with whether
-    /// no copy has failed since the stream was last synchronized. It must not block. `Busy` when
-    /// the queue is full; then it is dropped without a call.
+    /// Calls `call` on the stream's thread when all earlier work has ended, with true if no copy
+    /// has failed since the last synchronization. It must not block. `Busy` if the queue is full;
+    /// then it is dropped without a call.
     pub fn callback(&mut self, call: impl FnOnce(bool) + Send + 'static) -> Result<()> {
         let failed = Arc::clone(&self.failed);
         self.stream.callback(Box::new(move || {
@@ -67,8 +67,8 @@ impl Copies {
         }))
     }
 
-    /// Waits until everything submitted has ended, and gives the first failure of an asynchronous
-    /// copy since the last time; `Timeout` when `deadline` comes first (`None`: for ever).
+    /// Waits until all submitted work has ended, and returns the first failure of an asynchronous
+    /// copy since the last call; `Timeout` at `deadline` (`None`: for ever).
     pub fn synchronize(&mut self, deadline: Option<MonotonicTime>) -> Result<()> {
         self.stream.synchronize(deadline)?;
         self.failed.lock().take().map_or(Ok(()), Err)

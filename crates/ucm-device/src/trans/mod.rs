@@ -1,5 +1,5 @@
-//! Copies for callers that name addresses: streams whose copies need no slot, and buffers from
-//! pools. What `ucm.trans` of Python is made of.
+//! Copies by address: streams whose copies need no slot, and buffers from pools. The basis of
+//! Python's `ucm.trans`.
 //!
 //! ```
 //! use ucm_device::trans::{Copies, Place, Pools, Sides, pairs};

@@ -1,4 +1,4 @@
-//! Buffers on a device and on the host, alone or from pools that never grow by themselves.
+//! Buffers on a device and on the host, single or from pools of fixed size.
 
 use std::any::Any;
 use std::collections::{BTreeMap, HashMap};
@@ -27,7 +27,7 @@ pub enum Place {
     Host,
 }
 
-/// Where buffers of one device come from.
+/// The source of one device's buffers.
 pub struct Pools {
     device: Arc<dyn Device>,
     clock: Arc<dyn Clock>,
@@ -51,8 +51,8 @@ struct Part {
     at: usize,
 }
 
-/// Some bytes on the device or the host, the caller's until it is dropped: then they go back to
-/// their pool, if they are of one, and are freed otherwise.
+/// Some bytes on the device or the host, owned by the caller. On drop they return to their pool, if
+/// they have one, or are freed.
 pub struct Buffer {
     part: Part,
     len: usize,
@@ -72,14 +72,14 @@ impl Buffer {
         self.part.memory.address() + self.part.at as u64
     }
 
-    /// How many bytes may be used.
+    /// Usable bytes.
     #[allow(clippy::len_without_is_empty, reason = "there is always at least one")]
     pub fn len(&self) -> usize {
         self.len
     }
 }
 
-/// In a forked child nothing goes back: a thread that the child does not have may hold the pool's
+/// In a forked child nothing returns: a thread that the child does not have may hold the pool's
 /// lock.
 impl Drop for Buffer {
     fn drop(&mut self) {
@@ -97,7 +97,7 @@ impl fmt::Debug for Buffer {
 }
 
 impl Pools {
-    /// None at first, of this device; waits are measured on `clock`.
+    /// No pools yet, for this device; waits use `clock`.
     pub fn new(device: Arc<dyn Device>, clock: Arc<dyn Clock>) -> Self {
         Self {
             device,
@@ -107,8 +107,8 @@ impl Pools {
         }
     }
 
-    /// A buffer of `size` bytes that is of no pool. `InvalidInput` for none, `NoSpace` or `Io`
-    /// where there is not so much.
+    /// A buffer of `size` bytes outside of pools. `InvalidInput` for zero, `NoSpace` or `Io`
+    /// without enough memory.
     pub fn make(&self, place: Place, size: usize) -> Result<Buffer> {
         let memory = self.memory(place, size)?;
         Ok(Buffer {
@@ -148,9 +148,9 @@ impl Pools {
         Ok(())
     }
 
-    /// A buffer of at least `size` bytes from the pool of the smallest that hold so many. One that
-    /// is empty is waited for: `Timeout` when `deadline` comes first (`None`: for ever).
-    /// `InvalidInput` where no pool has buffers so large.
+    /// A buffer of at least `size` bytes from the pool with the smallest sufficient size. Waits if
+    /// the pool is empty: `Timeout` at `deadline` (`None`: for ever). `InvalidInput` if no pool has
+    /// large enough buffers.
     pub fn get(
         &self,
         place: Place,
@@ -180,16 +180,16 @@ impl Pools {
                 });
             }
             if deadline.is_some_and(|deadline| self.clock.now() >= deadline) {
-                let late = "no buffer came back to the pool in time; give some back or make more";
+                let late = "no buffer was returned to the pool in time; return some or make more";
                 return Err(Error::new(ErrorKind::Timeout, late).with("size", len));
             }
             self.clock.sleep(&pool.came_back, seen, deadline);
         }
     }
 
-    /// Pins a range of this process's memory until [`Pools::unregister`] is told its first address,
-    /// or these pools end. `InvalidInput` for a range that begins where another one does; other
-    /// errors as of [`Device::register`].
+    /// Pins a range of this process's memory until [`Pools::unregister`] is called with its first
+    /// address, or these pools are dropped. `InvalidInput` if a registered range begins at the same
+    /// address; other errors as of [`Device::register`].
     pub fn register(&self, host: HostSpan) -> Result<()> {
         let mut registered = self.registered.lock();
         if registered.contains_key(&host.addr()) {
@@ -200,8 +200,8 @@ impl Pools {
         Ok(())
     }
 
-    /// Ends what [`Pools::register`] began at this address; no copy may use the range any more.
-    /// `InvalidInput` where nothing was.
+    /// Unpins the range that [`Pools::register`] pinned at this address; no copy may use it any
+    /// more. `InvalidInput` if there is none.
     pub fn unregister(&self, address: u64) -> Result<()> {
         let ended = self.registered.lock().remove(&address);
         ended.map(drop).ok_or_else(|| {
@@ -320,7 +320,7 @@ mod tests {
         pools.fill(Place::Host, 64, 1).unwrap();
         let mut held = Some(pools.get(Place::Host, 64, None).unwrap());
         let pool = Arc::clone(pools.pools.lock()[Place::Host as usize].get(&64).unwrap());
-        let locked = pool.free.lock(); // as by another thread at that moment
+        let locked = pool.free.lock(); // as another thread would hold it
         let status = in_child(|| held.take().is_some());
         drop(locked);
         assert_eq!(status, 0, "how the child ended");

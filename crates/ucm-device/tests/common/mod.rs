@@ -23,7 +23,7 @@ use ucm_device::{
 };
 use ucm_infra::{Clock, SystemClock};
 
-/// What [`Driver::bytes`] and [`Driver::live`] count.
+/// Kinds counted by [`Driver::bytes`] and [`Driver::live`].
 pub(crate) const TO_DEVICE: c_int = 0;
 pub(crate) const TO_HOST: c_int = 1;
 pub(crate) const ALLOCATIONS: c_int = 0;
@@ -37,7 +37,7 @@ pub(crate) const FIRST_STREAMS: c_int = 6;
 /// The loaded driver.
 pub(crate) struct Driver(Library);
 
-/// The driver while no other test of the process has it.
+/// The driver, used by one test of the process at a time.
 pub(crate) struct Alone(MutexGuard<'static, ()>);
 
 impl Deref for Alone {
@@ -48,8 +48,8 @@ impl Deref for Alone {
     }
 }
 
-/// Where cargo puts the driver, which it builds with the tests: beside or one above the test's own
-/// program.
+/// Path of the driver, which cargo builds with the tests: beside the test program or one directory
+/// above.
 fn path() -> PathBuf {
     let program = std::env::current_exe().unwrap();
     let found = program
@@ -61,8 +61,8 @@ fn path() -> PathBuf {
 }
 
 impl Driver {
-    /// Puts it in the place of the driver, before any device is opened. Its state is the process's:
-    /// a test has it alone.
+    /// Replaces the driver, before any device is opened. Its state is global to the process, so one
+    /// test uses it at a time.
     pub(crate) fn load() -> Alone {
         static ALONE: Mutex<()> = Mutex::new(());
         Alone(ALONE.lock())
@@ -71,8 +71,7 @@ impl Driver {
     fn of_process() -> &'static Self {
         static LOADED: OnceLock<Driver> = OnceLock::new();
         LOADED.get_or_init(|| {
-            // SAFETY: before anything else of this test begins a thread; every test file does this
-            // first.
+            // SAFETY: before this test starts any thread; every test file does this first.
             unsafe { std::env::set_var("UCM_TEST_DRIVER", path()) };
             // SAFETY: our own library.
             Self(unsafe { Library::new(path()) }.unwrap())
@@ -81,11 +80,11 @@ impl Driver {
 
     /// A function of it.
     fn function<F: Copy>(&self, name: &CStr) -> F {
-        // SAFETY: the callers below name functions with the types that the driver gives them.
+        // SAFETY: the callers below use the driver's function types.
         *unsafe { self.0.get::<F>(name.to_bytes_with_nul()) }.unwrap()
     }
 
-    /// Lets the `nth` call from now on of a function answer an error.
+    /// Makes the `nth` call of a function from now on return an error.
     pub(crate) fn fail(&self, function: &str, nth: u64, code: c_int) {
         let fail: unsafe extern "C" fn(*const c_char, u64, c_int) = self.function(c"softcuda_fail");
         let name = CString::new(function).unwrap();
@@ -93,12 +92,12 @@ impl Driver {
         unsafe { fail(name.as_ptr(), nth, code) }
     }
 
-    /// Lets so many calls from the `nth` one on answer an error.
+    /// Makes `count` calls from the `nth` one on return an error.
     pub(crate) fn fail_times(&self, function: &str, nth: u64, times: u64, code: c_int) {
         (nth..nth + times).for_each(|nth| self.fail(function, nth, code));
     }
 
-    /// Calls of a function go no further, or all do again.
+    /// Calls of a function block, or all continue.
     pub(crate) fn block(&self, function: Option<&CStr>) {
         let block: unsafe extern "C" fn(*const c_char) = self.function(c"softcuda_block");
         // SAFETY: reads the name during the call, or null, which ends it.
@@ -112,28 +111,28 @@ impl Driver {
         unsafe { it(device, code) }
     }
 
-    /// No call fails any more.
+    /// Ends all failures.
     pub(crate) fn mend(&self) {
         let mend: unsafe extern "C" fn() = self.function(c"softcuda_mend");
         // SAFETY: no arguments.
         unsafe { mend() }
     }
 
-    /// Lets copies by a function, or launches of a kernel, write wrong bytes.
+    /// Makes copies by a function, or launches of a kernel, write wrong bytes.
     pub(crate) fn corrupt(&self, name: &CStr) {
         let corrupt: unsafe extern "C" fn(*const c_char) = self.function(c"softcuda_corrupt");
         // SAFETY: reads the name during the call.
         unsafe { corrupt(name.as_ptr()) }
     }
 
-    /// Nothing writes wrong bytes any more.
+    /// Ends all wrong bytes.
     pub(crate) fn sound(&self) {
         let corrupt: unsafe extern "C" fn(*const c_char) = self.function(c"softcuda_corrupt");
         // SAFETY: null ends it.
         unsafe { corrupt(null()) }
     }
 
-    /// No stream begins anything more.
+    /// Holds all streams.
     pub(crate) fn hold(&self) {
         let hold: unsafe extern "C" fn(*mut c_void) = self.function(c"softcuda_hold");
         // SAFETY: null is all streams.
@@ -146,7 +145,7 @@ impl Driver {
         unsafe { release(null_mut()) }
     }
 
-    /// Whether new allocations lie side by side.
+    /// Sets whether new allocations are adjacent.
     pub(crate) fn side_by_side(&self, on: bool) {
         let side_by_side: unsafe extern "C" fn(u32) = self.function(c"softcuda_side_by_side");
         // SAFETY: a number.
@@ -190,7 +189,7 @@ impl Driver {
         context
     }
 
-    /// Takes this thread's contexts from it.
+    /// Removes this thread's contexts.
     pub(crate) fn clear_current(&self) {
         let set: unsafe extern "C" fn(usize) -> c_int = self.function(c"cuCtxSetCurrent");
         while self.current() != 0 {
@@ -199,8 +198,8 @@ impl Driver {
         }
     }
 
-    /// Begins the capture of a graph by this thread, in the primary context of the first device, in
-    /// the way that forbids most to others. The stream.
+    /// Begins a graph capture by this thread, in the primary context of the first device, in the
+    /// strictest mode. Returns the stream.
     pub(crate) fn begin_capture(&self) -> usize {
         let make: unsafe extern "C" fn(*mut usize, u32) -> c_int = self.function(c"cuStreamCreate");
         let begin: unsafe extern "C" fn(usize, u32) -> c_int =
@@ -212,7 +211,7 @@ impl Driver {
         stream
     }
 
-    /// Ends it; 0 where nothing disturbed it.
+    /// Ends it; 0 if nothing disturbed it.
     pub(crate) fn end_capture(&self, stream: usize) -> c_int {
         let end: unsafe extern "C" fn(usize, *mut usize) -> c_int =
             self.function(c"cuStreamEndCapture");
@@ -224,14 +223,14 @@ impl Driver {
         answer
     }
 
-    /// Calls a function of ACL's, or another, that takes and gives numbers.
+    /// Calls a function of ACL, or another, with numbers as arguments and result.
     pub(crate) fn call<A, B>(&self, function: &CStr, first: A, second: B) -> c_int {
         let it: unsafe extern "C" fn(A, B) -> c_int = self.function(function);
         // SAFETY: the tests name functions of these types, with pointers to variables of theirs.
         unsafe { it(first, second) }
     }
 
-    /// What a runtime shaped as CUDA's keeps as this thread's last error; the others keep none.
+    /// This thread's last error in a runtime of CUDA's shape; others have none.
     pub(crate) fn last_error(&self, vendor: &str) -> Option<c_int> {
         let name = match vendor {
             "hip" => c"hipGetLastError",
@@ -251,7 +250,7 @@ impl Driver {
         unsafe { now() }
     }
 
-    /// Whether calls and copies cost what they do on an H100.
+    /// Sets whether calls and copies have the costs of an H100.
     pub(crate) fn model(&self, on: bool) {
         let model: unsafe extern "C" fn(c_int) = self.function(c"softcuda_model");
         // SAFETY: a number.
@@ -280,8 +279,7 @@ impl Driver {
         Memory { address, len }
     }
 
-    /// An event of the caller's, recorded on a stream of theirs behind work that [`Driver::hold`]
-    /// keeps.
+    /// An event of the caller, recorded on its own stream behind work held by [`Driver::hold`].
     pub(crate) fn recorded_event(&self, memory: &Memory) -> u64 {
         let (mut stream, mut event) = (null_mut::<c_void>(), null_mut::<c_void>());
         let make: unsafe extern "C" fn(*mut *mut c_void, u32) -> c_int =
@@ -292,7 +290,7 @@ impl Driver {
             self.function(c"cuMemsetD8Async");
         let record: unsafe extern "C" fn(*mut c_void, *mut c_void) -> c_int =
             self.function(c"cuEventRecord");
-        // SAFETY: the memory is the test's; each call writes one handle or none.
+        // SAFETY: the test owns the memory; each call writes one handle or none.
         let answers = unsafe {
             [
                 make(&raw mut stream, 1),
@@ -315,8 +313,8 @@ pub(crate) struct Memory {
 impl Memory {
     pub(crate) fn span(&self, at: usize, len: usize) -> DeviceSpan {
         assert!(at + len <= self.len);
-        // SAFETY: inside the memory, which the test keeps until all work ended and does not touch
-        // meanwhile.
+        // SAFETY: inside the memory, which the test keeps and does not touch until all work has
+        // ended.
         unsafe { DeviceSpan::new(self.address + at as u64, len as u64) }
     }
 
@@ -324,7 +322,7 @@ impl Memory {
         assert_eq!(bytes.len(), self.len);
         let write: unsafe extern "C" fn(u64, *const u8, usize) =
             Driver::of_process().function(c"softcuda_write");
-        // SAFETY: as many bytes as there are.
+        // SAFETY: within the length of both.
         unsafe { write(self.address, bytes.as_ptr(), bytes.len()) }
     }
 
@@ -332,7 +330,7 @@ impl Memory {
         let mut bytes = vec![0; self.len];
         let read: unsafe extern "C" fn(u64, *mut u8, usize) =
             Driver::of_process().function(c"softcuda_read");
-        // SAFETY: as many bytes as there is room for.
+        // SAFETY: within the length of both.
         unsafe { read(self.address, bytes.as_mut_ptr(), bytes.len()) };
         bytes
     }
@@ -375,7 +373,7 @@ pub(crate) fn copy_on(device: &dyn Device) {
     assert_eq!(*buffer, [9; 64]);
 }
 
-/// Waits for what comes about on another thread.
+/// Waits for a condition that another thread makes true.
 #[track_caller]
 pub(crate) fn eventually(what: &str, mut is: impl FnMut() -> bool) {
     let until = Instant::now() + Duration::from_secs(60);
@@ -385,8 +383,8 @@ pub(crate) fn eventually(what: &str, mut is: impl FnMut() -> bool) {
     }
 }
 
-/// Runs `act` on a thread of its own while all streams are held, until a stream of the device is
-/// waited for.
+/// Runs `act` on a thread of its own while all streams are held, until it waits for a stream of the
+/// device.
 pub(crate) fn while_held<T: Send>(
     driver: &Driver,
     device: &str,
@@ -418,7 +416,7 @@ pub(crate) struct Caller<'a> {
 }
 
 impl<'a> Caller<'a> {
-    /// One that begins nothing until it may [`Caller::go`].
+    /// A stream that begins no work until [`Caller::go`].
     pub(crate) fn held(driver: &'a Driver) -> Self {
         let make: unsafe extern "C" fn(*mut usize, u32) -> c_int =
             driver.function(c"cuStreamCreate");
@@ -472,7 +470,7 @@ impl Drop for Caller<'_> {
         let destroy: unsafe extern "C" fn(usize) -> c_int =
             self.driver.function(c"cuStreamDestroy_v2");
         self.go();
-        // SAFETY: a stream of this alone.
+        // SAFETY: a stream owned by this value.
         unsafe { destroy(self.stream) };
     }
 }
@@ -487,7 +485,7 @@ pub(crate) fn wait_late(event: &Arc<dyn Event>, ms: u64) -> Error {
     waiting.join().unwrap().unwrap_err()
 }
 
-/// Numbers that differ from seed to seed.
+/// Pseudo-random numbers from a seed.
 pub(crate) struct Random(u64);
 
 impl Random {

@@ -1,5 +1,5 @@
-//! The functions of the table, in the order of the header. Each reads what C passed, calls the
-//! engine and writes what it found; nothing is written when a call fails.
+//! The functions of the table, in the order of the header. Each reads C's arguments, calls the
+//! engine and writes the result; a failed call writes nothing.
 
 use std::ffi::{c_char, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,7 +10,7 @@ use ucm_store::engine::{Pieces, Row, RowSides, Until};
 
 use super::{LAST_ERROR, OK, OWN_DEADLINE, Open, PENDING, run};
 
-/// `count` items at `data`, which may be null when there are none.
+/// `count` items at `data`, which may be null if `count` is 0.
 ///
 /// # Safety
 /// `data` is null, or `count` items can be read there until the call returns.
@@ -28,7 +28,7 @@ unsafe fn items<'a, T>(data: *const T, count: usize, name: &'static str) -> Resu
     Ok(unsafe { std::slice::from_raw_parts(data, count) })
 }
 
-/// Ids that lie one after the other.
+/// Contiguous ids.
 ///
 /// # Safety
 /// As for [`items`], with 16 bytes each.
@@ -54,7 +54,7 @@ unsafe fn out<'a, T>(target: *mut T, name: &'static str) -> Result<&'a mut T> {
         return Err(Error::invalid("a pointer is null or not aligned").with("argument", name));
     }
     // SAFETY: not null, aligned; the caller vouches for the rest. Only numbers are written, and
-    // none is read.
+    // nothing is read.
     Ok(unsafe { &mut *target })
 }
 
@@ -73,7 +73,7 @@ pub(super) unsafe extern "C" fn lookup(
     found: *mut u8,
 ) -> i32 {
     run(store, |open| {
-        // SAFETY: the header asks for `count` ids of 16 bytes.
+        // SAFETY: the header requires `count` ids of 16 bytes.
         let ids = unsafe { ids(block_ids, count) }?;
         if count > 0 && found.is_null() {
             return Err(
@@ -81,7 +81,7 @@ pub(super) unsafe extern "C" fn lookup(
             );
         }
         for (at, present) in open.engine.lookup(&ids)?.into_iter().enumerate() {
-            // SAFETY: the header asks for room for `count` bytes; there are as many answers as ids.
+            // SAFETY: the header requires space for `count` bytes; there is one result for each id.
             unsafe { found.add(at).write(u8::from(present)) };
         }
         Ok(OK)
@@ -95,7 +95,7 @@ pub(super) unsafe extern "C" fn lookup_on_prefix(
     present: *mut usize,
 ) -> i32 {
     run(store, |open| {
-        // SAFETY: the header asks for `count` ids of 16 bytes, and for a place for one number.
+        // SAFETY: the header requires `count` ids of 16 bytes, and space for one number.
         let (ids, present) = unsafe { (ids(block_ids, count)?, out(present, "present")?) };
         *present = open.engine.lookup_on_prefix(&ids)?;
         Ok(OK)
@@ -104,9 +104,8 @@ pub(super) unsafe extern "C" fn lookup_on_prefix(
 
 /// The rows of a load or dump.
 ///
-/// # Safety
-/// `rows` ids and shard indices and `rows` × `pieces` addresses can be read until the call returns;
-/// every address is that of memory of its piece's size which stays valid until the task has ended.
+/// # Safety `rows` ids and shard indices and `rows` × `pieces` addresses can be read until the call
+/// returns; at every address, memory of its piece's size stays valid until the task has ended.
 unsafe fn rows_of(
     open: &Open,
     block_ids: *const u8,
@@ -168,7 +167,7 @@ pub(super) unsafe extern "C" fn load(
     task: *mut u64,
 ) -> i32 {
     run(store, |open| {
-        // SAFETY: the header asks for what `rows_of` asks for, and for a place for one number.
+        // SAFETY: the header has the requirements of `rows_of`, and requires space for one number.
         let (rows, task) = unsafe {
             let rows = rows_of(open, block_ids, shards, addrs, rows, pieces)?;
             (rows, out(task, "task")?)
@@ -189,7 +188,7 @@ pub(super) unsafe extern "C" fn dump(
     task: *mut u64,
 ) -> i32 {
     run(store, |open| {
-        // SAFETY: the header asks for what `rows_of` asks for, and for a place for one number.
+        // SAFETY: the header has the requirements of `rows_of`, and requires space for one number.
         let (rows, task) = unsafe {
             let rows = rows_of(open, block_ids, shards, addrs, rows, pieces)?;
             (rows, out(task, "task")?)
@@ -206,7 +205,7 @@ pub(super) unsafe extern "C" fn check(
     finished: *mut u8,
 ) -> i32 {
     run(store, |open| {
-        // SAFETY: the header asks for a place for one byte.
+        // SAFETY: the header requires space for one byte.
         let finished = unsafe { out(finished, "finished") }?;
         *finished = u8::from(open.task(task)?.check(open.engine.clock(), level(until)?));
         Ok(OK)
@@ -242,7 +241,7 @@ pub(super) unsafe extern "C" fn failures(
     count: *mut usize,
 ) -> i32 {
     run(store, |open| {
-        // SAFETY: the header asks for a place for one number.
+        // SAFETY: the header requires space for one number.
         let count = unsafe { out(count, "count") }?;
         let failed = open.task(task)?.failures();
         if capacity > 0 && (rows.is_null() || codes.is_null()) {
@@ -251,7 +250,7 @@ pub(super) unsafe extern "C" fn failures(
             );
         }
         for (at, (row, error)) in failed.iter().take(capacity).enumerate() {
-            // SAFETY: the header asks for room for `capacity` numbers in each.
+            // SAFETY: the header requires space for `capacity` numbers in each.
             unsafe {
                 rows.add(at).write(*row);
                 codes.add(at).write(error.kind().code());
@@ -270,7 +269,7 @@ pub(super) unsafe extern "C" fn release(store: *mut c_void, task: u64) -> i32 {
     })
 }
 
-/// Copies as much of a text as fits, with a zero behind it; its whole length.
+/// Copies the part of a text that fits, with a final zero. Returns its whole length.
 ///
 /// # Safety
 /// `target` is null, or `capacity` bytes can be written there until the call returns.
@@ -294,7 +293,7 @@ pub(super) unsafe extern "C" fn stats(
     length: *mut usize,
 ) -> i32 {
     run(store, |open| {
-        // SAFETY: the header asks for a place for one number, and for room for `capacity` bytes.
+        // SAFETY: the header requires space for one number and for `capacity` bytes.
         let length = unsafe { out(length, "length") }?;
         let json = open.engine.stats().to_string();
         // SAFETY: as above.
@@ -305,7 +304,7 @@ pub(super) unsafe extern "C" fn stats(
 
 pub(super) unsafe extern "C" fn last_error(text: *mut c_char, capacity: usize) -> usize {
     let copied = catch_unwind(AssertUnwindSafe(|| {
-        // SAFETY: the header asks for room for `capacity` bytes.
+        // SAFETY: the header requires space for `capacity` bytes.
         LAST_ERROR.try_with(|last| unsafe { copy_text(&last.borrow(), text, capacity) })
     }));
     copied.ok().and_then(Result::ok).unwrap_or(0)

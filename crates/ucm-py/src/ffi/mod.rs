@@ -1,10 +1,9 @@
-//! The C table of a store: what `cc_store()` hands to native callers.
-//! `python/ucm/include/ucm_store.h` is its text.
+//! The C table of a store, which `cc_store()` returns to native callers; declared in
+//! `python/ucm/include/ucm_store.h`.
 //!
-//! A table lies in memory that is never freed, because no one can take back an address that was
-//! handed out: a call through the table of a closed store is an error code. The number of tables of
-//! a process is bounded for that reason. No panic leaves a function, and none of them touches
-//! Python.
+//! The memory of a table is never freed, because callers may keep its address: a call through the
+//! table of a closed store returns an error code. So the number of tables of a process is bounded.
+//! No panic leaves a function, and no function uses Python.
 #![allow(
     unsafe_code,
     reason = "functions that C calls take raw pointers, and device addresses are numbers"
@@ -24,19 +23,19 @@ use ucm_core::{Error, ErrorKind, Geometry, Result};
 use ucm_device::DeviceSpan;
 use ucm_store::engine::{Engine, Task};
 
-/// `UCM_STORE_VERSION`: changes when something of the table changes its meaning or place; a longer
-/// table does not.
+/// `UCM_STORE_VERSION`: changes when a field changes its meaning or offset, not when fields are
+/// added.
 const VERSION: u32 = 1;
-/// `UCM_OK` and `UCM_PENDING`: what a call returns that did not fail.
+/// `UCM_OK` and `UCM_PENDING`: results of successful calls.
 const OK: i32 = 0;
 const PENDING: i32 = 1;
-/// `UCM_OWN_DEADLINE`: as long as the store is configured to wait.
+/// `UCM_OWN_DEADLINE`: the store's configured deadline.
 const OWN_DEADLINE: u64 = u64::MAX;
-/// Tables of one process, ever.
+/// Most tables in the life of a process.
 const MAX_TABLES: usize = 65_536;
-/// Tasks of one store that were not released.
+/// Most unreleased tasks of one store.
 const MAX_TASKS: usize = 65_536;
-/// Tells a slot from anything else a caller may pass.
+/// Mark of a slot, which distinguishes it from other addresses.
 const MAGIC: u64 = u64::from_le_bytes(*b"UCMSTORE");
 
 type Lookup = unsafe extern "C" fn(*mut c_void, *const u8, usize, *mut u8) -> i32;
@@ -91,14 +90,14 @@ pub(crate) struct Table {
     last_error: LastError,
 }
 
-/// What the field `store` points to.
+/// The target of the field `store`.
 pub(crate) struct Slot {
     magic: u64,
     pid: u32,
     open: RwLock<Option<Arc<Open>>>,
 }
 
-/// A store that is open.
+/// An open store.
 struct Open {
     engine: Arc<Engine>,
     tasks: Mutex<HashMap<u64, Task>>,
@@ -106,14 +105,13 @@ struct Open {
 }
 
 impl Open {
-    /// Starts a task and gives it a number. Refused before anything was started when too many are
-    /// kept.
+    /// Starts a task and numbers it. Refused, without effect, if too many tasks are kept.
     fn begin(&self, start: impl FnOnce() -> Result<Task>) -> Result<u64> {
         if self.tasks.lock().len() >= MAX_TASKS {
             let error = Error::new(ErrorKind::Busy, "too many tasks were not released");
             return Err(error.with("limit", MAX_TASKS));
         }
-        let task = start()?; // not under the lock: it may take a while
+        let task = start()?; // without the lock, because it may take long
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         self.tasks.lock().insert(number, task);
         Ok(number)
@@ -127,7 +125,7 @@ impl Open {
     }
 }
 
-/// The table of one store: its address for C, and the way to end it.
+/// The table of one store: its address for C, and its end.
 pub(crate) struct Published {
     address: usize,
     slot: &'static Slot,
@@ -189,12 +187,11 @@ impl Published {
         self.address
     }
 
-    /// Every further call is refused; those under way end by themselves. Without effect in a forked
-    /// child.
+    /// Refuses every further call; calls under way finish. Without effect in a forked child.
     pub(crate) fn close(&self) {
         if self.slot.pid == std::process::id() {
             let open = self.slot.open.write().take();
-            drop(open); // not under the lock: it may be the last owner of an engine
+            drop(open); // without the lock, because it may be the last owner of an engine
         }
     }
 }
@@ -204,7 +201,7 @@ thread_local! {
 }
 
 fn remember_error(text: String) {
-    // A thread that is ending has no place for it any more.
+    // A thread that is ending has no thread-local storage any more.
     let _ = LAST_ERROR.try_with(|last| *last.borrow_mut() = text);
 }
 
@@ -214,8 +211,8 @@ fn open(store: *mut c_void) -> Result<Arc<Open>> {
     if slot.is_null() || !slot.is_aligned() {
         return Err(Error::invalid("`store` is not the one of a table"));
     }
-    // SAFETY: the caller passes the `store` of a table, as the header asks. Slots are never freed,
-    // so that of a store which was closed is still one.
+    // SAFETY: the caller passes the `store` of a table, as the header requires. Slots are never
+    // freed, so this also holds for a closed store.
     let slot = unsafe { &*slot };
     if slot.magic != MAGIC {
         return Err(Error::invalid("`store` is not the one of a table"));
@@ -228,7 +225,7 @@ fn open(store: *mut c_void) -> Result<Arc<Open>> {
     open.ok_or_else(|| Error::new(ErrorKind::Closed, "the store is closed"))
 }
 
-/// Runs one call: whatever goes wrong becomes its code, and its text the thread's last error.
+/// Runs one call. Returns a failure as its code, and keeps its text as the thread's last error.
 fn run(store: *mut c_void, work: impl FnOnce(&Open) -> Result<i32>) -> i32 {
     let outcome = catch_unwind(AssertUnwindSafe(|| {
         open(store).and_then(|open| work(&open))
@@ -240,7 +237,7 @@ fn run(store: *mut c_void, work: impl FnOnce(&Open) -> Result<i32>) -> i32 {
             error.kind().code()
         }
         Err(_) => {
-            remember_error("a promise of our own code was broken; please report it".to_owned());
+            remember_error("a bug in ucm; please report it".to_owned());
             ErrorKind::Internal.code()
         }
     }
@@ -248,8 +245,7 @@ fn run(store: *mut c_void, work: impl FnOnce(&Open) -> Result<i32>) -> i32 {
 
 /// The pieces of one row on the device.
 ///
-/// # Safety
-/// Each address is that of memory of its piece's size, valid until the task it is used for has
+/// # Safety At each address, memory of its piece's size is valid until the task of the row has
 /// ended.
 pub(crate) unsafe fn spans(
     geometry: &Geometry,

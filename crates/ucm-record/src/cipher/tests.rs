@@ -1,5 +1,5 @@
-//! Encrypted records: they come back to the byte, for who has the key and for no one else, and no
-//! changed byte passes.
+//! Encrypted records: with the key they are restored to the byte, without it they are refused, and
+//! every changed byte is detected.
 
 use proptest::prelude::*;
 use ucm_core::{BlockId, DType, Geometry, MissReason, Part, crc32c};
@@ -42,7 +42,7 @@ fn meta() -> RecordMeta {
     }
 }
 
-/// A sealed record of numbers that can be compressed.
+/// A sealed record of compressible numbers.
 fn record(layout: &RecordLayout) -> Vec<u8> {
     let mut record = vec![0xee; layout.record_len()];
     for layer in 0..layout.layers() {
@@ -80,7 +80,7 @@ fn check(bytes: &[u8], layout: &RecordLayout) -> std::result::Result<RecordHeade
     Ok(verify(bytes, bytes.len() as u64, &expect(layout))?)
 }
 
-/// What becomes of stored bytes: the record, or why it is none.
+/// The record in stored bytes, or the reason of its refusal.
 fn read(
     keys: &Keys,
     stored: &[u8],
@@ -93,7 +93,7 @@ fn read(
     Ok(bytes)
 }
 
-/// Makes the checksums of a header right, and those of all that it names.
+/// Corrects the checksums of a header and of all its parts.
 fn forge(record: &mut [u8]) {
     let header_len = u32_at(record, at::HEADER_LEN) as usize;
     seal_header(&mut record[..header_len]);
@@ -186,7 +186,7 @@ fn without_the_key_it_is_a_wrong_key_and_stays_as_it_is() {
         );
         assert_eq!(bytes, stored);
         assert_eq!(check(&bytes, &layout), Err(MissReason::WrongKey));
-        // Who has no key has another layout, and takes such a record for what it is.
+        // A reader without a key has another layout, and still recognises such a record.
         let geometry = Geometry::new(vec![300, 84], layers, 1).unwrap();
         let keyless = RecordLayout::new(&geometry).describing(16, DType::Bf16);
         assert_eq!(check(&bytes, &keyless), Err(MissReason::WrongKey));
@@ -311,11 +311,11 @@ fn every_changed_byte_is_refused_even_under_right_checksums() {
         assert!(read(&keys(1), &bytes, &layout).is_err(), "byte {at}");
         let is_checksum = |field: usize| (field..field + 4).contains(&at);
         if at < 8 || (at::MARK..at::RECORD_LEN).contains(&at) {
-            continue; // it says what the rest is: no checksum can be made right
+            continue; // it determines the rest: no checksum can be corrected
         }
         forge(&mut bytes);
         let passes = read(&keys(1), &bytes, &layout).is_ok();
-        // What was changed in a checksum has been made right again.
+        // The change of a checksum was corrected.
         let header = RecordHeader::decode(&stored).unwrap();
         let of_piece = pieces(&header).any(|piece| is_checksum(piece.crc));
         let restored = is_checksum(at::PREAMBLE_CRC) || is_checksum(4092) || of_piece;

@@ -1,10 +1,8 @@
-//! One layer to its stored form and back: byte planes, each made shorter or, where that gains
-//! nothing, as it is.
+//! Encodes and decodes one layer: byte planes, each compressed or, if that gains nothing, raw.
 //!
-//! The stored layer begins with four bytes for each plane, the lowest first: its stored length, and
-//! in the highest bit whether it is stored as it is. The planes follow one behind the other.
-//! Nothing here believes a length that it reads: whatever the bytes say, no more is written than
-//! the layer has.
+//! The stored layer begins with four bytes for each plane, the lowest first: its stored length,
+//! with the highest bit set if it is raw. The planes follow in order. Lengths that are read are not
+//! trusted: the decoder never writes beyond the layer.
 
 use ucm_core::Result;
 
@@ -14,23 +12,23 @@ use crate::codec::Codec;
 
 /// Most bytes of an element.
 const MAX_WIDTH: usize = 4;
-/// In a plane's length: it is stored as it is.
+/// Flag in a plane's length: it is raw.
 const AS_IS: u32 = 1 << 31;
 /// A plane must lose at least this share to be worth decoding.
 const LEAST_GAIN: usize = 32;
-/// After so many planes of one place in a row that did not shrink ...
+/// After this number of consecutive incompressible planes of one position ...
 const HOPELESS: u32 = 4;
-/// ... so many are not tried.
+/// ... this number is stored without an attempt.
 const SKIPPED: u32 = 60;
 
-/// What one thread works with, on one layer at a time.
+/// State of one thread, for one layer at a time.
 pub(crate) struct LayerCoder {
     planes: Vec<u8>,
     packer: Packer,
     hopes: [Hope; MAX_WIDTH],
 }
 
-/// Whether planes of one place shrank of late.
+/// Recent success of compression for the planes of one position.
 #[derive(Clone, Copy, Default)]
 struct Hope {
     failed: u32,
@@ -55,8 +53,8 @@ impl Hope {
 }
 
 impl LayerCoder {
-    /// Memory for layers of this length, bytes. `Internal` when there is none, `Unsupported` in a
-    /// build without codecs.
+    /// Allocates memory for layers of this length in bytes. `Internal` without memory,
+    /// `Unsupported` in a build without codecs.
     pub(crate) fn new(layer_len: usize) -> Result<Self> {
         Ok(Self {
             planes: vec![0; layer_len],
@@ -65,8 +63,8 @@ impl LayerCoder {
         })
     }
 
-    /// Writes the stored form of a layer at the start of `out`: its length, or `None` where it does
-    /// not fit.
+    /// Writes the stored form of a layer to the start of `out`. Returns its length, or `None` if it
+    /// does not fit.
     pub(super) fn encode(&mut self, codec: Codec, layer: &[u8], out: &mut [u8]) -> Option<usize> {
         let width = codec.width();
         if width == 0 {
@@ -103,7 +101,8 @@ impl LayerCoder {
         Some(end)
     }
 
-    /// Writes a layer from its stored form; false, with anything in `layer`, where that is none.
+    /// Decodes a layer from its stored form. Returns false, with undefined bytes in `layer`, if the
+    /// form is invalid.
     pub(crate) fn decode(&mut self, codec: Codec, stored: &[u8], layer: &mut [u8]) -> bool {
         let width = codec.width();
         if width == 0 {
@@ -149,7 +148,7 @@ mod tests {
 
     use super::*;
 
-    /// Numbers like those of a model: bytes of bfloat16, little exponents, mantissas of anything.
+    /// Numbers like those of a model: bytes of bfloat16, small exponents, random mantissas.
     fn numbers(count: usize) -> Vec<u8> {
         let mut state = 0x9e37_79b9_7f4a_7c15u64;
         let mut next = || {
@@ -250,8 +249,7 @@ mod tests {
             prop_assert_eq!(back, layer);
         }
 
-        /// Bytes that were changed anywhere give something, or nothing: never more than the layer,
-        /// never a panic.
+        /// Changed bytes decode to some bytes or fail: never beyond the layer, never with a panic.
         #[test]
         fn changed_bytes_are_no_danger(
             changes in vec((any::<prop::sample::Index>(), any::<u8>()), 1..40),
@@ -272,7 +270,7 @@ mod tests {
             }
             let mut back = vec![0; layer.len()];
             coder.decode(codec, &out, &mut back);
-            // The coder is as good as new.
+            // The coder still works.
             let mut again = vec![0; layer.len() + 16];
             let len = coder.encode(codec, &layer, &mut again).unwrap();
             prop_assert!(coder.decode(codec, &again[..len], &mut back));

@@ -1,11 +1,10 @@
-//! A record to its stored form and back, in the buffer it lies in.
+//! Encodes and decodes a record in place.
 //!
-//! The thread that writes a record encodes it just before, and the thread that has read one decodes
-//! it before it is verified. What was read is verified twice: as it was stored
-//! ([`crate::verify_stored`]), and as it is used, by the checksums that were taken when it left the
-//! device. The parts: [`planes`] sorts the bytes of elements, [`layers`] makes the stored form of
-//! one layer, `packer` makes one plane shorter; the header of the stored form is the business of
-//! [`crate::encoded`].
+//! The thread that writes a record encodes it just before the write; the thread that has read one
+//! decodes it. A record is verified twice: in its stored form ([`crate::verify_stored`]), and after
+//! decoding by the checksums taken when it left the device. The parts: [`planes`] sorts the bytes
+//! of elements, [`layers`] makes the stored form of one layer, `packer` compresses one plane, and
+//! [`crate::encoded`] makes the header of the stored form.
 
 mod layers;
 #[cfg_attr(not(feature = "compress"), path = "no_packer.rs")]
@@ -24,11 +23,12 @@ use crate::layout::RecordLayout;
 use crate::verify::{Expect, has_layout, verify_stored};
 pub(crate) use layers::LayerCoder;
 
-/// Different lengths that stored records may have, about: an index of places keeps a table of them.
+/// Approximate number of different lengths of stored records. An index of locations keeps a table
+/// of them.
 const LENGTHS: u64 = 256;
 
-/// What one thread needs to encode and decode the records of one layout: memory for a record and
-/// for a layer, and what zstd keeps (less than 2 MiB).
+/// State of one thread to encode and decode the records of one layout: memory for a record and a
+/// layer, and zstd's own (less than 2 MiB).
 pub struct Coder {
     layout: RecordLayout,
     granule: u64,
@@ -37,7 +37,7 @@ pub struct Coder {
 }
 
 impl Coder {
-    /// `Internal` when there is no memory for it, `Unsupported` in a build without codecs.
+    /// `Internal` without memory for it, `Unsupported` in a build without codecs.
     pub fn new(layout: &RecordLayout) -> Result<Self> {
         Ok(Self {
             layout: layout.clone(),
@@ -47,10 +47,10 @@ impl Coder {
         })
     }
 
-    /// Puts the stored form of a record in its place, if that is shorter: its length. `None` leaves
-    /// the record as it is: it is none of this layout, has more than this form can hold, or does
-    /// not get shorter. With `prove` the form is decoded again first and compared, and what does
-    /// not come back is an error and stays as it is.
+    /// Replaces a record by its stored form if that is shorter, and returns its length. `None`
+    /// leaves the record unchanged: it has another layout, has bytes that this form cannot hold, or
+    /// does not get shorter. With `prove` the form is first decoded and compared; a difference is
+    /// an error and the record stays unchanged.
     pub fn encode(
         &mut self,
         codec: Codec,
@@ -66,15 +66,17 @@ impl Coder {
             return Ok(None);
         };
         if prove && !self.proves(codec, record, &lens) {
-            return Err(Error::internal("what was compressed does not come back"));
+            return Err(Error::internal(
+                "the compressed record decodes to other bytes",
+            ));
         }
         record[..stored].copy_from_slice(&self.scratch[..stored]);
-        record.copy_within(kv_len.., stored); // the side shards, as they are
+        record.copy_within(kv_len.., stored); // the side shards, unchanged
         Ok(Some(stored + record.len() - kv_len))
     }
 
-    /// Encodes every layer into the scratch, one behind the other behind the room for the header;
-    /// the header of the record, and the lengths of the stored layers.
+    /// Encodes every layer into the scratch buffer, behind the space for the header. Returns the
+    /// header of the record and the lengths of the stored layers.
     fn encode_layers(&mut self, codec: Codec, record: &[u8]) -> Option<(RecordHeader, Vec<usize>)> {
         let header = RecordHeader::decode(record).ok()?;
         let ours =
@@ -98,7 +100,7 @@ impl Coder {
         Some((header, lens))
     }
 
-    /// Whether there is nothing behind the layers that would not come back.
+    /// True if the bytes behind the layers can be restored (zeros).
     fn has_zeros_between(&self, record: &[u8]) -> bool {
         let data = |layer| self.layout.layer_data(layer);
         let starts = (1..self.layout.layers).map(|layer| data(layer).start);
@@ -110,7 +112,7 @@ impl Coder {
             .all(|gap| record.get(gap).is_some_and(zeros))
     }
 
-    /// Whether what is in the scratch gives the layers of this record.
+    /// True if the scratch buffer decodes to the layers of this record.
     fn proves(&mut self, codec: Codec, record: &[u8], lens: &[usize]) -> bool {
         let mut at = self.layout.header_len();
         let mut back = vec![0; self.layout.layer_len as usize];
@@ -122,11 +124,11 @@ impl Coder {
         })
     }
 
-    /// Puts the record in the place of its stored form, whose verified header this is and the first
-    /// `read` bytes of which lie at the start of `bytes`. Gives the length of the record, which
-    /// ends with its payload where its side shards were not read or do not fit, and whether all of
-    /// its payload could be decoded. What could not comes to be zeros, which its checksum refuses.
-    /// Of a header that is none of this layout nothing is decoded.
+    /// Replaces a stored form by its record. `header` is its verified header; its first `read`
+    /// bytes are at the start of `bytes`. Returns the length of the record, which ends with its
+    /// payload if its side shards were not read or do not fit, and whether all of its payload could
+    /// be decoded. Layers that could not become zeros, so that their checksum fails. A header of
+    /// another layout is not decoded.
     pub fn decode(
         &mut self,
         header: &RecordHeader,
@@ -173,8 +175,8 @@ impl Coder {
     }
 }
 
-/// The header of what was read, `stored_len` bytes on its medium, if it is the stored form of what
-/// was asked for and whole in itself. Anything else is to be verified as it is.
+/// The header of the read bytes (`stored_len` on the medium), if they are the sound stored form of
+/// the requested record. Anything else must be verified as it is.
 pub fn stored_form(bytes: &[u8], stored_len: u64, expected: &Expect<'_>) -> Option<RecordHeader> {
     let claimed =
         claimed_codec(bytes).filter(|codec| !codec.is_as_is() && bytes.starts_with(&MAGIC));

@@ -1,4 +1,4 @@
-//! A build without the codec: nothing is compressed, and what is compressed is not read.
+//! A build without the codec: nothing is compressed, and compressed records are not read.
 
 use ucm_core::{Error, ErrorKind, Result};
 

@@ -1,12 +1,12 @@
-//! Bytes of elements sorted by their place: what is alike in many numbers (their exponents) comes
-//! to lie together.
+//! Bytes of elements sorted by their position, so that similar bytes of many numbers (their
+//! exponents) are adjacent.
 //!
 //! Every element, read as a little-endian number, is first rotated left by one bit, so that the
 //! sign goes to the lowest bit and the exponent of bfloat16 and of single precision fills the
 //! highest byte alone. Plane 0 has the lowest bytes.
 
-/// Sorts whole elements of `width` bytes (1, 2 or 4) into planes, one after the other. Both are of
-/// the same length.
+/// Sorts whole elements of `width` bytes (1, 2 or 4) into consecutive planes. Both slices have the
+/// same length.
 pub(super) fn split(width: usize, elements: &[u8], planes: &mut [u8]) {
     let count = elements.len() / width.max(1);
     match width {
@@ -31,7 +31,7 @@ pub(super) fn split(width: usize, elements: &[u8], planes: &mut [u8]) {
     }
 }
 
-/// Puts elements together again. Both are of the same length.
+/// Restores elements from planes. Both slices have the same length.
 pub(super) fn join(width: usize, planes: &[u8], elements: &mut [u8]) {
     let count = planes.len() / width.max(1);
     match width {

@@ -1,4 +1,4 @@
-//! A record to its stored form and back: to the byte, or not at all.
+//! Encoding and decoding of records: restored to the byte, or refused.
 
 use proptest::prelude::*;
 use ucm_core::{BlockId, DType, Geometry, MissReason, Part};
@@ -33,7 +33,7 @@ fn id() -> BlockId {
     BlockId([7; 16])
 }
 
-/// A sealed record of numbers that are alike, as those of a model are.
+/// A sealed record of similar numbers, like those of a model.
 fn record(dtype: DType) -> Vec<u8> {
     record_of(&layout(dtype))
 }
@@ -68,7 +68,7 @@ fn record_of(layout: &RecordLayout) -> Vec<u8> {
     record
 }
 
-/// The stored form, or the record as it is.
+/// The stored form, or the unchanged record.
 fn stored_of(dtype: DType, record: &[u8]) -> Vec<u8> {
     encoded(&layout(dtype), record)
 }
@@ -94,7 +94,7 @@ fn expect(layout: &RecordLayout) -> Expect<'_> {
     }
 }
 
-/// What a caller that asked gets for these stored bytes.
+/// Result of a load of these stored bytes.
 fn read(stored: &[u8]) -> Vec<u8> {
     let layout = layout(DType::Bf16);
     let mut bytes = stored.to_vec();
@@ -149,7 +149,7 @@ fn side_shards_are_stored_as_they_are_behind_the_payload() {
     assert_eq!(
         plain.len(),
         record[..layout.kv_len()].len(),
-        "what is not whole is left as it is"
+        "an incomplete record stays unchanged"
     );
     let header = stored_form(&stored, read as u64, &expect(&layout)).unwrap();
     for (index, wanted) in layout.sides().iter().enumerate() {
@@ -158,7 +158,7 @@ fn side_shards_are_stored_as_they_are_behind_the_payload() {
     }
     stored.resize(layout.record_len(), 0xee);
     let decode = |bytes: &mut [u8], read| Coder::new(&layout).unwrap().decode(&header, bytes, read);
-    // Into a slot for the KV alone, and of what was read of it.
+    // Into a slot for the KV only, and from a partial read.
     for (room, read) in [
         (layout.kv_len(), read),
         (layout.record_len(), header.kv_len() as usize),
@@ -197,10 +197,10 @@ fn fixture(name: &str) -> std::path::PathBuf {
     .collect()
 }
 
-/// Written once; `cargo test -p ucm-record writes_the_fixtures -- --ignored` never replaces what is
-/// there.
+/// Written once; `cargo test -p ucm-record writes_the_fixtures -- --ignored` never replaces
+/// existing files.
 #[test]
-#[ignore = "writes the frozen fixtures where they are missing"]
+#[ignore = "writes missing frozen fixtures"]
 fn writes_the_fixtures() {
     use std::io::Write;
 
@@ -231,7 +231,7 @@ fn the_frozen_compressed_records_stay_readable() {
     assert_eq!(read(&frozen), record(DType::Bf16));
     let frozen = std::fs::read(fixture(SIDED)).unwrap();
     let (layout, whole) = (sided_layout(), record_of(&sided_layout()));
-    let kv = read(&frozen); // by a reader that has no room for them
+    let kv = read(&frozen); // by a reader without space for them
     assert_eq!(kv, whole[..layout.kv_len()]);
     for (index, wanted) in layout.sides().iter().enumerate() {
         let side = verify_side(&frozen, frozen.len() as u64, &expect(&layout), wanted).unwrap();
@@ -239,7 +239,7 @@ fn the_frozen_compressed_records_stay_readable() {
     }
 }
 
-/// Older versions wrote them. They are neither decoded nor taken for a newer version, so the next
+/// Older versions wrote them. They are neither decoded nor counted as a newer version, so the next
 /// dump replaces them.
 #[test]
 fn the_frozen_records_of_lz4_are_refused() {
@@ -276,11 +276,11 @@ fn the_stored_form_is_whole_in_itself_and_newer_to_who_reads_records_as_they_are
     assert_eq!(check(&bad).unwrap_err(), MissReason::BadChecksum);
     assert!(
         RecordHeader::is_newer(&stored),
-        "in a block file, where it has no place"
+        "in a block file, which must not contain it"
     );
 }
 
-/// Other bytes in the header, whose checksum is made right again.
+/// Other bytes in the header, with a corrected checksum.
 fn forge(record: &mut [u8], offset: usize, bytes: &[u8]) {
     record[offset..offset + bytes.len()].copy_from_slice(bytes);
     let crc = ucm_core::crc32c(&record[..4092]);
@@ -302,7 +302,7 @@ fn what_is_no_record_of_this_part_goes_as_it_is() {
     assert_eq!(stored(&other), other);
     let noise = vec![3; other.len()];
     assert_eq!(stored(&noise), noise);
-    // Whole and its own, but what lies behind its last layer would not come back.
+    // Complete and its own, but the bytes behind its last layer could not be restored.
     let mut padded = record(DType::Bf16);
     let (last, end) = (layout(DType::Bf16).layer_data(LAYERS - 1), padded.len());
     padded[end - 1] = 1;
@@ -333,8 +333,7 @@ fn a_header_of_another_layout_decodes_nothing() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// Any change of any stored bytes is refused, or changed nothing that counts; never is it a
-    /// wrong hit.
+    /// Any change of stored bytes is refused or has no effect; it is never a wrong hit.
     #[test]
     fn changed_bytes_are_refused(
         at in any::<prop::sample::Index>(),
@@ -350,8 +349,7 @@ proptest! {
         prop_assert!(check(&read(&bytes)).is_err());
     }
 
-    /// The same where the checksums of what is stored were made right again: then the record's
-    /// own refuse it.
+    /// The same with corrected checksums of the stored bytes: then the record's own checksums fail.
     #[test]
     fn forged_bytes_are_refused(
         at in any::<prop::sample::Index>(),
@@ -366,7 +364,7 @@ proptest! {
         forge(&mut bytes, 592, &crc.to_le_bytes());
         let back = read(&bytes);
         match check(&back) {
-            // A byte that the codec does not look at.
+            // A byte that the codec ignores.
             Ok(_) => prop_assert_eq!(back, record(DType::Bf16)),
             Err(reason) => prop_assert_eq!(reason, MissReason::BadChecksum),
         }

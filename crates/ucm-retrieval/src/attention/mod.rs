@@ -1,17 +1,17 @@
 //! Decode attention over a block table, for pages as vLLM's CPU backend packs them.
 //!
-//! Each row has one query, the newest token's, which sees every token of the row's table; so there
-//! is no mask but the end of the last block. The page of a head holds its keys transposed,
-//! `[dim, block_size]`, and behind them its values, `[block_size, dim]` (vLLM's instruction set
-//! "vec" and "vec16"; "amx" packs otherwise, and is not read here).
+//! Each row has one query, that of the newest token, which attends to every token of the row's
+//! table. So the only mask is the end of the last block. The page of a head holds its keys
+//! transposed, `[dim, block_size]`, and behind them its values, `[block_size, dim]` (vLLM's
+//! instruction sets "vec" and "vec16"; the packing of "amx" is not supported).
 //!
 //! ```text
 //! out[x] = Σ_t p_t·v_t / Σ_t p_t,   p_t = exp(scale·q_x·k_t - m),   m the largest of the exponents
 //! ```
 //!
-//! Logits, probabilities and sums are singles. A row is cut into parts of a fixed number of tokens,
-//! each computed by one thread and put together in order, so the answer depends neither on the
-//! batch nor on the number of threads.
+//! Logits, probabilities and sums are singles. A row is cut into parts of a fixed number of tokens.
+//! One thread computes each part, and the parts are combined in order, so the result depends
+//! neither on the batch nor on the number of threads.
 #![allow(
     unsafe_code,
     reason = "kernels that read pages by address and are compiled for instruction sets"
@@ -49,7 +49,7 @@ pub struct Pages<'a> {
     pub dim: usize,
 }
 
-/// Where the result goes: `[row, query heads, dim]`, the last dimension without gaps.
+/// The output: `[row, query heads, dim]`, the last dimension without gaps.
 #[derive(Debug)]
 pub struct Output<'a> {
     base: *mut u8,
@@ -63,11 +63,11 @@ pub struct Output<'a> {
 unsafe impl Sync for Output<'_> {}
 
 impl<'a> Output<'a> {
-    /// A result without gaps in `bytes`; `shape` is rows, query heads, head size.
+    /// An output without gaps in `bytes`; `shape` is rows, query heads, head size.
     ///
     /// # Errors
     ///
-    /// `InvalidInput` where there are other bytes than it needs.
+    /// `InvalidInput` if `bytes` has another length.
     pub fn new(bytes: &'a mut [u8], element: Element, shape: [usize; 3]) -> Result<Self> {
         let [rows, heads, dim] = shape;
         let size = shape
@@ -82,13 +82,13 @@ impl<'a> Output<'a> {
         Ok(unsafe { Self::from_raw(bytes.as_mut_ptr(), element, rows, [heads * dim, dim]) })
     }
 
-    /// A result at an address; `strides` are the elements from one row, and from one head, to the
+    /// An output at an address; `strides` are the elements from one row, and from one head, to the
     /// next.
     ///
     /// # Safety
     ///
-    /// For `'a` the elements of `rows` rows, of as many heads as the query has, can be written at
-    /// these strides, and no one else reads or writes them.
+    /// For `'a` the elements of `rows` rows, of the query's number of heads, can be written at
+    /// these strides, and nothing else reads or writes them.
     pub unsafe fn from_raw(
         base: *mut u8,
         element: Element,
@@ -105,19 +105,19 @@ impl<'a> Output<'a> {
     }
 }
 
-/// About how many tokens of a row one thread computes; such parts are put together afterwards.
+/// Approximate number of tokens of a part, which one thread computes.
 const PART: usize = 1024;
 
 /// Attention of one query in each row over the tokens of its table.
 ///
-/// Where `rows` has as many rows as there are queries, the heads of a query share its table; where
-/// it has `pages.heads` times as many, the table of KV head `h` of query `i` is row
-/// `i * pages.heads + h`. A row without tokens gives zeros.
+/// If `rows` has one row for each query, the heads of a query share its table. If it has
+/// `pages.heads` times as many, the table of KV head `h` of query `i` is row `i * pages.heads + h`.
+/// A row without tokens yields zeros.
 ///
 /// # Errors
 ///
-/// `InvalidInput` for sizes that do not fit each other, an id beyond the last block or a block that
-/// is not there; `Unsupported` for instructions that this processor lacks.
+/// `InvalidInput` for inconsistent sizes, an id beyond the last block or a missing block;
+/// `Unsupported` for instructions that this processor lacks.
 pub fn attention(
     queries: &Vectors<'_>,
     pages: &Pages<'_>,
@@ -152,13 +152,13 @@ pub fn attention(
             let tokens = job.tokens(place, part);
             if !tokens.is_empty() {
                 // SAFETY: `check` has compared the sizes and the ids, `checked` the processor; each
-                // part has its place.
+                // part has its own place.
                 unsafe { kernel(&job, place, tokens, parts.at(item * job.part_len())) };
             }
         })?;
         let out = &*out;
         let done = team.run(places, |place| {
-            // SAFETY: no one writes to the parts any more, and each thread writes to the heads of
+            // SAFETY: nothing writes to the parts any more, and each thread writes to the heads of
             // its place.
             unsafe {
                 put_together(
@@ -175,7 +175,7 @@ pub fn attention(
     })
 }
 
-/// Most numbers of parts that a thread keeps room for between calls: 16 MiB.
+/// Most numbers of parts that a thread keeps allocated between calls: 16 MiB.
 const MOST_KEPT: usize = 4 << 20;
 
 thread_local! {
@@ -183,10 +183,10 @@ thread_local! {
     static SCRATCH: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Where the parts lie: threads of a team write to them, each to its own.
+/// The memory of the parts: each thread of a team writes to its own.
 struct Parts(*mut f32);
 
-// SAFETY: users say why they do not meet.
+// SAFETY: each user states why accesses do not overlap.
 unsafe impl Sync for Parts {}
 
 impl Parts {
@@ -235,8 +235,8 @@ impl Job<'_> {
     /// The row has the block.
     #[inline(always)]
     unsafe fn page<N>(&self, place: usize, block: usize) -> *const N {
-        let id = self.rows.id(self.row(place), block) as usize; // `check` has looked at it
-        // SAFETY: as the caller vouches; a page has room for all heads.
+        let id = self.rows.id(self.row(place), block) as usize; // checked by `check`
+        // SAFETY: as the caller vouches; a page contains all heads.
         unsafe {
             let page = self.pages.blocks.at(id).cast::<N>();
             page.add(place % self.pages.heads * 2 * self.rows.block_size() * self.pages.dim)
@@ -250,7 +250,7 @@ impl Job<'_> {
     }
 }
 
-/// Whether every head has a table of its own.
+/// True if every head has a table of its own.
 fn check(
     queries: &Vectors<'_>,
     pages: &Pages<'_>,
@@ -287,9 +287,7 @@ fn check(
         return Err(wrong("the queries do not fit the pages").with("query_heads", queries.heads()));
     }
     if out.len != queries.tokens() || out.element == Element::I8 {
-        return Err(
-            wrong("the place for the result does not fit the queries").with("rows", out.len)
-        );
+        return Err(wrong("the shape of the output does not fit the queries").with("rows", out.len));
     }
     let heads_apart = rows.len() != queries.tokens();
     if heads_apart && rows.len() != queries.tokens() * heads {
@@ -301,7 +299,7 @@ fn check(
     rows.check_ids(pages.blocks.count())?;
     for row in 0..rows.len() {
         if let Some(block) = (0..rows.blocks(row)).find(|&block| rows.id(row, block) < 0) {
-            let error = Error::invalid("attention over a block that is not there").with("row", row);
+            let error = Error::invalid("attention over a missing block").with("row", row);
             return Err(error.with("place", block));
         }
     }
@@ -312,7 +310,7 @@ fn check(
 ///
 /// # Safety
 ///
-/// The parts are all written, the result has a place for it, and no one else writes there.
+/// All parts are written, the output contains this place, and nothing else writes there.
 unsafe fn put_together(job: &Job<'_>, place: usize, parts: *const f32, out: &Output<'_>) {
     let (dim, group) = (job.pages.dim, job.group);
     let (query, head) = (place / job.pages.heads, place % job.pages.heads);
@@ -371,8 +369,8 @@ unsafe fn put_together(job: &Job<'_>, place: usize, parts: *const f32, out: &Out
 ///
 /// # Safety
 ///
-/// The sizes were checked, the processor has the instructions, and the place of the part is this
-/// thread's.
+/// The sizes were checked, the processor has the instructions, and only this thread uses the place
+/// of the part.
 type Kernel = unsafe fn(&Job<'_>, usize, Range<usize>, *mut f32);
 
 fn kernel(isa: Isa, element: Element) -> Kernel {

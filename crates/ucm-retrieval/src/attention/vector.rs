@@ -1,11 +1,10 @@
-//! A part of attention with sixteen numbers side by side.
+//! A part of attention with sixteen lanes.
 //!
-//! Keys lie transposed, so sixteen tokens are a register, and a query's element is multiplied into
-//! all of them; values lie as they are, and sixteen elements of a value are a register. A tile of
-//! query heads by registers stays in registers while a block is passed through once for the keys;
-//! then the probabilities of the whole part are taken, and the blocks are passed through again for
-//! the values. Meanwhile memory is asked for what comes next: a page is a fraction of what the
-//! processor would find by itself before it ends.
+//! Keys are transposed, so a register has sixteen tokens and one element of a query is multiplied
+//! with all of them. Values are not, so a register has sixteen elements of a value. A tile of query
+//! heads by registers stays in registers during one pass over a block's keys; then the
+//! probabilities of the whole part are computed, and a second pass over the blocks adds the values.
+//! The next addresses are prefetched: a page ends before the processor's own prefetcher adapts.
 
 use std::ops::Range;
 
@@ -81,11 +80,11 @@ struct Pass<'a> {
     asked: *const f32,
     /// Logits and then probabilities, `[members, width]`.
     logits: *mut f32,
-    /// Where the sums of values go, `[members, dim]`.
+    /// Output of the sums of values, `[members, dim]`.
     sums: *mut f32,
-    /// Where the largest logits go, `[members]`.
+    /// Output of the largest logits, `[members]`.
     most: *mut f32,
-    /// Where the sums of probabilities go, `[members]`.
+    /// Output of the sums of probabilities, `[members]`.
     total: *mut f32,
 }
 
@@ -99,8 +98,8 @@ impl Pass<'_> {
     unsafe fn run<L: Lanes, N: Load, const MEMBERS: usize, const TILE: usize>(&self) {
         let (size, dim) = (self.job.rows.block_size(), self.job.pages.dim);
         let blocks = self.tokens.start / size..self.tokens.end.div_ceil(size);
-        // SAFETY: as the caller vouches; every block is one of the row, and a block has room for
-        // whole registers.
+        // SAFETY: as the caller vouches; every block is one of the row, and a block is a whole
+        // number of registers.
         unsafe {
             let page = |block: usize| self.job.page::<N>(self.place, block);
             for block in blocks.clone() {
@@ -168,7 +167,7 @@ impl Pass<'_> {
         }
     }
 
-    /// Logits of `TILE` registers of tokens. Says how many.
+    /// Logits of `TILE` registers of tokens. Returns their number.
     #[inline(always)]
     unsafe fn keys<L: Lanes, N: Load, const MEMBERS: usize, const TILE: usize>(
         &self,
@@ -225,8 +224,8 @@ impl Pass<'_> {
         }
     }
 
-    /// Adds `count` values, each times its probability, in `TILE` registers of elements. Says how
-    /// many.
+    /// Adds `count` values, each times its probability, in `TILE` registers of elements. Returns
+    /// their number.
     #[inline(always)]
     unsafe fn values<L: Lanes, N: Load, const MEMBERS: usize, const TILE: usize>(
         &self,
@@ -263,13 +262,12 @@ impl Pass<'_> {
     }
 }
 
-/// Asks memory for the part of what comes next that is as long as the step that is computed, `TILE`
-/// registers.
+/// Prefetches the next `TILE` registers, the length of the current step.
 #[inline(always)]
 unsafe fn ask<L: Lanes, N, const TILE: usize>(next: *const N, step: usize) {
     let from = next.wrapping_add(step * TILE * WIDTH).cast::<u8>();
     for line in (0..TILE * WIDTH * size_of::<N>()).step_by(64) {
-        // SAFETY: an address that is asked for need not be there.
+        // SAFETY: a prefetched address need not be mapped.
         unsafe { L::prefetch(from.wrapping_add(line)) };
     }
 }

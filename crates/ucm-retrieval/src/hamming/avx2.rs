@@ -1,4 +1,4 @@
-//! Distances 32 bytes at a time: AVX2 counts the bits of each half of a byte by looking them up.
+//! Distances 32 bytes at a time: AVX2 counts the bits of each half byte by a table lookup.
 //!
 //! The table of sixteen counts in a register is W. Mula's, "Faster population counts using AVX2
 //! instructions" (2016).

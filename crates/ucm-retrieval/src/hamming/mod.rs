@@ -1,5 +1,5 @@
-//! Scores from hash codes: in how few bits the code of some key of a block differs from the
-//! query's.
+//! Scores from hash codes: the least number of bits in which a key's code of a block differs from
+//! the query's.
 //!
 //! ```text
 //! dist[t, h] = Σ over the queries of head h ( popcount( code(query) xor code(key[t, h]) ) )
@@ -31,8 +31,8 @@ use crate::team::Team;
 /// Arguments of [`hamming_scores`].
 #[derive(Debug, Clone, Copy)]
 pub struct HammingScores<'a> {
-    /// The rows that are scored; their ids are places in `codes`. Of a last block only the slots of
-    /// its tokens count.
+    /// The rows to score; their ids are indices in `codes`. In a last block only the slots of its
+    /// tokens count.
     pub rows: Rows<'a>,
     /// Codes of keys, `[block, slot, heads, code_len]` without gaps within a block.
     pub codes: Blocks<'a>,
@@ -44,7 +44,7 @@ pub struct HammingScores<'a> {
     pub queries: &'a [u8],
     /// Queries of each head, whose distances add up.
     pub queries_per_head: usize,
-    /// Whether each head has scores of its own, instead of the least distance of any.
+    /// True if each head has scores of its own, instead of the least distance of all.
     pub heads_apart: bool,
     /// Blocks that need no score.
     pub windows: Windows,
@@ -53,11 +53,11 @@ pub struct HammingScores<'a> {
 /// Blocks that one thread scores at a time.
 const CHUNK: usize = 32;
 
-/// Scores of every block of every row, into `out [row, 1, stride]`, or `[row, heads, stride]` where
-/// heads stay apart.
+/// Scores of every block of every row, into `out [row, 1, stride]`, or `[row, heads, stride]` if
+/// heads are not combined.
 ///
-/// Blocks of the windows get [`i32::MAX`], those that are not there (a negative id) and places
-/// behind a row's end [`i32::MIN`].
+/// Blocks of the windows get [`i32::MAX`]; missing blocks (a negative id) and places behind a row's
+/// end get [`i32::MIN`].
 ///
 /// ```
 /// use ucm_retrieval::*;
@@ -81,8 +81,8 @@ const CHUNK: usize = 32;
 ///
 /// # Errors
 ///
-/// `InvalidInput` for sizes that do not fit each other or an id beyond the last block,
-/// `Unsupported` for instructions that this processor lacks.
+/// `InvalidInput` for inconsistent sizes or an id beyond the last block, `Unsupported` for
+/// instructions that this processor lacks.
 pub fn hamming_scores(
     spec: &HammingScores<'_>,
     out: &mut [i32],
@@ -104,8 +104,8 @@ pub fn hamming_scores(
         }
         let part = middle.start.max(chunk * CHUNK)..middle.end.min((chunk + 1) * CHUNK);
         if !part.is_empty() {
-            // SAFETY: `check` has compared the sizes and the ids, `checked` the processor; this
-            // thread alone writes to these places.
+            // SAFETY: `check` has compared the sizes and the ids, `checked` the processor; only
+            // this thread writes to these places.
             unsafe { kernel(spec, &out, row, part) };
         }
     })
@@ -134,7 +134,7 @@ fn check(spec: &HammingScores<'_>) -> Result<()> {
         return Err(wrong("there are not as many codes of queries as rows")
             .with("bytes", spec.queries.len()));
     }
-    // Larger sums would not fit the score, nor the weights of a vector kernel.
+    // Larger sums would not fit the score or the weights of a vector kernel.
     if spec.queries_per_head > MAX_QUERIES || spec.code_len > MAX_CODE_LEN {
         return Err(
             wrong("a code is too long, or a head has too many queries").with("limit", MAX_QUERIES)
@@ -152,7 +152,7 @@ const MAX_CODE_LEN: usize = 4096;
 ///
 /// # Safety
 ///
-/// The specification was checked, the processor has the instructions, and no one else writes to
+/// The specification was checked, the processor has the instructions, and nothing else writes to
 /// these places.
 type Kernel = unsafe fn(&HammingScores<'_>, &ScoreRows<i32>, usize, Range<usize>);
 
@@ -197,12 +197,11 @@ fn queries<'a>(spec: &HammingScores<'a>, row: usize) -> &'a [u8] {
     &spec.queries[row * len..(row + 1) * len]
 }
 
-/// Stands for the least distance where there is none.
+/// Initial value of the least distance.
 const NONE: u32 = u32::MAX;
 
-/// Scores the blocks of a range: `find` lowers the least distance of each head, from the codes of
-/// the block and the number of its slots that count; it is told besides where the codes of the next
-/// block begin.
+/// Scores the blocks of a range: `find` lowers the least distance of each head, given the codes of
+/// the block, the number of its valid slots, and the address of the next block's codes.
 #[inline(always)]
 fn each_block(
     spec: &HammingScores<'_>,
@@ -240,7 +239,8 @@ fn each_block(
         let to = out.at(row, block);
         if spec.heads_apart {
             for (head, score) in scores.enumerate() {
-                // SAFETY: each head has its place, and this thread alone writes to this block's.
+                // SAFETY: each head has its place, and only this thread writes to those of this
+                // block.
                 unsafe { to.add(head * out.stride()).write(score) };
             }
         } else {
@@ -250,7 +250,7 @@ fn each_block(
     }
 }
 
-/// The codes of a block and how many of its slots count; none where the block is not there.
+/// The codes of a block and the number of its valid slots; `None` for a missing block.
 #[inline(always)]
 fn slots(spec: &HammingScores<'_>, row: usize, block: usize) -> Option<(*const u8, usize)> {
     let id = usize::try_from(spec.rows.id(row, block)).ok()?;

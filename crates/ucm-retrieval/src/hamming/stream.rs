@@ -1,8 +1,9 @@
-//! Distances a register at a time: the kernel of processors that count bits in vectors.
+//! Distances one register at a time: the kernel for processors that count bits in vectors.
 //!
-//! A stretch of codes is a stream of registers; after some of them (`REGISTERS`) token and head are
-//! where they were, so as many registers hold the query, repeated. The counts of a code's words are
-//! added up within a register, and the least of each place is kept until the block ends.
+//! Contiguous codes are a stream of registers. After `REGISTERS` of them the positions of token and
+//! head in a register repeat, so that many registers hold the repeated query. The counts of a
+//! code's words are added within a register, and the least of each position is kept until the block
+//! ends.
 
 use std::ops::Range;
 
@@ -13,35 +14,35 @@ use crate::rows::ScoreRows;
 ///
 /// # Safety
 ///
-/// All functions need the processor that the type is for.
+/// All functions require the type's instructions.
 pub(super) trait Register: Copy {
     /// Bytes of a register.
     const WIDTH: usize;
-    /// So many bytes from an address on, all of which can be read.
+    /// Loads `len` readable bytes at an address.
     unsafe fn load(from: *const u8) -> Self;
-    /// To an address to which as many bytes can be written.
+    /// Stores to a writable address.
     unsafe fn store(self, to: *mut u8);
-    /// A word in every place.
+    /// A word in every position.
     unsafe fn splat(word: u64) -> Self;
-    /// In each word of a code of `WORDS` words, in how many bits the whole code differs.
+    /// In each word of a code of `WORDS` words: the number of different bits of the whole code.
     unsafe fn distances<const WORDS: usize>(self, query: Self) -> Self;
-    /// The lesser word in each place; words have 32 bits that count.
+    /// The smaller word in each position; 32 bits of a word count.
     unsafe fn least(self, other: Self) -> Self;
-    /// Asks for memory that will be read.
+    /// Prefetches memory.
     unsafe fn prefetch(at: *const u8);
 }
 
-/// How many bytes ahead memory is asked for: the processor by itself stops at every page.
+/// Prefetch distance in bytes: the processor's own prefetcher stops at every page.
 const AHEAD: usize = 4096;
-/// Bytes that memory brings at a time.
+/// Bytes of a cache line.
 const LINE: usize = 64;
-/// Most bytes of the registers of a query.
+/// Most bytes of a query's registers.
 const MOST_BYTES: usize = 8 * 64;
 /// Most words of a register.
 const MOST_WORDS: usize = 8;
 
-/// Scores a range of blocks of a row; false where codes of this size cannot be cut into registers,
-/// and nothing is done.
+/// Scores a range of blocks of a row. Returns false, without effect, if codes of this size cannot
+/// be cut into registers.
 ///
 /// # Safety
 ///
@@ -103,7 +104,7 @@ fn greatest_common_divisor(a: usize, b: usize) -> usize {
     }
 }
 
-/// Bytes again and again, for one period.
+/// Bytes repeated over one period.
 fn repeated(bytes: &[u8], period: usize) -> [u8; MOST_BYTES] {
     let mut filled = [0; MOST_BYTES];
     for part in filled[..period].chunks_mut(bytes.len()) {
@@ -112,13 +113,13 @@ fn repeated(bytes: &[u8], period: usize) -> [u8; MOST_BYTES] {
     filled
 }
 
-/// Lowers the least distances by those of the codes of a period. A function: a closure that is
-/// called from two places would not be compiled for the processor, and a call for each instruction
-/// takes ten times as long.
+/// Lowers the least distances by those of the codes of a period. It is a function because a closure
+/// with two callers would not be compiled for the processor, and a call for each instruction takes
+/// ten times as long.
 ///
 /// # Safety
 ///
-/// A period can be read from there, by a processor for `R`.
+/// A period can be read from the address, and the processor supports `R`.
 #[inline(always)]
 unsafe fn lower<R: Register, const WORDS: usize, const REGISTERS: usize>(
     least: &mut [R; REGISTERS],
@@ -134,7 +135,7 @@ unsafe fn lower<R: Register, const WORDS: usize, const REGISTERS: usize>(
     }
 }
 
-/// Codes of `WORDS` words, whose places repeat after `REGISTERS` registers.
+/// Codes of `WORDS` words, whose positions repeat after `REGISTERS` registers.
 ///
 /// # Safety
 ///
@@ -148,7 +149,7 @@ unsafe fn of_registers<R: Register, const WORDS: usize, const REGISTERS: usize>(
 ) {
     let (token, period) = (spec.heads * spec.code_len, REGISTERS * R::WIDTH);
     let asked = repeated(queries(spec, row), period);
-    // SAFETY: as the caller vouches; there is room for eight of the largest registers.
+    // SAFETY: as the caller vouches; the array has space for eight of the largest registers.
     let (query, none) = unsafe {
         let of_register = |register| R::load(asked.as_ptr().add(register * R::WIDTH));
         (
@@ -170,21 +171,20 @@ unsafe fn of_registers<R: Register, const WORDS: usize, const REGISTERS: usize>(
                 // SAFETY: nothing is read; the caller vouches for the processor.
                 unsafe { R::prefetch(ahead.wrapping_add(line)) };
             }
-            // SAFETY: a whole period is there.
+            // SAFETY: a whole period is readable.
             unsafe { lower::<R, WORDS, REGISTERS>(&mut least, &query, codes.add(at * period)) };
         }
         if rest > 0 {
-            // The tokens that are left, again and again: the least does not change by what is there
-            // twice.
-            // SAFETY: the block has so many bytes behind its whole periods.
+            // The remaining tokens, repeated: repetitions do not change the least distance. SAFETY:
+            // the block has that many bytes behind its whole periods.
             let left = unsafe { std::slice::from_raw_parts(codes.add(whole * period), rest) };
             let filled = repeated(left, period);
-            // SAFETY: a whole period is there.
+            // SAFETY: a whole period is readable.
             unsafe { lower::<R, WORDS, REGISTERS>(&mut least, &query, filled.as_ptr()) };
         }
         for (register, least) in least.into_iter().enumerate() {
             let mut words = [0_u64; MOST_WORDS];
-            // SAFETY: there is room for the largest register.
+            // SAFETY: the array has space for the largest register.
             unsafe { least.store(words.as_mut_ptr().cast()) };
             for (word, found) in words
                 .into_iter()

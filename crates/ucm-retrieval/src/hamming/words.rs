@@ -1,5 +1,5 @@
-//! Distances eight bytes at a time, by the instruction that counts bits: the kernel of processors
-//! without a vector form of it, and for codes of sizes that registers cannot be cut into.
+//! Distances eight bytes at a time, by the bit-count instruction: the kernel for processors without
+//! a vector form of it, and for codes that do not divide registers.
 
 use std::ops::Range;
 

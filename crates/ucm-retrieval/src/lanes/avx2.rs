@@ -26,8 +26,8 @@ pub(super) unsafe fn sum_of_eight(lanes: __m256) -> f32 {
     }
 }
 
-// SAFETY of all blocks below: the instructions are there, as the trait demands, and loads read
-// sixteen elements.
+// SAFETY of all blocks below: the processor has the instructions, as the trait requires, and loads
+// read sixteen elements.
 #[allow(
     clippy::undocumented_unsafe_blocks,
     reason = "one reason for all, given above: the contract of the trait"

@@ -8,8 +8,8 @@ use crate::element::{Bf16, F16};
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512(pub(crate) __m512);
 
-// SAFETY of all blocks below: the instructions are there, as the trait demands, and loads read
-// sixteen elements.
+// SAFETY of all blocks below: the processor has the instructions, as the trait requires, and loads
+// read sixteen elements.
 #[allow(
     clippy::undocumented_unsafe_blocks,
     reason = "one reason for all, given above: the contract of the trait"

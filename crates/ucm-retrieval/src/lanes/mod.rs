@@ -1,9 +1,9 @@
-//! Numbers side by side: the few operations the kernels are written in, one implementation for each
+//! Vector lanes: the few operations of which the kernels are made, with one implementation for each
 //! instruction set.
 //!
 //! A kernel is a function generic over [`Lanes`], inlined into a small function that is compiled
 //! for the instruction set. Sums are taken in the same order on every vector set, so AVX2 and
-//! AVX-512 give the same bits; the scalar lane adds one number after the other, without fused
+//! AVX-512 yield the same bits; the scalar lane adds one number after the other, without fused
 //! operations.
 #![allow(
     unsafe_code,
@@ -22,13 +22,13 @@ pub(crate) use avx512::Avx512;
 
 use crate::element::{Bf16, F16, Number};
 
-/// Some singles side by side.
+/// Some singles in lanes.
 ///
 /// # Safety
 ///
-/// Every function needs a processor with the instructions of the implementation, and has to be
-/// inlined into a function that is compiled for them. Loads read [`Lanes::WIDTH`] elements at an
-/// address of any alignment.
+/// Every function requires a processor with the implementation's instructions, and must be inlined
+/// into a function compiled for them. Loads read [`Lanes::WIDTH`] elements at an address of any
+/// alignment.
 pub(crate) trait Lanes: Copy {
     /// How many.
     const WIDTH: usize;
@@ -45,26 +45,26 @@ pub(crate) trait Lanes: Copy {
     unsafe fn load_i8(from: *const i8) -> Self;
     /// `self + a * b`.
     unsafe fn add_product(self, a: Self, b: Self) -> Self;
-    /// `self + a * b` with one rounding, on every set: the same bits everywhere.
+    /// `self + a * b` with one rounding: the same bits on every set.
     unsafe fn add_product_exact(self, a: Self, b: Self) -> Self;
     unsafe fn add(self, other: Self) -> Self;
-    /// A bit for each lane, the first one lowest: whether it is above zero.
+    /// A bit for each lane, the first one lowest: set if the lane is above zero.
     unsafe fn positive(self) -> u32;
-    /// The larger ones of two.
+    /// The lane-wise maximum.
     unsafe fn max(self, other: Self) -> Self;
     /// The nearest whole numbers, ties to even.
     unsafe fn round(self) -> Self;
-    /// Each times two to the power of a whole number.
+    /// Each lane times two to the power of an integer.
     unsafe fn scale_by_power(self, power: Self) -> Self;
     /// The sum of all.
     unsafe fn sum(self) -> f32;
     /// The largest.
     unsafe fn most(self) -> f32;
-    /// Asks for the cache line at an address, which need not be mapped.
+    /// Prefetches the cache line at an address, which need not be mapped.
     unsafe fn prefetch(at: *const u8);
 }
 
-/// Elements that lanes are loaded from.
+/// Element types from which lanes are loaded.
 pub(crate) trait Load: Number {
     /// As for [`Lanes`].
     unsafe fn load<L: Lanes>(from: *const Self) -> L;
@@ -180,8 +180,8 @@ impl Lanes for Scalar {
     unsafe fn prefetch(_: *const u8) {}
 }
 
-/// `e` to the power of each, of numbers up to 88: relatively within 2e-7, down to `e^-87`, which
-/// stands for all below.
+/// `e` to the power of each lane, for numbers up to 88, with a relative error below 2e-7; numbers
+/// below -87 yield `e^-87`.
 ///
 /// A power of two times `e^r`, with `r` at most half of `ln 2` away from zero:
 /// `1 + r + r²·(polynomial of Cephes' expf)`.
@@ -205,7 +205,7 @@ pub(crate) unsafe fn exp<L: Lanes>(of: L) -> L {
         let power = L::splat(0.0)
             .add_product(of, L::splat(std::f32::consts::LOG2_E))
             .round();
-        // ln 2 in two parts, of which the first has few digits: its products are exact.
+        // ln 2 in two parts. The first has few digits, so that its products are exact.
         let rest = of.add_product(power, L::splat(-0.693_359_4));
         let rest = rest.add_product(power, L::splat(2.121_944_4e-4));
         let mut sum = L::splat(POLYNOMIAL[0]);
@@ -280,7 +280,7 @@ pub(crate) unsafe fn reduce<L: Lanes, N: Load, const SQUARED_DISTANCE: bool>(
 mod tests {
     use super::*;
 
-    /// On every set of this processor, sixteen at a time.
+    /// Runs on every set of this processor, sixteen at a time.
     fn exps(of: &[f32; 16]) -> Vec<[f32; 16]> {
         #[inline(always)]
         unsafe fn on<L: Lanes>(of: &[f32; 16]) -> [f32; 16] {
@@ -294,16 +294,16 @@ mod tests {
         #[cfg(target_arch = "x86_64")]
         #[target_feature(enable = "avx2,fma")]
         unsafe fn on_avx2(of: &[f32; 16]) -> [f32; 16] {
-            // SAFETY: the caller asked the processor.
+            // SAFETY: the caller checked the processor.
             unsafe { on::<Avx2>(of) }
         }
         #[cfg(target_arch = "x86_64")]
         #[target_feature(enable = "avx512f,avx512dq")]
         unsafe fn on_avx512(of: &[f32; 16]) -> [f32; 16] {
-            // SAFETY: the caller asked the processor.
+            // SAFETY: the caller checked the processor.
             unsafe { on::<Avx512>(of) }
         }
-        // SAFETY: one number at a time needs nothing; the others are asked for.
+        // SAFETY: scalar lanes need no instructions; the others are checked.
         unsafe {
             let mut found = vec![on::<Scalar>(of)];
             #[cfg(target_arch = "x86_64")]

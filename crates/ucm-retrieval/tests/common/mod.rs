@@ -1,4 +1,4 @@
-//! What the tests of the kernels share: instruction sets of this machine, numbers, and batches of
+//! Common parts of the kernels' tests: instruction sets of this machine, numbers, and batches of
 //! rows.
 #![allow(dead_code, reason = "each test uses a part of it")]
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
@@ -6,8 +6,7 @@
 use proptest::prelude::*;
 use ucm_retrieval::{Element, Isa, Team};
 
-/// Every set of this processor, and how many threads share a call; the last ones are threads of our
-/// own.
+/// Every set of this processor, with numbers of threads; the last ones are threads of our own.
 pub(crate) fn ways() -> Vec<(Isa, Team)> {
     let sets = Isa::ALL.into_iter().filter(|isa| isa.supported());
     let mut ways: Vec<_> = sets.map(|isa| (isa, Team::ONE)).collect();
@@ -15,8 +14,8 @@ pub(crate) fn ways() -> Vec<(Isa, Team)> {
     ways
 }
 
-/// Numbers from -2 to 2 that are exact in every type of element, and whose products add up exactly
-/// for a while.
+/// Numbers from -2 to 2 that are exact in every element type, with exact sums of a limited number
+/// of products.
 pub(crate) fn number(state: &mut u64) -> f32 {
     *state = state
         .wrapping_mul(0x5851_f42d_4c95_7f2d)
@@ -29,7 +28,7 @@ pub(crate) fn numbers(count: usize, seed: u64) -> Vec<f32> {
     (0..count).map(|_| number(&mut state)).collect()
 }
 
-/// Bytes of exact numbers in a type of element.
+/// Bytes of exact numbers in an element type.
 pub(crate) fn as_bytes(numbers: &[f32], element: Element) -> Vec<u8> {
     let bytes = |&number: &f32| match element {
         Element::F32 => number.to_ne_bytes().to_vec(),
@@ -40,7 +39,7 @@ pub(crate) fn as_bytes(numbers: &[f32], element: Element) -> Vec<u8> {
     numbers.iter().flat_map(bytes).collect()
 }
 
-/// The half of a number that has one.
+/// A number as half, if it is representable.
 fn half(number: f32) -> u16 {
     let bits = number.to_bits();
     let sign = (bits >> 16) as u16 & 0x8000;
@@ -59,8 +58,8 @@ pub(crate) fn elements() -> impl Strategy<Value = Element> {
     ]
 }
 
-/// A block table of `lengths.len()` rows whose ids lie anywhere below `pool`; a tenth of the blocks
-/// is not there where `absent`.
+/// A block table of `lengths.len()` rows with random ids below `pool`; with `absent` a tenth of the
+/// blocks is missing.
 pub(crate) fn table(
     lengths: &[usize],
     block_size: usize,

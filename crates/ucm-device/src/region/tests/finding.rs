@@ -1,4 +1,4 @@
-//! How regions are found, and what is not taken for one.
+//! Discovery of regions, and rejection of anything else.
 
 use std::sync::Arc;
 
@@ -96,7 +96,7 @@ fn a_lying_file_maps_nothing() {
         let mut text = lying.join("\n");
         let mut name = name.clone();
         if line == "nonce " {
-            // The descriptor is that of another region than the one announced.
+            // The descriptor belongs to another region than the announced one.
             name = name.replace(&nonce, "00000000000000aa");
             text = text.replace(&nonce, "00000000000000aa");
         }
@@ -111,8 +111,8 @@ fn a_lying_file_maps_nothing() {
 
 #[test]
 fn a_writer_in_another_container_is_said_to_be_out_of_reach() {
-    // The lock is held, so somebody lives; but the process number means no one, or somebody else,
-    // here.
+    // The lock is held, so the writer is alive; but its process number denotes no process, or
+    // another one, here.
     let (mut place, region) = (Place::new(), region(4));
     region.announce(&place.registry).unwrap();
     let name = place.registry.dir().join(&place.files()[0]);
@@ -133,7 +133,7 @@ fn a_writer_in_another_container_is_said_to_be_out_of_reach() {
         let refused = scan.refused.unwrap().to_string();
         assert!(refused.contains("pid namespace"), "{refused}");
     }
-    // One of another model says nothing.
+    // A file of another model causes no message.
     assert!(place.look_for([6; 32], LEN).refused.is_none());
 }
 

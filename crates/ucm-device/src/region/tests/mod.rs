@@ -37,7 +37,7 @@ fn id(n: u64) -> BlockId {
     BlockId(bytes)
 }
 
-/// What id `n` holds at its `version`-th writing.
+/// The record of id `n` in its `version`-th write.
 fn content(n: u64, version: u64) -> Vec<u8> {
     let byte =
         |at: usize| (n as u8).wrapping_mul(31) ^ (version as u8).wrapping_mul(17) ^ (at / 8) as u8;
@@ -117,7 +117,7 @@ fn a_reader_looks_at_few_buckets_of_an_index_that_is_full() {
     let bucket = |steps: usize| &words[shape.index() + ((home + steps) & mask)];
     let name = bucket(0).load(Ordering::Relaxed);
     assert!(shape.buckets > MOST_PROBES && view.contains(id(1)));
-    // What another process writes there is full of names of other records.
+    // Another process fills the index with names of other records.
     (0..shape.buckets).for_each(|steps| bucket(steps).store(1, Ordering::Relaxed));
     assert!(!view.contains(id(1)) && !view.contains(id(2)));
     bucket(MOST_PROBES - 1).store(name, Ordering::Relaxed);
@@ -127,10 +127,7 @@ fn a_reader_looks_at_few_buckets_of_an_index_that_is_full() {
     assert!(!view.contains(id(1)), "the search has ended before");
     let mut out = vec![0; 8192];
     assert!(view.copy_out(id(1), &mut out).is_none() && !view.contains(id(2)));
-    assert!(
-        region.contains(id(1)),
-        "its own writer believes its own index"
-    );
+    assert!(region.contains(id(1)), "the writer trusts its own index");
 }
 
 #[test]
@@ -205,7 +202,7 @@ fn slots_are_bounded_and_come_back() {
     for n in 0..5 {
         put(&region, n, 0);
     }
-    assert!(region.reserve().is_none(), "nothing goes by itself");
+    assert!(region.reserve().is_none(), "nothing is removed by itself");
     let pins: Vec<_> = (0..5).map(|n| region.pin(id(n)).unwrap()).collect();
     for n in 0..5 {
         assert!(region.is_pinned(pins[n as usize].slot()));
@@ -277,7 +274,7 @@ fn the_index_is_that_of_a_map_through_a_thousand_times_its_size_and_searches_sta
     );
 }
 
-/// Most words that a search for anything can meet: the longest run of names.
+/// Most words that any search can read: the longest run of names.
 fn longest_search(region: &SharedRegion) -> usize {
     let table = table(region, region.words());
     let free = |bucket: usize| table.bucket(bucket).unwrap().load(Ordering::Relaxed) == 0;
@@ -296,7 +293,7 @@ fn a_write_under_way_is_a_miss_even_where_the_index_names_it() {
     let (slot, _) = put(&region, 1, 0);
     let table = table(&region, region.words());
     let generation = &table.entry(slot as usize).unwrap()[Field::Generation as usize];
-    seqlock::begin(generation); // what a writer that was killed leaves behind
+    seqlock::begin(generation); // the state after the writer was killed
     assert!(!view.contains(id(1)) && view.copy_out(id(1), &mut vec![0; LEN]).is_none());
     assert!(view.records().is_empty());
     seqlock::publish(generation);
@@ -336,7 +333,7 @@ fn whatever_stands_in_the_words_no_reader_falls_over_it() {
         !view.contains(id(9)),
         "an index without a free word ends too"
     );
-    // A length that cannot be.
+    // An impossible length.
     let entry = table.entry(0).unwrap();
     describe(entry, id(3), usize::MAX >> 1, 0);
     table.name(id(3), 0, None);
@@ -424,7 +421,7 @@ fn a_record_that_stays_is_found_at_every_moment_while_others_come_and_go() {
             }
         });
     });
-    // A search gives up after a few tries: that is rare, and a miss.
+    // A search gives up after a few attempts: rare, and a miss.
     let wrong = wrong.into_inner();
     assert!(wrong < 100, "{wrong} of 20000 searches missed");
 }
