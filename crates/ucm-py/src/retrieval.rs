@@ -123,7 +123,7 @@ pub(crate) fn dot_scores(
         };
         let span = |count: usize, stride: usize| count.saturating_sub(1).saturating_mul(stride);
         let span = span(count, rep_stride).saturating_add(span(heads, head_stride)) + dim;
-        // SAFETY: Python guarantees that these tensors may be read, and that only this call writes `out`.
+        // SAFETY: Python guarantees that these tensors may be read; only this call writes `out`.
         let (rows, blocks_of, out_rows, queries) = unsafe {
             let rows = rows(&table, &blocks, 1)?;
             let blocks_of = reps.blocks("reps", element.size(), 3, span)?;
