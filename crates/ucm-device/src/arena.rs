@@ -366,7 +366,7 @@ mod tests {
         assert!(HostArena::new(usize::MAX).is_err());
         // A size within the address space but beyond any machine's memory.
         let error = HostArena::new(1 << 60).unwrap_err();
-        assert!(error.to_string().contains("give it less"), "{error}");
+        assert!(error.to_string().contains("lower its size"), "{error}");
     }
 
     /// The child maps memory of its own at the address of its parent's arena.

@@ -179,7 +179,7 @@ pub(crate) fn take_pages(fd: impl AsFd, len: usize) -> Result<()> {
     fallocate(fd, FallocateFlags::empty(), 0, len as u64).map_err(|errno| {
         let text =
             "the system commits no more memory than it has, and has not as much as cache_size; \
-             give it less";
+             lower its size";
         Error::from_io(errno.into(), text).with("bytes", len)
     })
 }
