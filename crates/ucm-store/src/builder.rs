@@ -30,7 +30,8 @@ use tier_spec::make_all;
 /// use ucm_store::builder::StoreSpec;
 /// use ucm_store::engine::{Pieces, Row, RowSides, Until};
 ///
-/// let identity = r#"{"format_version":1,"architecture":"A","world_size":1,"dtype":"f32","weights":"w","model_config":{},
+/// let identity =
+/// r#"{"format_version":1,"architecture":"A","world_size":1,"dtype":"f32","weights":"w","model_config":{},
 ///     "position":{},"kv_dtype":"f32","attention_backend":"a","kv_packing":{},"kv_layout":"l","kv_groups":[],
 ///     "block_tokens":16,"tensor_parallel":1,"pipeline_parallel":1,"decode_context_parallel":1}"#
 ///     .replace("\n    ", "");

@@ -9,5 +9,6 @@ pub mod breaker;
 pub mod builder;
 pub mod engine;
 mod records;
+mod rejected;
 pub mod stats;
 pub mod tiers;

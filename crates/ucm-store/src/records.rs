@@ -1,7 +1,9 @@
 //! What the records of one store are: the same for everything that makes, verifies or moves one.
 
-use ucm_core::{Geometry, Identity, Part};
-use ucm_record::RecordLayout;
+use std::borrow::Cow;
+
+use ucm_core::{BlockId, Error, Geometry, IdMask, Identity, MissReason, Part, Result};
+use ucm_record::{Expect, RecordLayout, SideSpec, verify_stored};
 
 /// See the module.
 pub(crate) struct StoredRecords {
@@ -15,4 +17,64 @@ pub(crate) struct StoredRecords {
     pub(crate) part: Part,
     /// The store, as its headers and log lines name it.
     pub(crate) writer: u64,
+}
+
+/// The mask between the id of a block's record and the id of the record with this side shard alone.
+pub(crate) fn side_mask(side: &SideSpec) -> IdMask {
+    IdMask::of_side(&side.name, side.version)
+}
+
+impl StoredRecords {
+    /// What a record of this id must be.
+    pub(crate) fn expect(&self, id: BlockId) -> Expect<'_> {
+        Expect {
+            id,
+            namespace: *self.identity.digest(),
+            part: self.part,
+            layout: &self.layout,
+        }
+    }
+
+    /// Verifies a whole record, with KV or without; its ordinal if it is sound and neither
+    /// compressed nor encrypted.
+    pub(crate) fn verify(
+        &self,
+        id: BlockId,
+        bytes: &[u8],
+        stored_len: u64,
+    ) -> Result<u32, MissReason> {
+        let header = verify_stored(bytes, stored_len, &self.expect(id))?;
+        if header.key.is_some() {
+            return Err(MissReason::WrongKey);
+        }
+        if !header.codec.is_as_is() {
+            return Err(MissReason::NewerVersion);
+        }
+        Ok(header.meta.ordinal)
+    }
+
+    /// The number of the side shard of this name. `InvalidInput` if the store has none.
+    pub(crate) fn side_index(&self, name: &str) -> Result<usize> {
+        let sides = self.layout.sides();
+        if let Some(index) = sides.iter().position(|side| side.name == name) {
+            return Ok(index);
+        }
+        let known: Vec<&str> = sides.iter().map(|side| side.name.as_str()).collect();
+        let unknown = Error::invalid("this store has no side shard of that name");
+        Err(unknown.with("name", name).with("known", known.join(", ")))
+    }
+
+    /// These records, each followed by those in which its side shards may lie alone.
+    pub(crate) fn with_sides<'a>(&self, ids: &'a [(BlockId, u32)]) -> Cow<'a, [(BlockId, u32)]> {
+        if self.layout.sides().is_empty() {
+            return Cow::Borrowed(ids);
+        }
+        let mut all = Vec::with_capacity(ids.len() * (1 + self.layout.sides().len()));
+        for &(id, ordinal) in ids {
+            all.push((id, ordinal));
+            let sides = self.layout.sides().iter();
+            all.extend(sides.map(|side| (id.xor(side_mask(side)), ordinal)));
+        }
+        Cow::Owned(all)
+    }
 }

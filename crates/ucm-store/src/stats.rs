@@ -175,11 +175,9 @@ counters! {
     records_replaced,
 }
 
-impl Stats {
-    /// Adds to a counter.
-    pub(crate) fn add(counter: &AtomicU64, n: u64) {
-        counter.fetch_add(n, Ordering::Relaxed);
-    }
+/// Adds to a counter.
+pub(crate) fn add(counter: &AtomicU64, n: u64) {
+    counter.fetch_add(n, Ordering::Relaxed);
 }
 
 #[cfg(test)]

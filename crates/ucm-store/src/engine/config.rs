@@ -1,4 +1,4 @@
-//! What an engine is told, and the words its callers use: deadlines, rows, hints.
+//! The settings of an engine, and the types of its callers: deadlines, rows, hints.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ pub struct Deadlines {
     pub load: Duration,
     /// A dump, in the background.
     pub dump: Duration,
-    /// The first look at a root.
+    /// The first probe of a root.
     pub probe: Duration,
     /// Draining at shutdown.
     pub shutdown: Duration,
@@ -38,7 +38,7 @@ impl Default for Deadlines {
     }
 }
 
-/// What an engine needs to know.
+/// The settings of an engine.
 pub struct EngineConfig {
     /// Sizes of this part's blocks.
     pub geometry: Geometry,
@@ -61,11 +61,11 @@ pub struct EngineConfig {
     pub deadlines: Deadlines,
     /// When the breaker of a tier opens.
     pub breaker: BreakerConfig,
-    /// Tells this writer's records from others'.
+    /// Number that no other writer has.
     pub writer: u64,
-    /// Encrypts what is written to tiers that are not memory, which then take nothing else.
+    /// Encrypts records in tiers that are not memory, which then take no other records.
     pub keys: Option<Arc<Keys>>,
-    /// What the blocks of each tenant may come to in every level below memory, if that is bounded.
+    /// The quota of the blocks of each tenant in every level below memory.
     pub tenant_quota: Option<Capacity>,
 }
 
@@ -77,14 +77,14 @@ pub struct Row {
     pub shard: u32,
     /// Where they lie.
     pub pieces: Pieces,
-    /// What must be done before they are read or written; the row fails where it is not by the
-    /// deadline of its task.
+    /// Must be done before they are read or written; the row fails where it is not by the deadline
+    /// of its task.
     pub ready: Option<Arc<dyn Event>>,
-    /// What a dump brings beside the KV; a load takes no notice of it.
+    /// Side shards that a dump brings; a load ignores them.
     pub sides: RowSides,
 }
 
-/// What a row of a dump brings beside its KV.
+/// The side shards that a row of a dump brings.
 #[derive(Debug, Default)]
 pub enum RowSides {
     /// Nothing. A block has its side shards where every one of its rows brings them.
@@ -97,6 +97,19 @@ pub enum RowSides {
     /// The side shard of this index, whole, for a record of its own and of this row's id; there is
     /// no KV.
     Alone(usize, Box<[u8]>),
+}
+
+impl Row {
+    /// All of a block that has one shard, or is wanted in its slot.
+    pub(super) fn whole(id: BlockId, pieces: Pieces) -> Self {
+        Self {
+            id,
+            shard: 0,
+            pieces,
+            ready: None,
+            sides: RowSides::None,
+        }
+    }
 }
 
 impl RowSides {
@@ -138,7 +151,7 @@ impl Pieces {
     }
 }
 
-/// What ids do not say, for the record's header.
+/// Facts for the record's header that ids do not contain.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Hint {
     /// The block before it in its chain (zero: none or unknown).

@@ -19,11 +19,12 @@ use ucm_record::{RecordMeta, encode_header, seal_side_alone};
 use ucm_tier::backend::{Flush, WriteOptions, Written};
 
 use super::block_builder::{After, BlockBuilder, BlockBuilders, Stage};
+use super::config::{Hint, Row};
+use super::core::Core;
 use super::inline_writers::InlineWriters;
-use super::load::{BlockRowList, by_block};
+use super::rows::{BlockRowList, by_block};
 use super::task::{Task, TaskState};
-use super::{Core, Hint, Row};
-use crate::stats::Stats;
+use crate::stats::add;
 use crate::tiers::{Request, TierWrite};
 
 /// The lane of the pool that copies: it has one.
@@ -90,7 +91,7 @@ impl Run {
 impl Core {
     /// Starts dumping rows, or refuses at once (Busy: no slot; Unhealthy: the breaker of the medium
     /// or of writes is open).
-    pub fn dump(self: &Arc<Self>, rows: Vec<Row>) -> Result<Task> {
+    pub(super) fn dump(self: &Arc<Self>, rows: Vec<Row>) -> Result<Task> {
         self.check_rows(&rows, false)?;
         let now = self.clock.now();
         let deadline = now.after(self.deadlines.dump);
@@ -110,14 +111,14 @@ impl Core {
             return Ok(task);
         }
         self.check_available(now)?;
-        if !self.tiers.may_take_dumps(now) {
+        if !self.tiers.table.may_take_dumps(now) {
             let text = "the storage takes no blocks for now; what it has is read";
             return Err(Error::new(ErrorKind::Unhealthy, text));
         }
         self.drop_incomplete(now);
-        let work = self.take_slots(by_block(rows), self.tiers.request(deadline))?;
-        self.life.open_tasks.add(&state);
-        Stats::add(&self.stats.dump_tasks, 1);
+        let work = self.take_slots(by_block(rows), self.tiers.table.request(deadline))?;
+        self.open_tasks.add(&state);
+        add(&self.stats.dump_tasks, 1);
         let threads = self.dumps.copy_threads.min(work.len());
         let run = Arc::new(Run {
             blocks: work,
@@ -157,7 +158,7 @@ impl Core {
     /// or, on the thread that is kept from media so that the device waits for none, to a thread of
     /// the tier. That one stands by where the others need nothing but their processors.
     fn dump_blocks(self: &Arc<Self>, run: &Arc<Run>, ticket: &Arc<Ticket>) {
-        let (writers, cached) = (&self.dumps.inline_writers, self.tiers.writes_cached());
+        let (writers, cached) = (&self.dumps.inline_writers, self.tiers.table.writes_cached());
         let mut writer = writers.begin();
         while !ticket.is_over() {
             if writer.is_none() && cached {
@@ -219,7 +220,7 @@ impl Core {
         }
         if full {
             drop(builders); // before the slots, whose return may start reads
-            Stats::add(&self.stats.dumps_refused, 1);
+            add(&self.stats.dumps_refused, 1);
             let busy = Error::new(ErrorKind::Busy, "no staging slot is free for this dump");
             let busy = busy
                 .with("blocks", blocks_wanted)
@@ -258,9 +259,11 @@ impl Core {
             let lost = || Error::internal("the record in the making was lost");
             (inner.slot.take().ok_or_else(lost)?, wanted)
         };
-        let pieces = self.pieces(wanted.iter().copied())?;
+        let pieces = self.records.pieces(wanted.iter().copied())?;
         let with_kv = wanted.iter().filter(|_| builder.alone.is_none());
-        let layers: Vec<u32> = with_kv.flat_map(|row| self.layers_of(row.1)).collect();
+        let layers: Vec<u32> = with_kv
+            .flat_map(|row| self.records.layers_of(row.1))
+            .collect();
         let mut crcs = Vec::with_capacity(layers.len());
         // Each layer as soon as its last piece is there: its bytes are in the caches then.
         let mut seal = |record: &mut [u8], landed: usize| {
@@ -274,9 +277,9 @@ impl Core {
                 stream.gather(&pieces, slot.as_mut_slice(), &mut seal)
             })?;
         seal(slot.as_mut_slice(), pieces.len());
-        let sided = self.place_sides(rows, slot.as_mut_slice());
+        let sided = self.records.place_sides(rows, slot.as_mut_slice());
         let staged: u64 = pieces.iter().map(|piece| piece.span.len()).sum();
-        Stats::add(&self.stats.bytes_staged, staged);
+        add(&self.stats.bytes_staged, staged);
         let mut inner = builder.inner.lock();
         if matches!(inner.stage, Stage::Filling) {
             for (_, shard, _) in wanted {
@@ -389,7 +392,10 @@ impl Core {
         mut crcs: Vec<u32>,
         sided: bool,
     ) -> Result<WriteOptions> {
-        let (layout, block) = (&self.records.layout, self.block_of(builder));
+        let (layout, block) = (
+            &self.records.layout,
+            self.records.block_of(builder.id, builder.alone),
+        );
         let hint = self
             .dumps
             .hints
@@ -459,7 +465,7 @@ impl Core {
             request: builder.request,
             placed: Box::new(move || core.placed(&placed_for)),
         };
-        self.tiers.write(write, here, done);
+        self.tiers.writes.write(write, here, done);
     }
 
     /// The record of a block is published, or will not be; `options`: how it was written, if it
@@ -471,9 +477,12 @@ impl Core {
         result: Result<Written>,
     ) {
         self.dumps.builders.lock().remove(&builder.id);
-        self.dumps.hints.lock().remove(&self.block_of(builder));
+        self.dumps
+            .hints
+            .lock()
+            .remove(&self.records.block_of(builder.id, builder.alone));
         let in_the_way = match result {
-            Ok(Written::Present) => self.refused.left_alone(builder.id),
+            Ok(Written::Present) => self.refused.kept_for(builder.id),
             Ok(Written::InTheWay(reason)) => {
                 self.refused.add(builder.id, reason);
                 Some(reason)
@@ -498,23 +507,23 @@ impl Core {
                     (_, None) => &self.stats.blocks_published,
                     (_, Some(_)) => &self.stats.sides_published,
                 };
-                Stats::add(counted, 1);
+                add(counted, 1);
                 if *written == Written::Published {
                     self.refused.published(builder.id);
                     let len = options.map_or(0, |options| options.len);
-                    Stats::add(&self.stats.bytes_published, len as u64);
+                    add(&self.stats.bytes_published, len as u64);
                 }
                 let replaced = options.is_some_and(|options| options.replace);
                 if replaced && *written == Written::Published && self.refused.clear_bad(builder.id)
                 {
-                    Stats::add(&self.stats.records_replaced, 1);
+                    add(&self.stats.records_replaced, 1);
                     let id = builder.id;
                     info!(store = self.records.writer, block = %id, "a refused record was \
                     replaced: {id}");
                 }
             }
             Err(error) => {
-                Stats::add(&self.stats.publishes_failed, 1);
+                add(&self.stats.publishes_failed, 1);
                 if matches!(error.kind(), ErrorKind::Io | ErrorKind::Foreign)
                     && in_the_way.is_none()
                     && !self.dumps.unwritable.swap(true, Ordering::AcqRel)
@@ -609,7 +618,7 @@ impl Core {
                 let text = "the block's other shards did not come in time";
                 let error = Error::new(ErrorKind::Timeout, text).with("block", builder.id);
                 let dropped = self.give_up(&builder, &error);
-                Stats::add(&self.stats.blocks_incomplete, u64::from(dropped));
+                add(&self.stats.blocks_incomplete, u64::from(dropped));
             }
         }
     }

@@ -1,81 +1,71 @@
 //! Which blocks are stored, within one deadline per call.
 
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::Duration;
 
-use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, limits};
+use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_infra::{Completion, MonotonicTime};
 
-use super::{Core, LANE_ASK};
-use crate::stats::Stats;
-use crate::tiers::{LEAST_WINDOW, Place, Request, WINDOW};
+use super::LANE_ASK;
+use super::core::Core;
+use crate::stats::add;
+use crate::tiers::{LEAST_WINDOW, LookupResult, Request, WINDOW};
 
-/// How long a lookup that no one waits for may wait for its turn at least, and the pool to tell
-/// that it hangs.
+/// How long a lookup that the caller polls may be queued at least, and the time in which the pool
+/// reports that it hangs.
 const QUEUED: Duration = Duration::from_secs(1);
 
-/// What [`Core::locate_on_prefix`] answers.
+/// What [`Engine::locate_on_prefix`](super::Engine::locate_on_prefix) answers.
 pub type Located = Result<(Vec<u8>, Option<MissReason>)>;
 
 /// A lookup on a thread of the engine. Once this is dropped, it is not begun any more.
 pub struct Asked(Arc<Completion<(Located, Duration)>>);
 
 impl Asked {
-    /// The answer, and how long after the question it was there; `None` until then.
+    /// The answer, and how long it took; `None` until then.
     pub fn answer(&self) -> Option<(Located, Duration)> {
         self.0.peek()
     }
 }
 
-impl Core {
-    /// Which of these blocks are stored whole, as far as the lookup deadline lets us know; exact
-    /// per id.
-    pub fn lookup(self: &Arc<Self>, ids: &[BlockId]) -> Result<Vec<bool>> {
-        let (now, asked) = self.begin(ids)?;
-        if !asked {
+/// See the module.
+pub(super) struct Lookups {
+    pub(super) core: Arc<Core>,
+}
+
+impl Lookups {
+    /// Which of these blocks are stored whole, as far as the lookup deadline allows; exact per id.
+    pub(super) fn lookup(&self, ids: &[BlockId]) -> Result<Vec<bool>> {
+        let (now, request) = self.begin(ids)?;
+        let Some(request) = request else {
             return Ok(vec![false; ids.len()]);
-        }
-        let request = self.tiers.request(now.after(self.deadlines.lookup));
-        let found = self.ask(ids, false, request);
+        };
+        let found = self.locate(ids, false, request);
         let found: Vec<bool> = found.into_iter().map(|answer| answer.is_ok()).collect();
         self.end(now, found.iter().filter(|&&present| present).count());
         Ok(found)
     }
 
-    /// How many ids from the first on are stored without a gap. Every id counted was checked.
-    pub fn lookup_on_prefix(self: &Arc<Self>, ids: &[BlockId]) -> Result<usize> {
-        Ok(self.explain_on_prefix(ids)?.0)
-    }
-
-    /// The same, and why the next id is no hit; `None` if every id is one.
-    pub fn explain_on_prefix(
-        self: &Arc<Self>,
-        ids: &[BlockId],
-    ) -> Result<(usize, Option<MissReason>)> {
-        let (tiers, reason) = self.locate_on_prefix(ids)?;
-        Ok((tiers.len(), reason))
-    }
-
     /// The tier, counted from the top, that each id from the first on would be read from without a
-    /// gap, and why the next one is no hit. Where a record is may change until it is read.
-    pub fn locate_on_prefix(self: &Arc<Self>, ids: &[BlockId]) -> Located {
-        let (now, asked) = self.begin(ids)?;
-        if !asked {
-            return Ok((
-                Vec::new(),
-                (!ids.is_empty()).then_some(MissReason::Unhealthy),
-            ));
-        }
-        let request = self.tiers.request(now.after(self.deadlines.lookup)); // one for all windows
+    /// gap, and why the next one is no hit.
+    pub(super) fn locate_on_prefix(&self, ids: &[BlockId]) -> Located {
+        let (now, request) = self.begin(ids)?;
+        let Some(request) = request else {
+            let reason = (!ids.is_empty()).then_some(MissReason::Unhealthy);
+            return Ok((Vec::new(), reason));
+        };
         let (mut tiers, mut window, mut reason) = (Vec::new(), LEAST_WINDOW, None);
-        while tiers.len() < ids.len() {
+        while tiers.len() < ids.len() && reason.is_none() {
             let known = tiers.len();
             let end = ids.len().min(known + window);
-            let found = self.ask(&ids[known..end], true, request);
-            tiers.extend(found.iter().map_while(|answer| answer.ok()));
-            reason = found.into_iter().find_map(std::result::Result::err);
-            if reason.is_some() {
-                break;
+            for answer in self.locate(&ids[known..end], true, request) {
+                match answer {
+                    Ok(tier) => tiers.push(tier),
+                    Err(why) => {
+                        reason = Some(why);
+                        break;
+                    }
+                }
             }
             window = (window * 2).min(WINDOW);
         }
@@ -84,88 +74,82 @@ impl Core {
     }
 
     /// The same on a thread of the engine; Busy when too many wait for it.
-    pub fn begin_locate_on_prefix(self: &Arc<Self>, ids: Vec<BlockId>) -> Result<Asked> {
-        self.usable()?;
-        let (asked, core) = (Asked(Completion::new()), Arc::clone(self));
-        let (begun, answer) = (self.clock.now(), Arc::downgrade(&asked.0));
-        let turn = QUEUED.max(self.deadlines.lookup);
-        let work = {
-            let (core, answer) = (Arc::clone(&core), Weak::clone(&answer));
-            move || match answer.strong_count() > 0 && core.clock.now() < begun.after(turn) {
-                true => core.locate_on_prefix(&ids),
-                false => Err(Error::new(
-                    ErrorKind::Timeout,
-                    "the lookup had no turn in time",
-                )),
+    pub(super) fn begin_locate_on_prefix(self: &Arc<Self>, ids: Vec<BlockId>) -> Result<Asked> {
+        self.core.check_open()?;
+        let (asked, begun) = (Asked(Completion::new()), self.core.clock.now());
+        let turn = QUEUED.max(self.core.deadlines.lookup);
+        let (this, answer) = (Arc::clone(self), Arc::downgrade(&asked.0));
+        let work = move || {
+            if answer.strong_count() > 0 && this.core.clock.now() < begun.after(turn) {
+                return this.locate_on_prefix(&ids);
             }
+            let text = "the lookup had no turn in time";
+            Err(Error::new(ErrorKind::Timeout, text))
         };
-        let tell = move |located: Result<Located>| {
+        let (core, answer) = (Arc::clone(&self.core), Arc::downgrade(&asked.0));
+        let ended = move |located: Result<Located>| {
             if let Some(answer) = answer.upgrade() {
                 answer.complete((located.flatten(), core.clock.now().since(begun)));
             }
         };
         // none that had its turn takes so long
-        let deadline = begun.after(turn + self.deadlines.lookup + QUEUED);
-        self.asks.submit(LANE_ASK, deadline, work, tell)?;
+        let deadline = begun.after(turn + self.core.deadlines.lookup + QUEUED);
+        self.core.asks.submit(LANE_ASK, deadline, work, ended)?;
         Ok(asked)
     }
 
-    /// Whether lookups are answered from memory, without a system call. May change: a layout is
-    /// decided by the first writer.
-    pub fn answers_at_once(&self) -> bool {
-        self.tiers.answers_at_once()
-    }
-
-    /// Checks and counts a call; false if there is nothing to ask or no one to be asked.
-    fn begin(self: &Arc<Self>, ids: &[BlockId]) -> Result<(MonotonicTime, bool)> {
-        self.usable()?;
-        if ids.len() > limits::MAX_IDS_PER_CALL {
-            return Err(Error::invalid("too many ids in one call")
-                .with("ids", ids.len())
-                .with("most", limits::MAX_IDS_PER_CALL));
-        }
-        let now = self.clock.now();
-        Stats::add(&self.stats.lookups, 1);
-        Stats::add(&self.stats.lookup_ids, ids.len() as u64);
+    /// Checks and counts a call; without a request there is nothing to look up, or no tier that
+    /// may answer. One request is for all windows of a call.
+    fn begin(&self, ids: &[BlockId]) -> Result<(MonotonicTime, Option<Request>)> {
+        let core = &self.core;
+        core.check_call("ids", ids.len())?;
+        let now = core.clock.now();
+        add(&core.stats.lookups, 1);
+        add(&core.stats.lookup_ids, ids.len() as u64);
         if ids.is_empty() {
-            return Ok((now, false));
+            return Ok((now, None));
         }
-        let asked = self.check_available(now).is_ok();
-        if !asked {
-            self.stats
+        if core.check_available(now).is_err() {
+            core.stats
                 .misses
                 .add(MissReason::Unhealthy, ids.len() as u64);
+            return Ok((now, None));
         }
-        Ok((now, asked))
+        let request = core.tiers.table.request(now.after(core.deadlines.lookup));
+        Ok((now, Some(request)))
     }
 
     fn end(&self, started: MonotonicTime, hits: usize) {
-        Stats::add(&self.stats.lookup_hits, hits as u64);
-        let took = self.clock.now().since(started);
-        self.stats.lookup_latency.observe(took.as_nanos() as u64);
+        add(&self.core.stats.lookup_hits, hits as u64);
+        let took = self.core.clock.now().since(started);
+        self.core
+            .stats
+            .lookup_latency
+            .observe(took.as_nanos() as u64);
     }
 
-    /// Asks for ids, in order; what was not answered in time, or not asked after a missing one, is
-    /// not there.
-    fn ask(
-        self: &Arc<Self>,
+    /// Looks ids up, in order. An id without an answer in time, or after a missing one, is not
+    /// there.
+    fn locate(
+        &self,
         ids: &[BlockId],
         stop_at_missing: bool,
         request: Request,
-    ) -> Vec<Place> {
-        let mut found = self.tiers.locate(ids, stop_at_missing, request);
+    ) -> Vec<LookupResult> {
+        let core = &self.core;
+        let mut found = core.tiers.lookups.locate(ids, stop_at_missing, request);
         for (&id, place) in ids.iter().zip(&mut found) {
-            if place.is_ok() && self.refused.contains(id) {
+            if place.is_ok() && core.refused.contains(id) {
                 *place = Err(MissReason::Refused);
             }
             if let Err(reason) = *place {
-                self.stats.misses.add(reason, 1);
+                core.stats.misses.add(reason, 1);
                 let unanswered = matches!(
                     reason,
                     MissReason::LookupLate | MissReason::IoError | MissReason::Busy
                 );
                 if stop_at_missing && !unanswered {
-                    break; // what follows is no hit whatever it is
+                    break; // later ids are no hits
                 }
             }
         }

@@ -1,63 +1,63 @@
 //! The one engine over every tier: tasks, staging slots, gather and scatter, checksums, joined
 //! loads, deadlines, back-pressure, counters.
 //!
-//! The five rules it keeps are those of the design: no late bytes, block by block ([`load`]); two
-//! levels of a dump, staged and published ([`dump`]); bounded queues; deadlines on every wait;
-//! verification of everything that comes from a medium. Deadlines of I/O are kept by the backend's
-//! pool, those of tasks by the caller that looks at them.
+//! [`Engine`] is the table of its parts, which share a [`Core`]. The five rules it keeps are those
+//! of the design: no late bytes, block by block ([`load`]); two levels of a dump, staged and
+//! published ([`dump`]); bounded queues; deadlines on every wait; verification of everything that
+//! is read from a medium. Deadlines of I/O are kept by the backend's pool, those of tasks by the
+//! caller that polls them.
 
-mod availability;
 mod block_builder;
 mod config;
+mod core;
 mod dump;
 mod inline_writers;
 mod load;
 mod lookup;
 mod reads;
-mod rejected;
-mod report;
+mod rows;
 mod side_reads;
-mod sides;
 mod task;
 mod transfer;
-mod verify;
 
-use std::ops::Deref;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use ucm_core::{BlockId, Error, ErrorKind, Geometry, Result, limits};
+use ucm_core::{BlockId, Error, ErrorKind, Geometry, MissReason, Result};
 use ucm_device::{ArenaOptions, Device, Event, KvLayout, SlotPool};
 use ucm_infra::{Clock, Lane, MonotonicTime, WorkerPool};
-use ucm_record::RecordLayout;
+use ucm_record::{RecordLayout, SideSpec};
 use ucm_tier::backend::{Flush, LocallyVisible};
 
 use crate::records::StoredRecords;
+use crate::rejected::RejectedRecords;
 use crate::stats::Stats;
 use crate::tiers::{LevelConfig, Priority, TenantQuota, Tiers, TiersConfig};
 
-use availability::Life;
 pub use config::{Deadlines, EngineConfig, Hint, Pieces, Row, RowSides};
+use core::Core;
 use dump::Dumps;
+use lookup::Lookups;
 pub use lookup::{Asked, Located};
-use rejected::RejectedRecords;
+use reads::Loads;
+use side_reads::SideLoads;
 pub use side_reads::SidesTask;
 pub use task::{Task, Until};
 use transfer::{DeviceSide, Streams};
 
-/// Threads for lookups that no one waits for, and how many of these may be queued.
+/// Threads for lookups that callers poll, and how many of these may be queued.
 const ASK_THREADS: usize = 3;
 const MOST_ASKED: usize = 1024;
-/// Lanes of the pool for what needs a thread of its own for a moment: lookups, and starting the
-/// reads of loads.
+/// Lanes of their pool: lookups, and starting the reads of loads and of side shards.
 const LANE_ASK: usize = 0;
-const LANE_PUMP: usize = 1;
+const LANE_LOADS: usize = 1;
+const LANE_SIDES: usize = 2;
 
 /// Fewest slots of an engine that moves blocks.
 const LEAST_SLOTS: usize = 4;
-/// Most memory of records on their way between tiers, and most of them.
+/// Most memory of records that move between tiers, and most of them.
 const SPARE_BYTES: usize = 64 << 20;
 const SPARE_SLOTS: usize = 32;
 /// Times a copy worker that hangs is replaced; as many stuck copies open the breaker.
@@ -65,43 +65,18 @@ const COPY_REPLACEMENTS: usize = 4;
 /// Most copies queued, however large the arena.
 const MAX_COPIES: usize = 1 << 20;
 
-/// The engine; a handle over its shared core. Dropping it closes it.
-pub struct Engine(Arc<Core>);
-
-/// Shared by the handle and the callbacks under way.
-pub struct Core {
-    records: Arc<StoredRecords>,
-    deadlines: Deadlines,
-    clock: Arc<dyn Clock>,
-    tiers: Arc<Tiers>,
-    device: DeviceSide,
-    asks: Arc<WorkerPool>,
-    reads: ReadQueues,
-    dumps: Dumps,
-    refused: RejectedRecords,
-    life: Life,
-    stats: Stats,
-}
-
-/// What waits for a slot to be read into, and what is being read.
-#[derive(Default)]
-struct ReadQueues {
-    blocks: Mutex<reads::Reads>,
-    sides: Mutex<side_reads::SideReads>,
-}
-
-impl Deref for Engine {
-    type Target = Arc<Core>;
-
-    fn deref(&self) -> &Arc<Core> {
-        &self.0
-    }
+/// The engine. Dropping it closes it.
+pub struct Engine {
+    core: Arc<Core>,
+    loads: Arc<Loads>,
+    side_loads: Arc<SideLoads>,
+    lookups: Arc<Lookups>,
 }
 
 impl Engine {
-    /// Sets everything up and looks at the tiers once, top first, within the probe deadline. One
-    /// that does not answer is retried later; until one does every lookup is a miss. `levels`: top
-    /// first, each a tier or several side by side.
+    /// Sets everything up and probes the tiers once within the probe deadline. One that does not
+    /// answer is probed again later; until one does every lookup is a miss. `levels`: top first,
+    /// each a tier or several side by side.
     pub fn open(
         config: EngineConfig,
         levels: impl IntoIterator<Item = impl Into<LevelConfig>>,
@@ -111,12 +86,10 @@ impl Engine {
         let layout =
             RecordLayout::new(&config.geometry).describing(config.block_tokens, config.dtype);
         let layout = layout.with_sides(config.sides)?;
-        let layout = if config.keys.is_some() {
-            layout.encrypted()?
-        } else {
-            layout
+        let layout = match config.keys {
+            Some(_) => layout.encrypted()?,
+            None => layout,
         };
-        sides::check_shares(&layout, &config.geometry)?;
         let slot_len = layout.record_len() as u64;
         let records = Arc::new(StoredRecords {
             geometry: config.geometry,
@@ -125,6 +98,7 @@ impl Engine {
             part: config.part,
             writer: config.writer,
         });
+        records.check_shares()?;
         let slots = config.staging_bytes / slot_len;
         if config.staging_bytes > 0 && slots < LEAST_SLOTS as u64 {
             return Err(Error::new(
@@ -166,7 +140,7 @@ impl Engine {
             spare_slots: (SPARE_BYTES / slot_len as usize).clamp(2, SPARE_SLOTS),
             staging,
         };
-        let tiers = Tiers::new(below, &*device, Arc::clone(&clock))?;
+        let tiers = Arc::new(Tiers::new(below, &*device, Arc::clone(&clock))?);
         let copy_limit = (slots.capacity() * 2 + 64).min(MAX_COPIES);
         let copies = WorkerPool::builder("ucm-copy")
             .on_demand()
@@ -188,10 +162,15 @@ impl Engine {
                     capacity: MOST_ASKED,
                     max_running: ASK_THREADS,
                 },
+                // one job starts all reads that wait; lookups never hold the last thread
                 Lane {
                     name: "load",
-                    capacity: 1, // it starts what all who came before it want
-                    // one at a time does something; lookups never hold the last thread
+                    capacity: 1,
+                    max_running: ASK_THREADS + 1,
+                },
+                Lane {
+                    name: "sides",
+                    capacity: 1,
                     max_running: ASK_THREADS + 1,
                 },
             ])
@@ -212,48 +191,58 @@ impl Engine {
                 _attached: attached,
             },
             asks,
-            reads: ReadQueues::default(),
             dumps: Dumps::new(copy_limit, config.copy_threads.max(1), slot_len),
             refused: RejectedRecords::default(),
-            life: Life::new(),
+            open_tasks: Arc::default(),
             stats: Stats::default(),
+            overrun: AtomicBool::new(false),
+            closed: AtomicBool::new(false),
+            pid: std::process::id(),
         });
-        let weak = Arc::downgrade(&core);
+        let (loads, side_loads) = (Loads::new(&core), SideLoads::new(&core));
+        let weak = (Arc::downgrade(&loads), Arc::downgrade(&side_loads));
         core.device.slots.on_release(move || {
-            if let Some(core) = weak.upgrade() {
-                core.pump(); // a load may be waiting for this slot
-                core.pump_sides();
+            // a load may be waiting for this slot
+            if let (Some(loads), Some(side_loads)) = (weak.0.upgrade(), weak.1.upgrade()) {
+                loads.pump();
+                side_loads.pump();
             }
         });
         core.tiers
             .open(core.clock.now().after(core.deadlines.probe));
-        Ok(Self(core))
+        Ok(Self {
+            lookups: Arc::new(Lookups {
+                core: Arc::clone(&core),
+            }),
+            core,
+            loads,
+            side_loads,
+        })
     }
 
     /// An event of the device by its runtime's handle, for [`Row::ready`]; see
     /// [`Device::event_of`].
     pub fn event_of(&self, handle: u64) -> Result<Arc<dyn Event>> {
-        self.device.streams.device().event_of(handle)
+        self.device().event_of(handle)
     }
 
-    /// Learns where the KV lies whose blocks [`Engine::rows_of_blocks`] names by number, in place
-    /// of what was told before. Tasks under way keep what they began with.
+    /// Registers where the KV lies whose blocks [`Engine::rows_of_blocks`] names by number, in
+    /// place of an earlier registration. Tasks under way keep theirs.
     ///
     /// # Errors
     /// `InvalidInput` where its pieces are not those of the geometry.
     pub fn register_kv(&self, layout: KvLayout) -> Result<()> {
-        let sizes = self.records.geometry.tensors();
-        let expected = sizes.len() * self.records.geometry.layers() as usize;
+        let geometry = self.geometry();
+        let sizes = geometry.tensors();
+        let expected = sizes.len() * geometry.layers() as usize;
         let lengths = layout.spans(0, 0..layout.pieces()).map(|span| span.len());
         if layout.pieces() != expected || !lengths.eq(sizes.iter().copied().cycle().take(expected))
         {
-            return Err(Error::invalid(
-                "the KV must have the pieces that the store was opened for",
-            )
-            .with("pieces", layout.pieces())
-            .with("expected", expected));
+            let text = "the KV must have the pieces that the store was opened for";
+            let wrong = Error::invalid(text).with("pieces", layout.pieces());
+            return Err(wrong.with("expected", expected));
         }
-        *self.device.kv.lock() = Some(Arc::new(layout));
+        *self.core.device.kv.lock() = Some(Arc::new(layout));
         Ok(())
     }
 
@@ -266,83 +255,109 @@ impl Engine {
         &self,
         blocks: impl IntoIterator<Item = (BlockId, u64)>,
     ) -> Result<Vec<Row>> {
-        let Some(layout) = self.device.kv.lock().clone() else {
+        let Some(layout) = self.core.device.kv.lock().clone() else {
             return Err(Error::invalid(
                 "no KV is registered with this store: name addresses, or register it first",
             ));
         };
-        if self.records.geometry.shards() > 1 {
+        let shards = self.geometry().shards();
+        if shards > 1 {
             let text =
                 "this store splits its blocks into shards, which are named with their addresses";
-            return Err(Error::new(ErrorKind::Unsupported, text)
-                .with("shards", self.records.geometry.shards()));
+            return Err(Error::new(ErrorKind::Unsupported, text).with("shards", shards));
         }
-        let row = |(id, number)| Row {
-            id,
-            shard: 0,
-            pieces: Pieces::Block(Arc::clone(&layout), number),
-            ready: None,
-            sides: RowSides::None,
-        };
+        let row = |(id, number)| Row::whole(id, Pieces::Block(Arc::clone(&layout), number));
         Ok(blocks.into_iter().map(row).collect())
     }
 
+    /// Starts loading rows. A block that is absent, refused or late fails the task; see
+    /// [`Task::failures`]. Blocks go by the order of their first rows: those before the first that
+    /// failed are loaded, those after it that are still being read are cancelled. `deadline`: from
+    /// now, the configured one if `None`, ten minutes at most; it ends all of them. A block whose
+    /// row is wanted in its slot is read and verified whole, as by [`Engine::verify`].
+    pub fn load(&self, rows: Vec<Row>, deadline: Option<Duration>) -> Result<Task> {
+        self.loads.load(rows, deadline)
+    }
+
     /// Loads whole blocks into staging slots and no further: they are read and verified as for a
-    /// load, which fails where that one would and leaves behind what that one would (a refused
-    /// record is no hit any more), and no device memory is touched. `deadline` as of
-    /// [`Core::load`].
+    /// load, which fails where that one would and has the same effects (a refused record is no hit
+    /// any more), and no device memory is touched. `deadline` as of [`Engine::load`].
     pub fn verify(&self, ids: &[BlockId], deadline: Option<Duration>) -> Result<Task> {
-        let row = |&id| Row {
-            id,
-            shard: 0,
-            pieces: Pieces::Slot,
-            ready: None,
-            sides: RowSides::None,
-        };
-        self.load(ids.iter().map(row).collect(), deadline)
+        let rows = ids.iter().map(|&id| Row::whole(id, Pieces::Slot));
+        self.load(rows.collect(), deadline)
     }
 
-    /// Ends the engine: no new work, what is under way gets the shutdown deadline, then every task
-    /// has ended. Idempotent; in a forked child it does nothing.
-    pub fn close(&self) {
-        if self.check_process().is_err() || self.life.closed.swap(true, Ordering::AcqRel) {
-            return;
-        }
-        let until = self.clock.now().after(self.deadlines.shutdown);
-        let left = || until.since(self.clock.now());
-        // What comes after the last flush is published alone, so first the media have what is on
-        // its way to them.
-        self.await_placed(self.clock.now().after(left() / 2));
-        self.tiers.flush(Flush::Last);
-        // First the tasks, then the pools: a task is many jobs, and a pool that ends takes no next
-        // one.
-        self.life.open_tasks.wait(&*self.clock, until);
-        self.asks.shutdown(Duration::ZERO);
-        self.device.copies.shutdown(left());
-        self.tiers.shutdown(left());
-        self.await_pump();
-        self.end_loads();
-        self.end_side_loads();
-        self.drop_incomplete(MonotonicTime::NEVER);
+    /// Starts reading the side shard of that name of each block, without its KV. `deadline` as of
+    /// [`Engine::load`]. A side shard that is missing, late or not sound fails its own row and no
+    /// other.
+    ///
+    /// # Errors
+    /// `InvalidInput` for a name that the store was not opened with, too many ids, or more than 1
+    /// GiB of side shards.
+    pub fn load_sides(
+        &self,
+        ids: Vec<BlockId>,
+        name: &str,
+        deadline: Option<Duration>,
+    ) -> Result<SidesTask> {
+        self.side_loads.load(ids, name, deadline)
     }
-}
 
-impl Drop for Engine {
-    fn drop(&mut self) {
-        if self.check_process().is_err() {
-            // A forked child has none of the threads, and their locks as they were: it must not
-            // even drop them.
-            Box::leak(Box::new(Arc::clone(&self.0)));
-        }
-        self.close();
+    /// Starts dumping rows, or refuses at once (Busy: no slot; Unhealthy: the breaker of the medium
+    /// or of writes is open).
+    pub fn dump(&self, rows: Vec<Row>) -> Result<Task> {
+        self.core.dump(rows)
     }
-}
 
-impl Core {
-    /// Remembers what the ids of a coming dump do not say.
+    /// Starts writing side shards of blocks that are stored without them, each as a record of its
+    /// own: for each of these, by name, the bytes of every block, one behind the other. Or refuses
+    /// at once, as [`Engine::dump`]. The task has a row for each, those of one name after those of
+    /// another.
+    ///
+    /// # Errors
+    /// `InvalidInput` for a name that the store was not opened with, and where there are not as
+    /// many bytes as belong there.
+    pub fn dump_sides(&self, ids: &[BlockId], sides: &[(&str, &[u8])]) -> Result<Task> {
+        self.dump(self.core.records.side_rows(ids, sides)?)
+    }
+
+    /// Which of these blocks are stored whole, as far as the lookup deadline allows; exact per id.
+    pub fn lookup(&self, ids: &[BlockId]) -> Result<Vec<bool>> {
+        self.lookups.lookup(ids)
+    }
+
+    /// How many ids from the first on are stored without a gap. Every id counted was checked.
+    pub fn lookup_on_prefix(&self, ids: &[BlockId]) -> Result<usize> {
+        Ok(self.locate_on_prefix(ids)?.0.len())
+    }
+
+    /// The same, and why the next id is no hit; `None` if every id is one.
+    pub fn explain_on_prefix(&self, ids: &[BlockId]) -> Result<(usize, Option<MissReason>)> {
+        let (tiers, reason) = self.locate_on_prefix(ids)?;
+        Ok((tiers.len(), reason))
+    }
+
+    /// The tier, counted from the top, that each id from the first on would be read from without a
+    /// gap, and why the next one is no hit. Where a record is may change until it is read.
+    pub fn locate_on_prefix(&self, ids: &[BlockId]) -> Located {
+        self.lookups.locate_on_prefix(ids)
+    }
+
+    /// The same on a thread of the engine; Busy when too many wait for it.
+    pub fn begin_locate_on_prefix(&self, ids: Vec<BlockId>) -> Result<Asked> {
+        self.lookups.begin_locate_on_prefix(ids)
+    }
+
+    /// Whether lookups are answered from memory, without a system call. May change: a layout is
+    /// decided by the first writer.
+    pub fn answers_at_once(&self) -> bool {
+        self.core.tiers.table.answers_at_once()
+    }
+
+    /// Remembers hints for the headers of blocks that will be dumped.
     pub fn describe(&self, hints: impl IntoIterator<Item = (BlockId, Hint)>) -> Result<()> {
-        self.usable()?;
-        let mut known = self.dumps.hints.lock();
+        self.core.check_open()?;
+        let mut known = self.core.dumps.hints.lock();
         for (id, hint) in hints {
             known.insert(id, hint);
         }
@@ -352,204 +367,208 @@ impl Core {
     /// These blocks, with their ordinals, were used by a request; with each its side shards,
     /// wherever they lie.
     pub fn touch(&self, ids: &[(BlockId, u32)]) -> Result<()> {
-        self.usable()?;
-        let deadline = self.clock.now().after(self.deadlines.dump);
-        self.tiers.touch(&self.with_sides(ids), deadline);
-        Ok(())
+        self.touch_in(ids, false)
     }
 
-    /// The same for what this process alone can touch: its memory, and what it knows of the
+    /// The same in places that this process alone can touch: its memory, and its index of the
     /// segments that it merges.
     pub fn touch_own(&self, ids: &[(BlockId, u32)]) -> Result<()> {
-        self.usable()?;
-        let deadline = self.clock.now().after(self.deadlines.dump);
-        self.tiers.touch_own(&self.with_sides(ids), deadline);
+        self.touch_in(ids, true)
+    }
+
+    fn touch_in(&self, ids: &[(BlockId, u32)], own: bool) -> Result<()> {
+        let core = &self.core;
+        core.check_open()?;
+        let deadline = core.clock.now().after(core.deadlines.dump);
+        core.tiers
+            .touch(&core.records.with_sides(ids), deadline, own);
         Ok(())
     }
 
-    /// Whether [`Core::touch_own`] does anything: whether this process is to be told what another
-    /// one's touch does not reach. May change until the store was ready once.
+    /// Whether [`Engine::touch_own`] does anything: whether another process's touches must be
+    /// passed on to this one. May change until the store was ready once.
     pub fn wants_touch_own(&self) -> bool {
-        self.tiers.wants_touch_own()
+        self.core.tiers.wants_touch_own()
     }
 
-    /// These blocks will be asked for: brings them into the upper tiers of a pipeline, when nothing
-    /// more urgent is to be done. The answer counts those taken on; without an upper tier that is
+    /// Copies these blocks, which will be wanted, to the upper tiers of a pipeline, when nothing
+    /// more urgent is to be done. The answer counts those taken; without an upper tier that is
     /// none, nor in a store for lookups only, which keeps nothing.
     pub fn prefetch(&self, ids: &[BlockId], priority: Priority) -> Result<usize> {
-        self.usable()?;
-        if ids.len() > limits::MAX_IDS_PER_CALL {
-            return Err(Error::invalid("too many ids in one call")
-                .with("ids", ids.len())
-                .with("most", limits::MAX_IDS_PER_CALL));
-        }
-        if self.looks_up_only() || !self.tiers.is_ready() {
+        let core = &self.core;
+        core.check_call("ids", ids.len())?;
+        if core.is_lookup_only() || !core.tiers.table.is_ready() {
             return Ok(0);
         }
-        Ok(self.tiers.prefetch(ids, priority))
+        Ok(core.tiers.prefetches.add(ids, priority))
     }
 
     /// These blocks need not be prefetched any more; counts those that were still waiting.
     pub fn cancel_prefetch(&self, ids: &[BlockId]) -> Result<usize> {
-        self.usable()?;
-        Ok(self.tiers.cancel_prefetch(ids))
+        self.core.check_open()?;
+        Ok(self.core.tiers.prefetches.cancel(ids))
     }
 
-    /// Publishes soon what was dumped and waits for more to be published with it (a segment). Never
-    /// waits.
+    /// Publishes soon the dumped records that wait for others to be published with them (a
+    /// segment). Never waits.
     pub fn flush(&self) -> Result<()> {
-        self.usable()?;
-        self.dumps
-            .flushed
-            .fetch_max(self.clock.now().0 + 1, Ordering::AcqRel);
-        self.tiers.flush(Flush::Now);
+        let core = &self.core;
+        core.check_open()?;
+        let now = core.clock.now().0;
+        core.dumps.flushed.fetch_max(now + 1, Ordering::AcqRel);
+        core.tiers.flush(Flush::Now);
         Ok(())
     }
 
-    /// What became readable for this process before others can see it, and what no longer is, since
-    /// the last call.
+    /// Records that became readable for this process before others can see them, and those that no
+    /// longer are, since the last call.
     pub fn locally_visible(&self) -> Result<LocallyVisible> {
-        self.usable()?;
-        Ok(self.tiers.locally_visible())
+        self.core.check_open()?;
+        Ok(self.core.tiers.locally_visible())
     }
 
     /// Another process of the same engine refused these records, or could not read them: they are
     /// no hits here until the next dump has replaced them, unless they are of a newer version.
     pub fn mark_bad(&self, ids: &[BlockId]) -> Result<()> {
-        self.usable()?;
-        ids.iter().for_each(|&id| self.refused.mark_bad(id));
+        self.core.check_open()?;
+        ids.iter().for_each(|&id| self.core.refused.mark_bad(id));
         Ok(())
     }
 
-    /// Another process of the same engine replaces these records: what was refused of them here is
-    /// forgotten. Nothing is believed by this: a record that is still bad is refused again by the
-    /// next load.
+    /// Another process of the same engine replaces these records: refusals of them here are
+    /// forgotten. A record that is still bad is refused again by the next load.
     pub fn clear_bad(&self, ids: &[BlockId]) -> Result<()> {
-        self.usable()?;
-        self.tiers.clear_bad(ids);
+        self.core.check_open()?;
+        self.core.tiers.clear_bad(ids);
         for &id in ids {
-            self.refused.clear_bad(id);
+            self.core.refused.clear_bad(id);
         }
         Ok(())
     }
 
     /// How many more blocks a dump could take now.
     pub fn free_dump_slots(&self) -> usize {
-        self.drop_incomplete(self.clock.now());
-        self.device
-            .slots
-            .available()
-            .saturating_sub(self.device.reserved_slots)
+        let core = &self.core;
+        core.drop_incomplete(core.clock.now());
+        let available = core.device.slots.available();
+        available.saturating_sub(core.device.reserved_slots)
     }
 
     /// The device whose memory it loads into and dumps from; it makes the events of rows and tasks.
     pub fn device(&self) -> &dyn Device {
-        self.device.streams.device()
+        self.core.device.streams.device()
     }
 
     /// The engine's clock, for waiting on its tasks.
     pub fn clock(&self) -> &dyn Clock {
-        &*self.clock
+        &*self.core.clock
     }
 
     /// Number that tells this store from all others: in the header of what it writes, and in the
     /// field `store` of what it logs.
     pub fn writer(&self) -> u64 {
-        self.records.writer
+        self.core.records.writer
     }
 
     /// The sizes the engine was opened with.
     pub fn geometry(&self) -> &Geometry {
-        &self.records.geometry
+        &self.core.records.geometry
+    }
+
+    /// Side shards of this store, in order.
+    pub fn sides(&self) -> &[SideSpec] {
+        self.core.records.layout.sides()
     }
 
     /// Bytes of one record on the medium.
     pub fn record_len(&self) -> usize {
-        self.records.layout.record_len()
+        self.core.records.layout.record_len()
     }
 
     /// Fails with `Forked` in a child process: nothing else of the store may be called there.
     pub fn check_process(&self) -> Result<()> {
-        if self.life.pid == std::process::id() {
-            return Ok(());
-        }
-        Err(Error::new(
-            ErrorKind::Forked,
-            "this store was opened before a fork; open another in the child",
-        ))
+        self.core.check_process()
     }
 
-    fn usable(&self) -> Result<()> {
-        self.check_process()?;
-        if self.life.closed.load(Ordering::Acquire) {
-            return Err(Error::new(ErrorKind::Closed, "the store is closed"));
-        }
-        Ok(())
-    }
-
-    fn check_count(&self, rows: usize) -> Result<()> {
-        self.usable()?;
-        if rows > limits::MAX_IDS_PER_CALL {
-            return Err(Error::invalid("too many rows in one call")
-                .with("rows", rows)
-                .with("most", limits::MAX_IDS_PER_CALL));
-        }
-        if self.looks_up_only() {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "this store was opened for lookups only (device_id -1)",
-            ));
-        }
-        Ok(())
-    }
-
-    /// Whether these rows can be loaded or dumped; `in_slots`: whether they may be wanted in their
-    /// slots alone.
-    fn check_rows(&self, rows: &[Row], in_slots: bool) -> Result<()> {
-        self.check_count(rows.len())?;
-        let (shards, pieces) = (
-            self.records.geometry.shards(),
-            self.records.geometry.tensors_per_shard(),
-        );
-        for (number, row) in rows.iter().enumerate() {
-            if row.shard >= shards {
-                return Err(Error::invalid("shard index out of range")
-                    .with("row", number)
-                    .with("shard", row.shard)
-                    .with("shards", shards));
+    /// Counters, histograms and gauges as one JSON object.
+    pub fn stats(&self) -> serde_json::Value {
+        let (core, tiers) = (&self.core, &self.core.tiers);
+        core.drop_incomplete(core.clock.now());
+        let base = tiers.table.base_stats();
+        let usage = base.usage;
+        let stuck = tiers.stuck() + core.copies_stuck() + core.asks.stuck();
+        let healthy = tiers.table.is_well() && core.lost().is_none();
+        let gauges = [
+            ("records_removed", base.records_removed),
+            ("bytes_removed", base.bytes_removed),
+            ("blocks_touched", base.blocks_touched),
+            ("storage_used_bytes", usage.used),
+            ("storage_capacity_bytes", usage.capacity),
+            ("storage_records", usage.records),
+            ("storage_counted", u64::from(usage.counted)),
+            ("storage_collector", u64::from(usage.collector)),
+            ("storage_paused", u64::from(usage.paused)),
+            ("slots", core.device.slots.capacity() as u64),
+            ("slots_free", core.device.slots.available() as u64),
+            ("slot_bytes", self.record_len() as u64),
+            ("loads_queued", self.loads.queued() as u64),
+            ("sides_queued", self.side_loads.queued() as u64),
+            (
+                "reads_awaiting_a_look",
+                tiers.reads.awaiting_refresh() as u64,
+            ),
+            ("blocks_in_flight", core.dumps.builders.lock().len() as u64),
+            ("workers_stuck", stuck as u64),
+            ("breaker_opened", tiers.breaker_opened()),
+            ("refused_now", core.refused.len() as u64),
+            ("healthy", u64::from(healthy)),
+        ];
+        let mut json = core.stats.to_json();
+        if let Some(map) = json.as_object_mut() {
+            for (name, value) in gauges.into_iter().chain(base.more) {
+                map.insert(name.to_owned(), value.into());
             }
-            let given = match &row.pieces {
-                Pieces::Listed(spans) => spans.len(),
-                Pieces::Block(layout, _) => layout.pieces() / shards as usize,
-                Pieces::Slot if in_slots || row.sides.alone().is_some() => pieces,
-                Pieces::Slot => 0,
-            };
-            if given != pieces {
-                return Err(Error::invalid("a row must name every tensor of its shard")
-                    .with("row", number)
-                    .with("given", given)
-                    .with("expected", pieces));
-            }
-            self.check_sides(number, row)?;
-            match &row.pieces {
-                Pieces::Block(layout, block) if *block >= layout.blocks() => {
-                    return Err(Error::invalid("there is no device block of that number")
-                        .with("row", number)
-                        .with("block", block)
-                        .with("blocks", layout.blocks()));
-                }
-                _ => {}
-            }
+            let tiers = serde_json::to_value(tiers.stats()).unwrap_or_default();
+            map.insert("tiers".to_owned(), tiers);
         }
-        Ok(())
+        json
     }
 
-    /// Whether it was opened for lookups only, with one slot for what a lookup may need.
-    fn looks_up_only(&self) -> bool {
-        self.device.slots.capacity() < LEAST_SLOTS
+    /// Ends the engine: no new work, operations under way get the shutdown deadline, then every
+    /// task has ended. Idempotent; in a forked child it does nothing.
+    pub fn close(&self) {
+        let core = &self.core;
+        if self.check_process().is_err() || core.closed.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let until = core.clock.now().after(core.deadlines.shutdown);
+        let left = || until.since(core.clock.now());
+        // A record that is written after the last flush is published alone, so first the media get
+        // those on their way.
+        core.await_placed(core.clock.now().after(left() / 2));
+        core.tiers.flush(Flush::Last);
+        // First the tasks, then the pools: a task is many jobs, and a pool that ends takes no next
+        // one.
+        core.open_tasks.wait(&*core.clock, until);
+        core.asks.shutdown(Duration::ZERO);
+        core.device.copies.shutdown(left());
+        core.tiers.shutdown(left());
+        self.loads.await_pump();
+        self.side_loads.await_pump();
+        self.loads.end();
+        self.side_loads.end();
+        core.drop_incomplete(MonotonicTime::NEVER);
     }
+}
 
-    fn shard_len(&self) -> u64 {
-        self.records.geometry.layer_len() * u64::from(self.records.geometry.layers_per_shard())
+impl Drop for Engine {
+    fn drop(&mut self) {
+        if self.check_process().is_err() {
+            // A forked child has none of the threads, and their locks as they were: it must not
+            // even drop them.
+            let (loads, side_loads) = (Arc::clone(&self.loads), Arc::clone(&self.side_loads));
+            Box::leak(Box::new((Arc::clone(&self.core), loads, side_loads)));
+        }
+        self.close();
     }
 }

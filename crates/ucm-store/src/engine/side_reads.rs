@@ -1,9 +1,9 @@
-//! Reading side shards without the KV of their blocks.
+//! Loads of side shards without the KV of their blocks.
 //!
 //! A read brings the header and the pages of the side shard and nothing else, into a slot like any
-//! other read. It looks through the tiers from the top for the record of the block, then for the
-//! one in which the side shard lies alone. Each id is for itself: one that is missing says nothing
-//! of the next, and what is wrong with a side shard says nothing of the KV.
+//! other read: from the record of the block in one tier after the other, then from the record in
+//! which the side shard lies alone. Each id is for itself: one that is missing says nothing of the
+//! next, and a damaged side shard says nothing of the KV.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -15,24 +15,22 @@ use parking_lot::Mutex;
 use tracing::warn;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, PAGE, Result, limits};
 use ucm_device::Slot;
-use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
 use ucm_record::{RecordHeader, RecordLayout, Refusal, verify_side};
 use ucm_tier::backend::{BlockRead, InPlace, Part, Parts, ReadDone};
 
-use super::Core;
-use super::load::LONGEST_LOAD;
-use super::sides::mask;
+use super::LANE_SIDES;
+use super::core::{Core, await_end, closed, reason_named, reason_of, refusal};
 use super::task::{Task, TaskState};
-use super::verify::{reason_named, reason_of, refusal};
-use crate::stats::Stats;
-use crate::tiers::{Request, TierRead};
+use crate::records::side_mask;
+use crate::stats::add;
+use crate::tiers::{Reader, Request, TierRead};
 
 /// Most reads of side shards at once, and the part of the slots that they take at most.
 const AT_ONCE: usize = 64;
 const SHARE: usize = 4;
 
-/// Side shards of one name being read, for a list of blocks.
+/// A load of the side shards of one name, for a list of blocks.
 #[derive(Clone)]
 pub struct SidesTask {
     /// Its row *i* is the *i*-th id; one that has arrived ([`Task::shard_done`]) is there and
@@ -57,6 +55,7 @@ impl SidesTask {
 
 /// See [`SidesTask`].
 struct SideLoad {
+    core: Arc<Core>,
     state: Arc<TaskState>,
     request: Request,
     /// Which side shard, and its bytes.
@@ -68,39 +67,80 @@ struct SideLoad {
     bytes: Mutex<Vec<u8>>,
 }
 
+impl SideLoad {
+    /// A row has ended, unless it had before.
+    fn end_row(&self, row: usize, result: Result<&[u8]>) {
+        if !self.open[row].swap(false, Ordering::AcqRel) {
+            return;
+        }
+        match result {
+            Ok(side) => {
+                self.bytes.lock()[row * side.len()..][..side.len()].copy_from_slice(side);
+                self.state.rows_arrived(std::iter::once(row));
+                add(&self.core.stats.sides_loaded, 1);
+            }
+            Err(error) => {
+                self.state.fail_row(row, error.with("block", self.ids[row]));
+                add(&self.core.stats.sides_missing, 1);
+            }
+        }
+        self.state.rows_staged(1);
+        self.state.rows_finished(1);
+    }
+
+    /// Every row that has not ended fails.
+    fn end(&self, error: &Error) {
+        for row in 0..self.ids.len() {
+            self.end_row(row, Err(error.clone()));
+        }
+    }
+}
+
+/// See the module.
+pub(super) struct SideLoads {
+    core: Arc<Core>,
+    reads: Mutex<SideReads>,
+}
+
 /// Reads of side shards that wait for a slot, and those under way.
 #[derive(Default)]
-pub(super) struct SideReads {
+struct SideReads {
     pending: VecDeque<SideRead>,
     running: usize,
     /// A thread is starting reads.
     pumping: bool,
 }
 
-impl SideReads {
-    pub(super) fn queued(&self) -> usize {
-        self.pending.len()
-    }
-
-    pub(super) fn is_pumping(&self) -> bool {
-        self.pumping
-    }
-}
-
-/// One row, and where it is looked for next.
+/// One row, and where it is read next.
 struct SideRead {
     load: Arc<SideLoad>,
     row: usize,
     /// In the record in which it lies alone.
     alone: bool,
-    /// The tier that was asked last: the next one behind it that can be asked is.
+    /// The tier that was read last: the next one behind it that can be read follows.
     after: Option<usize>,
-    /// What was told of copies above that is more than that they are not there.
-    told: Option<Error>,
+    /// The first failure of a copy above, other than that it is not there.
+    failed: Option<Error>,
+}
+
+impl SideRead {
+    /// The record to read.
+    fn id(&self, layout: &RecordLayout) -> BlockId {
+        let id = self.load.ids[self.row];
+        match layout.sides().get(self.load.index) {
+            Some(side) if self.alone => id.xor(side_mask(side)),
+            _ => id,
+        }
+    }
+
+    fn end(&self, result: Result<&[u8]>) {
+        self.load.end_row(self.row, result);
+    }
 }
 
 /// A read under way.
 struct Reading {
+    loads: Arc<SideLoads>,
     read: SideRead,
     id: BlockId,
     tier: usize,
@@ -108,144 +148,148 @@ struct Reading {
     again: bool,
 }
 
-impl SideRead {
-    /// The record to look in.
-    fn id(&self, layout: &RecordLayout) -> BlockId {
-        let id = self.load.ids[self.row];
-        match layout.sides().get(self.load.index) {
-            Some(side) if self.alone => id.xor(mask(side)),
-            _ => id,
-        }
+impl SideLoads {
+    pub(super) fn new(core: &Arc<Core>) -> Arc<Self> {
+        Arc::new(Self {
+            core: Arc::clone(core),
+            reads: Mutex::default(),
+        })
     }
 
-    fn is_open(&self) -> bool {
-        self.load.open[self.row].load(Ordering::Acquire)
-    }
-}
-
-impl Core {
-    /// Starts reading the side shard of that name of each block, without its KV. `deadline` as of
-    /// [`Core::load`]. A side shard that is missing, late or not sound fails its own row and no
-    /// other.
-    ///
-    /// # Errors
-    /// `InvalidInput` for a name that the store was not opened with, too many ids, or more than 1
-    /// GiB of side shards.
-    pub fn load_sides(
+    /// Starts loading side shards; see [`Engine::load_sides`](super::Engine::load_sides).
+    pub(super) fn load(
         self: &Arc<Self>,
         ids: Vec<BlockId>,
         name: &str,
         deadline: Option<Duration>,
     ) -> Result<SidesTask> {
-        self.check_count(ids.len())?;
-        let index = self.side_index(name)?;
-        let now = self.clock.now();
-        let deadline = now.after(deadline.unwrap_or(self.deadlines.load).min(LONGEST_LOAD));
-        let (rows, len) = (ids.len(), self.records.layout.sides()[index].len as usize);
+        let core = &self.core;
+        core.check_count(ids.len())?;
+        let index = core.records.side_index(name)?;
+        let (rows, len) = (ids.len(), core.records.layout.sides()[index].len as usize);
         if (rows as u64).saturating_mul(len as u64) > limits::MAX_BLOCK_BYTES {
-            let many = Error::invalid("too many side shards in one call: at most 1 GiB")
-                .with("name", name);
+            let text = "too many side shards in one call: at most 1 GiB";
+            let many = Error::invalid(text).with("name", name);
             return Err(many.with("ids", rows).with("bytes_each", len));
         }
-        let state = TaskState::new(rows, now, deadline);
+        let (state, request) = core.begin_load(rows, deadline);
         let load = Arc::new(SideLoad {
+            core: Arc::clone(core),
             state: Arc::clone(&state),
-            request: self.tiers.request(deadline),
+            request,
             index,
             len,
             ids,
             open: (0..rows).map(|_| AtomicBool::new(true)).collect(),
             bytes: Mutex::new(vec![0; rows * len]),
         });
-        let weak = (Arc::downgrade(self), Arc::downgrade(&load));
+        let weak = Arc::downgrade(&load);
         let expire = move || {
-            if let (Some(core), Some(load)) = (weak.0.upgrade(), weak.1.upgrade()) {
+            if let Some(load) = weak.upgrade() {
                 let late = "the side shard was not there by the deadline";
-                core.end_side_load(&load, &Error::new(ErrorKind::Timeout, late));
+                load.end(&Error::new(ErrorKind::Timeout, late));
             }
         };
+        if rows > 0 {
+            self.begin(&load);
+        }
         let task = Task {
-            state: Arc::clone(&state),
+            state,
             expire: Arc::new(expire),
             flush_soon: Arc::new(|| {}),
         };
-        self.life.open_tasks.add(&state);
-        if rows > 0 {
-            self.begin_side_load(&load, now);
-        }
         Ok(SidesTask { task, load })
     }
 
     /// Lets the rows of a load wait for their reads, or ends it here.
-    fn begin_side_load(self: &Arc<Self>, load: &Arc<SideLoad>, now: MonotonicTime) {
-        if let Err(error) = self.check_available(now) {
-            return self.end_side_load(load, &error);
+    fn begin(self: &Arc<Self>, load: &Arc<SideLoad>) {
+        if let Err(error) = self.core.check_available(load.state.started) {
+            return load.end(&error);
         }
-        let read = |row| SideRead {
-            load: Arc::clone(load),
-            row,
-            alone: false,
-            after: None,
-            told: None,
-        };
-        {
-            let mut reads = self.reads.sides.lock();
-            if reads.pending.len() + load.ids.len() > limits::MAX_IDS_PER_CALL {
-                drop(reads);
-                let full = "too many side shards wait for a staging slot";
-                return self.end_side_load(load, &Error::new(ErrorKind::Busy, full));
-            }
-            reads.pending.extend((0..load.ids.len()).map(read));
+        let mut reads = self.reads.lock();
+        if reads.pending.len() + load.ids.len() > limits::MAX_IDS_PER_CALL {
+            drop(reads);
+            let full = "too many side shards wait for a staging slot";
+            return load.end(&Error::new(ErrorKind::Busy, full));
         }
-        self.pump_elsewhere();
+        for row in 0..load.ids.len() {
+            reads.pending.push_back(SideRead {
+                load: Arc::clone(load),
+                row,
+                alone: false,
+                after: None,
+                failed: None,
+            });
+        }
+        drop(reads);
+        let this = Arc::clone(self);
+        self.core.start(LANE_SIDES, move || this.pump());
         // Either the thread that closes the engine has seen them, or we see here that it is closed.
-        if let Err(closed) = self.usable() {
-            self.end_side_load(load, &closed);
+        if let Err(closed) = self.core.check_open() {
+            load.end(&closed);
         }
     }
 
+    /// Side shards waiting for a slot.
+    pub(super) fn queued(&self) -> usize {
+        self.reads.lock().pending.len()
+    }
+
+    /// Ends every load of side shards that still waits, because the engine is closed.
+    pub(super) fn end(&self) {
+        let pending = std::mem::take(&mut self.reads.lock().pending);
+        for read in pending {
+            read.end(Err(closed()));
+        }
+    }
+
+    /// As [`Loads::await_pump`](super::reads::Loads::await_pump).
+    pub(super) fn await_pump(&self) {
+        await_end(|| self.reads.lock().pumping);
+    }
+
     /// Starts waiting reads while slots are free, those of one tier together. One thread at a time,
-    /// as in [`Core::pump`].
-    pub(super) fn pump_sides(self: &Arc<Self>) {
-        if std::mem::replace(&mut self.reads.sides.lock().pumping, true) {
+    /// as in [`Loads::pump`](super::reads::Loads::pump).
+    pub(super) fn pump(self: &Arc<Self>) {
+        if std::mem::replace(&mut self.reads.lock().pumping, true) {
             return;
         }
         loop {
-            let begun = self.take_slots_for_sides();
+            let begun = self.take_slots();
             if begun.is_empty() {
                 return;
             }
             let mut batches: Vec<(usize, Vec<TierRead<Reading>>)> = Vec::new();
             for (read, slot) in begun {
-                let Some(reading) = self.place_side(read) else {
+                let Some(reading) = self.place(read) else {
                     drop(slot);
                     continue;
                 };
-                let tier = reading.tier;
-                let read = self.tier_read_of_side(reading, slot);
+                let (tier, read) = (reading.tier, reading.in_tier(slot));
                 match batches.last_mut() {
                     Some((last, batch)) if *last == tier => batch.push(read),
                     _ => batches.push((tier, vec![read])),
                 }
             }
             for (tier, batch) in batches {
-                self.tiers.read(tier, batch, &self.side_way_on());
+                self.core.tiers.reads.read(tier, batch);
             }
         }
     }
 
     /// Reads that can begin now, each with a slot; none ends the pumping. Rows that have ended are
     /// dropped.
-    fn take_slots_for_sides(&self) -> Vec<(SideRead, Slot)> {
-        let most = (self.device.slots.capacity() / SHARE).clamp(1, AT_ONCE);
-        let (mut begun, mut reads) = (Vec::new(), self.reads.sides.lock());
+    fn take_slots(&self) -> Vec<(SideRead, Slot)> {
+        let slots = &self.core.device.slots;
+        let most = (slots.capacity() / SHARE).clamp(1, AT_ONCE);
+        let (mut begun, mut reads) = (Vec::new(), self.reads.lock());
         while reads.running < most
             && let Some(read) = reads.pending.pop_front()
         {
-            if !read.is_open() {
+            if !read.load.open[read.row].load(Ordering::Acquire) {
                 continue;
             }
-            let Some(slot) = self.device.slots.try_acquire() else {
+            let Some(slot) = slots.try_acquire() else {
                 reads.pending.push_front(read);
                 break;
             };
@@ -257,12 +301,14 @@ impl Core {
     }
 
     /// Where a side shard may be: in its block's record, in this tier or one below, then alone.
-    /// Where it is nowhere its row has ended, and so has its place among those that run.
-    fn place_side(self: &Arc<Self>, mut read: SideRead) -> Option<Reading> {
+    /// Where no record can have it its row has ended, and its read with it.
+    fn place(self: &Arc<Self>, mut read: SideRead) -> Option<Reading> {
         loop {
-            let id = read.id(&self.records.layout);
-            if let Some(tier) = self.tiers.place(id, read.after, read.load.request.number) {
+            let (core, number) = (&self.core, read.load.request.number);
+            let id = read.id(&core.records.layout);
+            if let Some(tier) = core.tiers.table.place(id, read.after, number) {
                 return Some(Reading {
+                    loads: Arc::clone(self),
                     read,
                     id,
                     tier,
@@ -274,195 +320,164 @@ impl Core {
             }
             (read.alone, read.after) = (true, None);
         }
-        self.reads.sides.lock().running -= 1;
-        let nowhere = || Error::new(ErrorKind::NotFound, "no record has this side shard");
-        let error = read.told.take().unwrap_or_else(nowhere);
-        self.end_side(&read.load, read.row, Err(error));
+        self.reads.lock().running -= 1;
+        let absent = || Error::new(ErrorKind::NotFound, "no record has this side shard");
+        let error = read.failed.take().unwrap_or_else(absent);
+        read.end(Err(error));
         None
     }
 
-    /// What a tier is asked for: the header, and the pages where the side shard lies in records of
-    /// this store. Where the header names other pages, these are read then.
-    fn tier_read_of_side(&self, reading: Reading, slot: Slot) -> TierRead<Reading> {
-        let (layout, index) = (&self.records.layout, reading.read.load.index);
+    /// A read has ended, `next`: with this one to follow it, before those that wait.
+    fn read_ended(self: &Arc<Self>, next: Option<SideRead>) {
+        let mut reads = self.reads.lock();
+        reads.running -= 1;
+        if let Some(next) = next {
+            reads.pending.push_front(next);
+        }
+        drop(reads);
+        self.pump();
+    }
+}
+
+impl Reading {
+    /// The read in its tier: the header, and the pages where the side shard lies in records of this
+    /// store. Where the header names other pages, these are read after it.
+    fn in_tier(self, slot: Slot) -> TierRead<Self> {
+        let (layout, index) = (&self.loads.core.records.layout, self.read.load.index);
         let pages = |range: Range<usize>| range.start..range.end.next_multiple_of(PAGE as usize);
-        let (head, side) = if reading.read.alone {
-            (
-                0..layout.side_alone(index).map_or(0, |range| pages(range).end),
-                None,
-            )
+        let mut first = Vec::with_capacity(2);
+        if self.read.alone {
+            first.push(0..layout.side_alone(index).map_or(0, |range| pages(range).end));
         } else {
-            (0..layout.header_len(), layout.side_data(index).map(pages))
-        };
-        let first: Vec<_> = std::iter::once(head).chain(side).collect();
+            first.push(0..layout.header_len());
+            first.extend(layout.side_data(index).map(pages));
+        }
         let (wanted, room, brought) = (layout.sides()[index].clone(), slot.len(), first.clone());
-        let mut asked = false;
+        let mut found = false;
         let arrived = move |_: &IoJob, part: Part<'_>| {
-            let header = RecordHeader::decode(part.record).ok().filter(|_| !asked)?;
+            let header = RecordHeader::decode(part.record).ok().filter(|_| !found)?;
             let pages = header.side_of(&wanted)?.pages();
-            let here = brought
-                .iter()
-                .any(|part| part.start <= pages.start && pages.end <= part.end);
-            asked = true;
-            (!here && pages.end <= room).then(|| vec![pages])
+            let holds = |part: &Range<usize>| part.start <= pages.start && pages.end <= part.end;
+            found = true;
+            (!brought.iter().any(holds) && pages.end <= room).then(|| vec![pages])
         };
-        let request = reading.read.load.request;
+        let request = self.read.load.request;
         let read = BlockRead {
             parts: Some(Parts {
                 steps: vec![first],
                 arrived: Box::new(arrived),
             }),
             sides: true,
-            again: reading.again,
-            // one that is not known to be there is not looked for: the caller makes it again
+            again: self.again,
+            // one that the index does not know is not waited for: the caller makes it again
             looked: true,
-            in_place: match reading.again {
+            in_place: match self.again {
                 true => InPlace::Never,
                 false => InPlace::Region,
             },
-            ..BlockRead::whole(reading.id, slot, request.deadline)
+            ..BlockRead::whole(self.id, slot, request.deadline)
         };
         TierRead {
             read,
             request,
-            whose: reading,
+            reader: self,
         }
     }
 
-    fn side_way_on(
-        self: &Arc<Self>,
-    ) -> Arc<impl Fn(Reading, Result<ReadDone>) + Send + Sync + 'static + use<>> {
-        let core = Arc::clone(self);
-        Arc::new(move |reading, result| core.side_came(reading, result))
+    /// Decrypts and verifies a side shard.
+    fn verify<'a>(&self, done: &'a mut ReadDone) -> Result<&'a [u8], Refusal> {
+        let core = &self.loads.core;
+        let wanted = &core.records.layout.sides()[self.read.load.index];
+        if let Err(error) = core.tiers.decrypt_side(self.tier, self.id, wanted, done) {
+            let reason = reason_named(&error);
+            return Err(Refusal::new(
+                reason,
+                "record",
+                error,
+                "one that is authentic",
+            ));
+        }
+        let record = done.lent.as_deref().unwrap_or(done.slot.as_slice());
+        verify_side(
+            record,
+            done.stored_len,
+            &core.records.expect(self.id),
+            wanted,
+        )
     }
 
-    /// The way of a side shard on the thread that has read it: verified, and handed over; or looked
-    /// for in the next copy.
-    fn side_came(self: &Arc<Self>, reading: Reading, result: Result<ReadDone>) {
-        let Reading {
-            mut read,
-            id,
-            tier,
-            again,
-        } = reading;
-        let (load, row) = (Arc::clone(&read.load), read.row);
-        let (reason, error) = match result {
-            Err(error) => (reason_of(&error), error),
-            Ok(mut done) => {
-                let wanted = &self.records.layout.sides()[load.index];
-                let decrypted = self.tiers.decrypt_side(tier, id, wanted, &mut done);
-                let record = done.lent.as_deref().unwrap_or(done.slot.as_slice());
-                let checked = verify_side(record, done.stored_len, &self.expect(id), wanted);
-                let refused = |error| {
-                    Refusal::new(
-                        reason_named(&error),
-                        "record",
-                        &error,
-                        "one that is authentic",
-                    )
-                };
-                match decrypted.map_err(refused).and(checked) {
-                    Ok(bytes) => {
-                        self.end_side(&load, row, Ok(bytes));
-                        self.reads.sides.lock().running -= 1;
-                        drop(done);
-                        return self.pump_sides();
-                    }
-                    // The medium or the way from it? A second read past every cache tells.
-                    Err(refused) if refused.reason.is_damage() && !again => {
-                        let again = Reading {
-                            read,
-                            id,
-                            tier,
-                            again: true,
-                        };
-                        let read = self.tier_read_of_side(again, done.slot);
-                        return self.tiers.read(tier, vec![read], &self.side_way_on());
-                    }
-                    Err(refused) => {
-                        let reason = refused.reason;
-                        (reason, refusal(reason).caused_by(Error::from(refused)))
-                    }
-                }
-            }
-        };
-        if reason.is_damage() {
-            self.side_refused(&read, id, tier, reason);
-        }
+    /// This copy cannot be used: the next one is read.
+    fn read_next(self, reason: MissReason, error: Error) {
+        let (loads, mut read) = (self.loads, self.read);
         if error.kind() == ErrorKind::Closed {
-            self.reads.sides.lock().running -= 1;
-            self.end_side(&load, row, Err(error));
-            return self.pump_sides();
+            read.end(Err(error));
+            return loads.read_ended(None);
         }
         if reason != MissReason::Absent {
-            read.told.get_or_insert(error);
+            read.failed.get_or_insert(error);
         }
-        read.after = Some(tier);
-        let mut reads = self.reads.sides.lock();
-        reads.running -= 1;
-        reads.pending.push_front(read);
-        drop(reads);
-        self.pump_sides();
+        read.after = Some(self.tier);
+        loads.read_ended(Some(read));
     }
 
-    /// A copy of a side shard is not sound. The record of a block is left alone: its KV is verified
-    /// by the load that loads it. One that is nothing else is refused like any record, so that the
-    /// next dump replaces it.
-    fn side_refused(
-        self: &Arc<Self>,
-        read: &SideRead,
-        id: BlockId,
-        tier: usize,
-        reason: MissReason,
-    ) {
-        Stats::add(&self.stats.sides_refused, 1);
-        if read.alone {
-            self.refuse(id, Some(tier), reason);
+    /// A copy of a side shard is damaged. The record of a block stays: its KV is verified by the
+    /// load that loads it. A record of the side shard alone is refused like any, so that the next
+    /// dump replaces it.
+    fn refuse(&self, reason: MissReason) {
+        let (core, id) = (&self.loads.core, self.id);
+        add(&core.stats.sides_refused, 1);
+        if self.read.alone {
+            core.refuse(id, Some(self.tier), reason);
             return;
         }
-        let side = &self.records.layout.sides()[read.load.index].name;
-        let name = reason.name();
+        let side = &core.records.layout.sides()[self.read.load.index].name;
+        let (store, name) = (core.records.writer, reason.name());
         warn!(
-            store = self.records.writer,
+            store,
             block = %id,
             reason = name,
-            "side shard {side} of record {id} was refused ({name}); it is looked for elsewhere"
+            "side shard {side} of record {id} was refused ({name}); another copy is read"
         );
     }
+}
 
-    /// A row has ended, unless it had before.
-    fn end_side(&self, load: &SideLoad, row: usize, result: Result<&[u8]>) {
-        if !load.open[row].swap(false, Ordering::AcqRel) {
-            return;
-        }
-        match result {
-            Ok(side) => {
-                load.bytes.lock()[row * side.len()..][..side.len()].copy_from_slice(side);
-                load.state.rows_arrived(std::iter::once(row));
-                Stats::add(&self.stats.sides_loaded, 1);
-            }
+impl Reader for Reading {
+    /// On the thread that has read a side shard: verified and delivered, or read from the next
+    /// copy.
+    fn read_ended(self, result: Result<ReadDone>) {
+        let mut done = match result {
+            Ok(done) => done,
             Err(error) => {
-                load.state.fail_row(row, error.with("block", load.ids[row]));
-                Stats::add(&self.stats.sides_missing, 1);
+                let reason = reason_of(&error);
+                return self.read_next(reason, error);
             }
+        };
+        let refused = match self.verify(&mut done) {
+            Ok(side) => {
+                self.read.end(Ok(side));
+                drop(done);
+                return self.loads.read_ended(None);
+            }
+            Err(refused) => refused,
+        };
+        if refused.reason.is_damage() && !self.again {
+            // Past every cache: the medium may be damaged, or only the way from it.
+            let (loads, tier) = (Arc::clone(&self.loads), self.tier);
+            let again = Self {
+                again: true,
+                ..self
+            };
+            return loads
+                .core
+                .tiers
+                .reads
+                .read(tier, vec![again.in_tier(done.slot)]);
         }
-        load.state.rows_staged(1);
-        load.state.rows_finished(1);
-    }
-
-    /// Every row that has not ended fails.
-    fn end_side_load(&self, load: &SideLoad, error: &Error) {
-        for row in 0..load.ids.len() {
-            self.end_side(load, row, Err(error.clone()));
+        let reason = refused.reason;
+        if reason.is_damage() {
+            self.refuse(reason);
         }
-    }
-
-    /// Ends every load of side shards that still waits, because the engine is closed.
-    pub(super) fn end_side_loads(&self) {
-        let pending = std::mem::take(&mut self.reads.sides.lock().pending);
-        for read in pending {
-            let closed = Error::new(ErrorKind::Closed, "the store is closed");
-            self.end_side(&read.load, read.row, Err(closed));
-        }
+        drop(done);
+        self.read_next(reason, refusal(reason).caused_by(Error::from(refused)));
     }
 }

@@ -1,27 +1,21 @@
-//! The codec of a tier: what is stored there takes less room, and no one above sees it in that
-//! form.
+//! The codec of a tier: its records take less room on the medium.
 //!
 //! A record is encoded in its slot by the thread that is about to write it, and decoded in its slot
-//! by the thread that has read it, before it is verified. What was damaged as it is stored is
-//! handed on as it is, to be refused as such; what comes out of the rest is verified by the
-//! checksums that were taken when it left the device. A tier may hold records of both kinds.
+//! by the thread that has read it, before it is verified. A tier may hold records of both kinds.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 use serde::Serialize;
-use tracing::warn;
-use ucm_core::{BlockId, Result};
-use ucm_device::Slot;
+use ucm_core::Result;
 use ucm_infra::LANE_LOAD;
-use ucm_io::{IoJob, IoPool};
-use ucm_record::{Codec, Coder, RecordLayout, stored_form};
-use ucm_tier::backend::{BlockRead, Outcome, ReadDone, WriteOptions};
+use ucm_io::IoPool;
+use ucm_record::{Codec, Coder, RecordHeader, RecordLayout};
+use ucm_tier::backend::WriteOptions;
 
-use super::Tiers;
-use super::tier::add;
+use crate::stats::add;
 
-/// Of so many records that are encoded one is decoded again before it is written, and compared.
+/// One record in this many is decoded again before it is written, and compared.
 const PROVEN: u64 = 64;
 
 /// What the codec of a tier did; counters since the start, lengths of records with their headers.
@@ -42,11 +36,11 @@ pub struct Compression {
     pub bytes_stored: u64,
 }
 
-/// The codec of one tier, with what its threads work with.
+/// The codec of one tier, with the memory that its threads need for it.
 pub(super) struct TierCodec {
     codec: Codec,
     layout: RecordLayout,
-    /// Those that no thread works with, at most `most`.
+    /// Coders not in use, at most `most`.
     coders: Mutex<Vec<Coder>>,
     most: usize,
     encoded: AtomicU64,
@@ -75,7 +69,7 @@ impl TierCodec {
     }
 
     /// What it does, for the log.
-    pub(super) fn words(&self) -> String {
+    pub(super) fn describe(&self) -> String {
         format!(
             "compressed by zstd in {} byte planes, into ",
             self.codec.width()
@@ -94,129 +88,64 @@ impl TierCodec {
         }
     }
 
-    fn with_coder<T>(&self, work: impl FnOnce(&mut Coder) -> Result<T>) -> Result<T> {
+    fn with_coder<T>(&self, work: impl FnOnce(&mut Coder) -> T) -> Result<T> {
         let kept = self.coders.lock().pop();
-        let mut coder = kept.map_or_else(|| Coder::new(&self.layout), Ok)?;
+        let mut coder = match kept {
+            Some(coder) => coder,
+            None => Coder::new(&self.layout)?,
+        };
         let result = work(&mut coder);
         let mut coders = self.coders.lock();
         if coders.len() < self.most {
             coders.push(coder);
         }
-        result
+        Ok(result)
     }
 
-    /// The length of what is in the slot then.
-    fn encode(&self, slot: &mut Slot, options: &WriteOptions) -> Result<usize> {
+    /// Encodes a record in its slot, if that makes it shorter; its length then.
+    pub(super) fn encode(&self, slot: &mut [u8], options: &WriteOptions) -> Result<usize> {
         let proven =
             options.read_back || self.encoded.load(Ordering::Relaxed).is_multiple_of(PROVEN);
-        let record = &mut slot.as_mut_slice()[..options.len];
-        let encoded = self.with_coder(|coder| coder.encode(self.codec, record, proven));
-        if let Ok(Some(len)) = encoded {
-            add(&self.encoded, 1);
-            add(&self.raw_bytes, options.len as u64);
-            add(&self.stored_bytes, len as u64);
-        } else {
-            add(&self.as_is, 1);
-            add(&self.undecodable, u64::from(encoded.is_err()));
-        }
-        encoded.map(|len| len.unwrap_or(options.len))
-    }
-}
-
-impl Tiers {
-    /// Called with a record that is about to be written to a tier: puts it into the form in which
-    /// it is stored there. Not where it would only be found there. An error where it has to be
-    /// encrypted and was not.
-    pub(super) fn encode(
-        &self,
-        number: usize,
-        id: BlockId,
-        slot: &mut Slot,
-        options: WriteOptions,
-    ) -> Result<WriteOptions> {
-        let tier = &self.tiers[number];
-        let present =
-            || !options.replace && tier.codec.is_some() && tier.backend.features().is_published(id);
-        let options = self.compress(number, id, slot, options, present());
-        self.encrypt(number, slot, &options)?;
-        Ok(options)
-    }
-
-    fn compress(
-        &self,
-        number: usize,
-        id: BlockId,
-        slot: &mut Slot,
-        options: WriteOptions,
-        present: bool,
-    ) -> WriteOptions {
-        let tier = &self.tiers[number];
-        let Some(codec) = tier.codec.as_ref().filter(|_| !present) else {
-            return options;
-        };
-        let len = codec.encode(slot, &options).unwrap_or_else(|error| {
-            warn!(
-                store = self.records.writer,
-                block = %id,
-                tier = tier.name,
-                error = %error,
-                "record {id} is stored as it is: {error}"
-            );
-            options.len
-        });
-        WriteOptions { len, ..options }
-    }
-
-    /// Reads records of a tier on this thread, in the form in which they are used.
-    pub(super) fn read_here(&self, number: usize, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
-        let tier = &self.tiers[number];
-        if !tier.recodes() {
-            return tier.backend.read(io, run);
-        }
-        let ids: Vec<_> = run.iter().map(|read| (read.id, read.sides)).collect();
-        let read = tier.backend.read(io, run).into_iter().zip(ids);
-        let decoded = read.map(|(outcome, (id, sides))| match outcome {
-            Outcome::Came(Ok(read)) if !sides => {
-                let decrypted = self.decrypt(number, id, read);
-                Outcome::Came(decrypted.and_then(|read| self.decode(number, id, read)))
+        let record = &mut slot[..options.len];
+        match self
+            .with_coder(|coder| coder.encode(self.codec, record, proven))
+            .flatten()
+        {
+            Ok(Some(len)) => {
+                add(&self.encoded, 1);
+                add(&self.raw_bytes, options.len as u64);
+                add(&self.stored_bytes, len as u64);
+                Ok(len)
             }
-            outcome => outcome, // side shards are not compressed, and decrypted by who wants one
-        });
-        decoded.collect()
+            Ok(None) => {
+                add(&self.as_is, 1);
+                Ok(options.len)
+            }
+            Err(error) => {
+                add(&self.as_is, 1);
+                add(&self.undecodable, 1);
+                Err(error)
+            }
+        }
     }
 
-    /// A record that was read from a tier, as it is used. What is damaged or foreign stays as it
-    /// is, to be refused for that; of what cannot be decoded the layers come to be zeros, which
-    /// their checksums refuse.
+    /// Decodes a record of `stored` bytes in its slot: its length then, and whether all of it came
+    /// back. Layers that did not are zeros, which their checksums refuse.
     pub(super) fn decode(
         &self,
-        number: usize,
-        id: BlockId,
-        mut read: ReadDone,
-    ) -> Result<ReadDone> {
-        let form = |read: &ReadDone| {
-            let bytes = &read.slot.as_slice()[..read.read];
-            stored_form(bytes, read.stored_len, &self.expect(id))
-        };
-        let codec = self.tiers[number].codec.as_ref();
-        let Some((codec, header)) = codec.and_then(|codec| Some((codec, form(&read)?))) else {
-            return Ok(read);
-        };
-        let (bytes, from) = (read.slot.as_mut_slice(), read.read);
-        let (len, whole) = codec.with_coder(|coder| Ok(coder.decode(&header, bytes, from)))?;
-        if whole {
-            add(&codec.decoded, 1);
-        } else {
-            add(&codec.undecodable, 1);
-            warn!(
-                store = self.records.writer,
-                block = %id,
-                "record {id} does not come back from its compressed form, though that is whole; it \
-                 will be recomputed"
-            );
-        }
-        read.read = len;
-        read.stored_len = read.read as u64;
-        Ok(read)
+        header: &RecordHeader,
+        slot: &mut [u8],
+        stored: usize,
+    ) -> Result<(usize, bool)> {
+        let (len, whole) = self.with_coder(|coder| coder.decode(header, slot, stored))?;
+        add(
+            if whole {
+                &self.decoded
+            } else {
+                &self.undecodable
+            },
+            1,
+        );
+        Ok((len, whole))
     }
 }

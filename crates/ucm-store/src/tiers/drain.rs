@@ -10,17 +10,24 @@ use ucm_infra::{LANE_LOAD, LANE_SPACE, MonotonicTime, Notify};
 use ucm_io::IoJob;
 use ucm_tier::backend::{BlockRead, Listed, Outcome, ReadDone};
 
-use super::{Tiers, WritePolicy};
+use super::WritePolicy;
+use super::write::Writes;
 
-impl Tiers {
+impl Writes {
     /// Writes back what this process's memories above tiers written back to still hold, the latest
     /// used first, until `until`.
     pub(super) fn write_back(self: &Arc<Self>, until: MonotonicTime) {
-        for (above, level) in self.levels.iter().zip(1..).take(self.levels.len() - 1) {
-            if self.levels[level].policy != WritePolicy::Back {
+        for (above, level) in self
+            .table
+            .levels
+            .iter()
+            .zip(1..)
+            .take(self.table.levels.len() - 1)
+        {
+            if self.table.levels[level].policy != WritePolicy::Back {
                 continue;
             }
-            let above = &self.tiers[above.members().start];
+            let above = &self.table.tiers[above.members().start];
             let backend = Arc::clone(&above.backend);
             let listed = above
                 .pool
@@ -38,7 +45,7 @@ impl Tiers {
         let mut begun = 0;
         for record in records {
             let slot = self.await_spare(until);
-            let Some(slot) = slot.filter(|_| self.clock.now() < until) else {
+            let Some(slot) = slot.filter(|_| self.table.clock.now() < until) else {
                 break;
             };
             begun += 1;
@@ -48,8 +55,8 @@ impl Tiers {
         self.await_until(until, || under_way.load(Ordering::Acquire) == 0);
         let left = records.len() - begun + under_way.load(Ordering::Acquire);
         if left > 0 {
-            let below = self.levels[level].members().start;
-            let (name, all) = (&self.tiers[below].name, records.len());
+            let below = self.table.levels[level].members().start;
+            let (name, all) = (self.table.tiers[below].health.name(), records.len());
             warn!(
                 store = self.records.writer,
                 tier = name,
@@ -70,14 +77,14 @@ impl Tiers {
         under_way: &Arc<AtomicUsize>,
     ) {
         let id = record.id;
-        let number = self.taker_of_copy(&self.levels[level], id);
+        let number = self.table.taker_of_copy(&self.table.levels[level], id);
         let (tiers, under_way) = (Arc::clone(self), Arc::clone(under_way));
-        let request = self.request(until);
+        let request = self.table.request(until);
         let told = move |result: Result<Vec<Outcome>>| {
             let ended = Arc::clone(&tiers);
             let over = move || {
                 // What has ended by its deadline only stays among those under way: it is not below.
-                if ended.clock.now() < until {
+                if ended.table.clock.now() < until {
                     under_way.fetch_sub(1, Ordering::AcqRel);
                 }
                 ended.moves.freed.notify();
@@ -89,7 +96,7 @@ impl Tiers {
                 _ => over(), // it went meanwhile
             }
         };
-        let above = &self.tiers[self.levels[level - 1].members().start];
+        let above = &self.table.tiers[self.table.levels[level - 1].members().start];
         let backend = Arc::clone(&above.backend);
         let work = move |io: &IoJob| Ok(backend.read(io, vec![BlockRead::whole(id, slot, until)]));
         above.pool.job(LANE_LOAD, until, work, told);
@@ -108,10 +115,10 @@ impl Tiers {
         let notify: &Notify = &self.moves.freed;
         loop {
             let seen = notify.seen();
-            if so() || self.clock.now() >= until {
+            if so() || self.table.clock.now() >= until {
                 return;
             }
-            self.clock.sleep(notify, seen, Some(until));
+            self.table.clock.sleep(notify, seen, Some(until));
         }
     }
 }

@@ -1,5 +1,5 @@
-//! What can be read here before others can see it, put together from the tiers: an id counts while
-//! any of them says so.
+//! Records that can be read here before others can see them, put together from the tiers: an id
+//! counts while any of them has it.
 
 use std::collections::HashMap;
 
@@ -11,56 +11,52 @@ use super::MAX_TIERS;
 
 const _: () = assert!(MAX_TIERS <= u32::BITS as usize);
 
-/// Which tiers (a bit each) say that only this process can read an id, and the changes not told
-/// yet.
+/// See the module.
 #[derive(Default)]
-pub(super) struct Merged(Mutex<Inner>);
+pub(super) struct LocallyVisibleIds(Mutex<Ids>);
 
 #[derive(Default)]
-struct Inner {
+struct Ids {
+    /// Which tiers (a bit each) say that only this process can read an id.
     by_tier: HashMap<BlockId, u32>,
-    /// Gained (true) or lost since the last answer; the latest word on an id.
-    untold: HashMap<BlockId, bool>,
+    /// Changes to be returned: added (true) or removed; the latest of each id.
+    changes: HashMap<BlockId, bool>,
 }
 
-impl Merged {
-    /// Takes what the tiers say and tells what that changes, at most as many ids as fit in one
-    /// call.
+impl LocallyVisibleIds {
+    /// Takes the changes of each tier and returns those of all together, at most as many ids as fit
+    /// in one call.
     pub(super) fn merge(&self, tiers: impl Iterator<Item = LocallyVisible>) -> LocallyVisible {
         let mut guard = self.0.lock();
-        let inner = &mut *guard;
-        for (number, early) in tiers.enumerate() {
+        let ids = &mut *guard;
+        for (number, changes) in tiers.enumerate() {
             let bit = 1 << number;
-            for id in early.gained {
-                let bits = inner.by_tier.entry(id).or_default();
+            for id in changes.gained {
+                let bits = ids.by_tier.entry(id).or_default();
                 if std::mem::replace(bits, *bits | bit) == 0 {
-                    inner.untold.insert(id, true);
+                    ids.changes.insert(id, true);
                 }
             }
-            for id in early.lost {
-                if let Some(bits) = inner.by_tier.get_mut(&id) {
-                    *bits &= !bit;
-                    if *bits == 0 {
-                        inner.by_tier.remove(&id);
-                        inner.untold.insert(id, false);
-                    }
+            for id in changes.lost {
+                let Some(bits) = ids.by_tier.get_mut(&id) else {
+                    continue;
+                };
+                *bits &= !bit;
+                if *bits == 0 {
+                    ids.by_tier.remove(&id);
+                    ids.changes.insert(id, false);
                 }
             }
         }
-        let mut told = LocallyVisible::default();
-        let now: Vec<BlockId> = inner
-            .untold
-            .keys()
-            .copied()
-            .take(limits::MAX_IDS_PER_CALL)
-            .collect();
-        for id in now {
-            match inner.untold.remove(&id) {
-                Some(true) => told.gained.push(id),
-                _ => told.lost.push(id),
+        let mut merged = LocallyVisible::default();
+        let some = ids.changes.keys().take(limits::MAX_IDS_PER_CALL);
+        for id in some.copied().collect::<Vec<_>>() {
+            match ids.changes.remove(&id) {
+                Some(true) => merged.gained.push(id),
+                _ => merged.lost.push(id),
             }
         }
-        told
+        merged
     }
 }
 
@@ -78,7 +74,7 @@ mod tests {
 
     #[test]
     fn an_id_is_locally_visible_while_any_tier_says_so() {
-        let merged = Merged::default();
+        let merged = LocallyVisibleIds::default();
         let said = |tiers: [LocallyVisible; 2]| merged.merge(tiers.into_iter());
         assert_eq!(
             said([visible(&[1], &[]), visible(&[], &[])]),

@@ -1,4 +1,4 @@
-//! Bringing blocks up before they are asked for.
+//! Copying blocks to upper tiers before a load wants them.
 //!
 //! A bounded queue of ids, the most urgent first. Loads go before: while one reads, only urgent ids
 //! are begun. A few are read at a time, each into a spare slot, verified as a load verifies, and
@@ -6,23 +6,28 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
+use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, Result};
 use ucm_device::Slot;
 use ucm_infra::LANE_LOAD;
 use ucm_io::IoJob;
 use ucm_tier::backend::{BlockRead, Outcome, ReadDone};
 
-use super::tier::add;
-use super::{Tiers, WritePolicy};
+use super::level::TierTable;
+use super::probes::Probes;
+use super::tier::Tier;
+use super::write::Writes;
+use super::{Request, WritePolicy};
+use crate::stats::add;
 
 /// Most ids that wait.
 pub const MAX_WAITING: usize = 4096;
 /// Most reads at once.
 const AT_ONCE: usize = 4;
 
-/// How soon a prefetched block will be asked for; the first is served first.
+/// How soon a prefetched block will be wanted; the first is served first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Priority {
     /// A request waits for it; read beside loads.
@@ -55,14 +60,38 @@ impl Priority {
     }
 }
 
-/// What came of fetching a block from a tier.
+/// The outcome of a read for a prefetch.
 enum Fetched {
-    /// It is in the slot.
-    Here(ReadDone),
-    /// It is there already, and there is nothing above.
+    /// The block is in the slot.
+    Read(ReadDone),
+    /// The block is in the top tier.
     AtTop,
-    /// It is not there, or the tier did not say: a lower one is asked.
-    Below(Slot, Option<Error>),
+    /// It is not there, or the lookup failed: a lower tier is next.
+    Absent(Slot, Option<Error>),
+}
+
+impl Fetched {
+    /// Reads a block from a tier, on a thread of it; `last`: there is none below it. A read that
+    /// finds nothing would cost the slot, so a lookup goes before it where another tier could
+    /// follow or a lookup is quick.
+    fn read(io: &IoJob, tier: &Tier, id: BlockId, slot: Slot, last: bool) -> Result<Self> {
+        if !last || tier.backend.features().answers_at_once {
+            match tier.backend.lookup(io, &[id], false) {
+                Ok(found) if found.first() != Some(&Ok(())) => return Ok(Self::Absent(slot, None)),
+                Err(error) => return Ok(Self::Absent(slot, Some(error))),
+                Ok(_) => {}
+            }
+        }
+        if tier.level == 0 {
+            return Ok(Self::AtTop);
+        }
+        let read = BlockRead::whole(id, slot, io.deadline());
+        match tier.form.read(&*tier.backend, io, vec![read]).pop() {
+            Some(Outcome::Came(read)) => read.map(Self::Read),
+            Some(Outcome::Moved(read)) => Ok(Self::Absent(read.slot, None)),
+            None => Err(Error::internal("a read has no outcome")),
+        }
+    }
 }
 
 /// Ids that wait, and those being read.
@@ -78,16 +107,15 @@ pub(super) struct Queue {
 }
 
 impl Queue {
-    /// Takes an id on, or lets it wait more urgently; false if there is no room for it.
+    /// Takes an id, or makes it more urgent; false if there is no room for it.
     fn add(&mut self, id: BlockId, priority: Priority) -> bool {
         if self.reading.contains(&id) {
             return true;
         }
         match self.known.get(&id).copied() {
             Some(before) if before <= priority => return true,
-            Some(_) => {}
             None if self.known.len() >= MAX_WAITING && !self.drop_below(priority) => return false,
-            None => {}
+            _ => {}
         }
         self.known.insert(id, priority);
         self.waiting[priority as usize].push_back(id);
@@ -97,13 +125,9 @@ impl Queue {
 
     /// Makes room by dropping the latest of the least urgent, if that is less urgent than this.
     fn drop_below(&mut self, priority: Priority) -> bool {
-        for lower in Priority::ALL
-            .into_iter()
-            .rev()
-            .filter(|&lower| lower > priority)
-        {
-            while let Some(id) = self.waiting[lower as usize].pop_back() {
-                if self.known.get(&id) == Some(&lower) {
+        for lower in Priority::ALL[priority as usize + 1..].iter().rev() {
+            while let Some(id) = self.waiting[*lower as usize].pop_back() {
+                if self.known.get(&id) == Some(lower) {
                     self.known.remove(&id);
                     return true;
                 }
@@ -128,12 +152,8 @@ impl Queue {
         if self.closed || self.reading.len() >= AT_ONCE {
             return None;
         }
-        let may = if loading {
-            &Priority::ALL[..1]
-        } else {
-            &Priority::ALL[..]
-        };
-        for &priority in may {
+        let count = if loading { 1 } else { Priority::ALL.len() };
+        for &priority in &Priority::ALL[..count] {
             while let Some(id) = self.waiting[priority as usize].pop_front() {
                 if self.known.get(&id) == Some(&priority) {
                     self.known.remove(&id);
@@ -153,39 +173,49 @@ impl Queue {
     }
 
     fn cancel(&mut self, ids: &[BlockId]) -> usize {
-        let before = self.known.len();
-        ids.iter().for_each(|id| {
-            self.known.remove(id);
-        });
-        before - self.known.len()
+        ids.iter()
+            .filter(|id| self.known.remove(id).is_some())
+            .count()
     }
 }
 
-impl Tiers {
-    /// These blocks will be asked for: brings them into the upper tiers, if there are any, when
-    /// nothing more urgent is to be done. The answer counts those taken on, those included that
-    /// wait already.
-    pub(crate) fn prefetch(self: &Arc<Self>, ids: &[BlockId], priority: Priority) -> usize {
-        if !self.has_upper() {
+/// See the module.
+pub(crate) struct Prefetches {
+    pub(super) table: Arc<TierTable>,
+    pub(super) probes: Arc<Probes>,
+    pub(super) writes: Arc<Writes>,
+    pub(super) queue: Mutex<Queue>,
+    /// Reads of loads under way.
+    pub(super) loading: AtomicUsize,
+}
+
+impl Prefetches {
+    /// Copies these blocks to the upper tiers, if there are any, when nothing more urgent is to be
+    /// done. The answer counts those taken, with those that wait already.
+    pub(crate) fn add(self: &Arc<Self>, ids: &[BlockId], priority: Priority) -> usize {
+        let Some((_, above)) = self.table.levels.split_last() else {
+            return 0;
+        };
+        if above.iter().all(|level| level.policy == WritePolicy::Never) {
             return 0;
         }
         let taken = {
-            let mut queue = self.prefetch.lock();
+            let mut queue = self.queue.lock();
             ids.iter().filter(|&&id| queue.add(id, priority)).count()
         };
-        self.pump_prefetch();
+        self.pump();
         taken
     }
 
     /// These blocks need not be prefetched any more. The answer counts those that were still
     /// waiting.
-    pub(crate) fn cancel_prefetch(&self, ids: &[BlockId]) -> usize {
-        self.prefetch.lock().cancel(ids)
+    pub(crate) fn cancel(&self, ids: &[BlockId]) -> usize {
+        self.queue.lock().cancel(ids)
     }
 
     /// No more is begun.
-    pub(super) fn end_prefetch(&self) {
-        let mut queue = self.prefetch.lock();
+    pub(super) fn close(&self) {
+        let mut queue = self.queue.lock();
         *queue = Queue {
             closed: true,
             reading: std::mem::take(&mut queue.reading),
@@ -193,34 +223,46 @@ impl Tiers {
         };
     }
 
-    /// Whether there is a tier to bring blocks up to.
-    fn has_upper(&self) -> bool {
-        let above = &self.levels[..self.levels.len() - 1];
-        above.iter().any(|level| level.policy != WritePolicy::Never)
+    /// Reads of loads begin, which go before.
+    pub(super) fn loads_begin(&self, count: usize) {
+        self.loading.fetch_add(count, Ordering::AcqRel);
     }
 
-    /// Starts what may be started. One thread at a time: a call from inside has nothing to do,
-    /// because that thread looks again before it stops.
-    pub(super) fn pump_prefetch(self: &Arc<Self>) {
+    /// One of them ended.
+    pub(super) fn load_ended(self: &Arc<Self>) {
+        if self.loading.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.pump();
+        }
+    }
+
+    /// A spare slot was returned.
+    pub(super) fn spare_freed(self: &Arc<Self>) {
+        self.writes.moves.freed.notify();
+        self.pump();
+    }
+
+    /// Starts every read that may start. One thread at a time: a call from inside has nothing to
+    /// do, because that thread checks the queue again before it stops.
+    pub(super) fn pump(self: &Arc<Self>) {
         {
-            let mut queue = self.prefetch.lock();
-            if queue.pumping || (queue.known.is_empty()) {
+            let mut queue = self.queue.lock();
+            if queue.pumping || queue.known.is_empty() {
                 return;
             }
             queue.pumping = true;
         }
-        while let Some((id, slot)) = self.next_prefetch() {
+        while let Some((id, slot)) = self.next() {
             self.fetch(id, slot, None);
         }
     }
 
-    /// The next id with a slot to read it into; `None` ends the pumping. No slot is let go here,
+    /// The next id with a slot to read it into; `None` ends the pumping. No slot is returned here,
     /// which would pump.
-    fn next_prefetch(&self) -> Option<(BlockId, Slot)> {
-        let mut queue = self.prefetch.lock();
-        let loading = self.tally.loading.load(Ordering::Acquire) > 0;
+    fn next(&self) -> Option<(BlockId, Slot)> {
+        let mut queue = self.queue.lock();
+        let loading = self.loading.load(Ordering::Acquire) > 0;
         if let Some((id, priority)) = queue.next(loading) {
-            match self.moves.spare.try_acquire() {
+            match self.writes.moves.spare.try_acquire() {
                 Some(slot) => return Some((id, slot)),
                 None => queue.put_back(id, priority),
             }
@@ -231,81 +273,77 @@ impl Tiers {
 
     /// Reads a block in the first tier behind `after` that has it, unless that is at the top.
     fn fetch(self: &Arc<Self>, id: BlockId, slot: Slot, after: Option<usize>) {
-        let request = self.request(self.clock.now().after(self.moves.deadline));
-        let number = self.place(id, after, request.number);
-        let Some(number) =
-            number.filter(|&number| self.admits(number, request.number, self.clock.now()))
-        else {
-            drop(slot); // it is nowhere, as far as can be known now
-            return self.fetched(id);
+        let now = self.table.clock.now();
+        let request = self.table.request(now.after(self.writes.moves.deadline));
+        let place = self.table.place(id, after, request.number);
+        let Some(number) = place.filter(|&number| self.probes.admits(number, request, now)) else {
+            drop(slot); // no tier is known to have it now
+            return self.end(id);
         };
-        let tier = &self.tiers[number];
-        let at_top = tier.level == 0;
-        if at_top && tier.is_memory() {
+        let tier = &self.table.tiers[number];
+        if tier.level == 0 && tier.is_memory() {
             drop(slot); // it is at the top already
-            return self.fetched(id);
+            return self.end(id);
         }
-        let (tiers, backend) = (Arc::clone(self), Arc::clone(&tier.backend));
-        let asks = number + 1 < self.tiers.len() || tier.backend.features().answers_at_once;
-        let work = move |io: &IoJob| {
-            // A read that finds nothing would cost the slot.
-            match asks.then(|| backend.lookup(io, &[id], false)) {
-                Some(Ok(found)) if found.first() != Some(&Ok(())) => {
-                    return Ok(Fetched::Below(slot, None));
-                }
-                Some(Err(error)) => return Ok(Fetched::Below(slot, Some(error))),
-                _ if at_top => return Ok(Fetched::AtTop),
-                _ => {}
-            }
-            let mut read =
-                tiers.read_here(number, io, vec![BlockRead::whole(id, slot, io.deadline())]);
-            match read.pop() {
-                Some(Outcome::Came(read)) => read.map(Fetched::Here),
-                Some(Outcome::Moved(read)) => Ok(Fetched::Below(read.slot, None)),
-                None => Err(Error::internal("a read has no outcome")),
-            }
-        };
-        let tiers = Arc::clone(self);
-        let told = move |result: Result<Fetched>| {
-            let failed = match &result {
-                Ok(Fetched::Below(_, error)) => error.as_ref(),
-                Ok(_) => None,
-                Err(error) => Some(error),
-            };
-            match &result {
-                Ok(Fetched::Below(_, None) | Fetched::AtTop) => tiers.note_answer(number, request),
-                _ => tiers.note(number, request, failed),
-            }
-            match result {
-                Ok(Fetched::Here(read)) => tiers.insert_fetched(number, id, read),
-                Ok(Fetched::Below(slot, _)) => tiers.fetch(id, slot, Some(number)),
-                Ok(Fetched::AtTop) | Err(_) => tiers.fetched(id),
-            }
-        };
-        tier.pool.job(LANE_LOAD, request.deadline, work, told);
+        let (table, this) = (Arc::clone(&self.table), Arc::clone(self));
+        let last = number + 1 == self.table.tiers.len();
+        let work = move |io: &IoJob| Fetched::read(io, &table.tiers[number], id, slot, last);
+        let ended = move |result| this.fetched(number, request, id, result);
+        tier.pool.job(LANE_LOAD, request.deadline, work, ended);
     }
 
-    /// A block was read in tier `number`: the tiers above keep it. What is not sound is left to the
-    /// next load, which looks twice and says so.
-    fn insert_fetched(self: &Arc<Self>, number: usize, id: BlockId, read: ReadDone) {
+    /// A tier has read a block, or has not.
+    fn fetched(
+        self: &Arc<Self>,
+        number: usize,
+        request: Request,
+        id: BlockId,
+        result: Result<Fetched>,
+    ) {
+        let tier = &self.table.tiers[number];
+        match result {
+            Ok(Fetched::Read(read)) => {
+                tier.note(request, None);
+                self.copy_up(number, id, read);
+            }
+            Ok(Fetched::Absent(slot, None)) => {
+                tier.note_answer(request);
+                self.fetch(id, slot, Some(number));
+            }
+            Ok(Fetched::Absent(slot, Some(error))) => {
+                tier.note(request, Some(&error));
+                self.fetch(id, slot, Some(number));
+            }
+            Ok(Fetched::AtTop) => {
+                tier.note_answer(request);
+                self.end(id);
+            }
+            Err(error) => {
+                tier.note(request, Some(&error));
+                self.end(id);
+            }
+        }
+    }
+
+    /// The tiers above `number` keep a block that was read there. One that is not sound is left to
+    /// the next load, which reads it twice and logs it.
+    fn copy_up(self: &Arc<Self>, number: usize, id: BlockId, read: ReadDone) {
         let record = &read.slot.as_slice()[..read.read];
-        let Ok(ordinal) = self.verify(id, record, read.stored_len) else {
+        let Ok(ordinal) = self.writes.records.verify(id, record, read.stored_len) else {
             drop(read);
-            return self.fetched(id);
+            return self.end(id);
         };
-        let counts = &self.tiers[number].counts;
+        let counts = &self.table.tiers[number].counts;
         add(&counts.blocks_read, 1);
         add(&counts.bytes_read, record.len() as u64);
-        let tiers = Arc::clone(self);
-        self.raise(number, id, read, ordinal, move || tiers.fetched(id));
+        let this = Arc::clone(self);
+        self.writes
+            .raise(number, id, read, ordinal, move || this.end(id));
     }
 
-    fn fetched(self: &Arc<Self>, id: BlockId) {
-        self.prefetch
-            .lock()
-            .reading
-            .retain(|&reading| reading != id);
-        self.pump_prefetch();
+    fn end(self: &Arc<Self>, id: BlockId) {
+        self.queue.lock().reading.retain(|&reading| reading != id);
+        self.pump();
     }
 }
 
@@ -361,7 +399,7 @@ mod tests {
         );
         assert!(
             queue.add(id(0), Priority::Urgent),
-            "what is being read is taken on already"
+            "a block that is being read is taken already"
         );
         assert_eq!(queue.known.len(), AT_ONCE);
     }

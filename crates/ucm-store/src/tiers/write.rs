@@ -7,19 +7,23 @@
 //! well, is dropped and counted.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use tracing::warn;
 use ucm_core::{BlockId, Error, ErrorKind, Result};
-use ucm_device::Slot;
-use ucm_infra::{LANE_DUMP, MonotonicTime, Ticket};
+use ucm_device::{Slot, SlotPool};
+use ucm_infra::{LANE_DUMP, MonotonicTime, Notify, Ticket, WorkerPool};
 use ucm_io::IoJob;
 use ucm_tier::backend::{
     Done, Flush, InsertOptions, ReadDone, Victim, WriteOptions, Written, either,
 };
 
-use super::level::Level;
-use super::tier::add;
-use super::{LANE_MOVE, Request, Tiers, WritePolicy};
+use super::level::{Level, TierTable};
+use super::probes::Probes;
+use super::tenants::Tenants;
+use super::{LANE_MOVE, Request, WritePolicy};
+use crate::records::StoredRecords;
+use crate::stats::add;
 
 /// A record that is to be written.
 pub(crate) struct TierWrite {
@@ -68,7 +72,27 @@ enum On<'a> {
     Lane(usize),
 }
 
-impl Tiers {
+/// What moves records between tiers.
+pub(super) struct Moves {
+    /// A record on its way has one of these.
+    pub(super) spare: Arc<SlotPool>,
+    /// Notified when one was returned.
+    pub(super) freed: Notify,
+    pub(super) pool: Arc<WorkerPool>,
+    /// How long one may take.
+    pub(super) deadline: Duration,
+}
+
+/// See the module.
+pub(crate) struct Writes {
+    pub(super) table: Arc<TierTable>,
+    pub(super) probes: Arc<Probes>,
+    pub(super) records: Arc<StoredRecords>,
+    pub(super) tenants: Option<Arc<Tenants>>,
+    pub(super) moves: Moves,
+}
+
+impl Writes {
     /// Writes a record to every tier that is written through: on the thread that calls, whose pool
     /// keeps the time by `here`, or else on one of the tier's. `done` hears from the tier that
     /// decides.
@@ -79,25 +103,31 @@ impl Tiers {
         done: Done<Written>,
     ) {
         let (id, options, request) = (write.id, write.options, write.request);
-        let now = self.clock.now();
+        let now = self.table.clock.now();
         let through = |level: &&Level| level.policy == WritePolicy::Through;
         let lasting = |level: &&Level| through(level) && !level.memory;
-        let outlives = self.levels.iter().any(|level| lasting(&level));
+        let outlives = self.table.levels.iter().any(|level| lasting(&level));
         let takes = |level: &Level| self.taker_of_dump(level, &write, now);
         // The lowest that is well; where nothing outlives this process, the memory is all there is
         // to write to.
         let decides = if outlives {
-            self.levels.iter().rev().filter(lasting).find_map(takes)
+            self.table
+                .levels
+                .iter()
+                .rev()
+                .filter(lasting)
+                .find_map(takes)
         } else {
-            self.levels.iter().filter(through).find_map(takes)
+            self.table.levels.iter().filter(through).find_map(takes)
         };
         let inserted = InsertOptions {
             ordinal: options.ordinal,
             replace: options.replace,
         };
-        let deciding = decides.map(|number| self.tiers[number].level);
+        let deciding = decides.map(|number| self.table.tiers[number].level);
         let copied = |level: &&Level| !write.alone && through(level);
         for (level, at) in self
+            .table
             .levels
             .iter()
             .zip(0..)
@@ -107,7 +137,7 @@ impl Tiers {
                 continue;
             }
             let moving = Moving {
-                number: self.taker_of_copy(level, id),
+                number: self.table.taker_of_copy(level, id),
                 id,
                 len: options.len,
                 options: inserted,
@@ -122,7 +152,7 @@ impl Tiers {
             let off = "no tier that outlives this process can be written to now";
             return done(Err(Error::new(ErrorKind::Unhealthy, off)));
         };
-        let tier = &self.tiers[number];
+        let tier = &self.table.tiers[number];
         let options = WriteOptions {
             replace: options.replace || tier.replaces(id),
             ..options
@@ -151,24 +181,27 @@ impl Tiers {
         write: &TierWrite,
         now: MonotonicTime,
     ) -> Option<usize> {
-        let (id, request) = (write.id, write.request.number);
+        let (id, request) = (write.id, write.request);
         if level.is_spread() {
             let in_doubt = |number: &usize| {
-                let tier = &self.tiers[*number];
-                !tier.is_well() && tier.may(request, now)
+                let tier = &self.table.tiers[*number];
+                !tier.health.is_well() && tier.health.may(request.number, now)
             };
             level
                 .members()
                 .filter(in_doubt)
-                .for_each(|number| self.look_later(number));
-            let well = |number: usize| {
-                self.tiers[number].is_well() && self.admits_write(number, request, now)
+                .for_each(|number| self.probes.begin_later(number));
+            let well = |&number: &usize| {
+                self.table.tiers[number].health.is_well()
+                    && self.probes.admits_write(number, request, now)
             };
-            if let Some(number) = self.taker(level, id, well) {
+            if let Some(number) = level.offers(id).find(well) {
                 return Some(number);
             }
         }
-        self.taker(level, id, |number| self.admits_write(number, request, now))
+        level
+            .offers(id)
+            .find(|&number| self.probes.admits_write(number, request, now))
     }
 
     /// Writes a record to one tier; `done` hears exactly once, by the deadline.
@@ -179,7 +212,7 @@ impl Tiers {
         on: On<'_>,
         done: Done<Written>,
     ) {
-        let tier = &self.tiers[number];
+        let tier = &self.table.tiers[number];
         let TierWrite {
             id,
             mut slot,
@@ -191,11 +224,13 @@ impl Tiers {
         let (done, ended) = either(done);
         let tiers = Arc::clone(self);
         let write = move |io: &IoJob| {
-            let options = tiers.encode(number, id, &mut slot, options)?;
-            let done = tiers.count_for_tenant(number, &slot.as_slice()[..options.len], done);
-            tiers.tiers[number]
-                .backend
-                .write(io, id, slot, options, done);
+            let tier = &tiers.table.tiers[number];
+            let options = tier.form.encode(&*tier.backend, id, &mut slot, options)?;
+            let done = match &tiers.tenants {
+                Some(tenants) => tenants.count(number, &slot.as_slice()[..options.len], done),
+                None => done,
+            };
+            tier.backend.write(io, id, slot, options, done);
             placed();
             Ok(())
         };
@@ -204,6 +239,29 @@ impl Tiers {
             On::Here(ticket) => pool.lend(LANE_DUMP, deadline, ticket, |io| io.here(write, ended)),
             On::Lane(lane) => pool.job(lane, deadline, write, ended),
         }
+    }
+
+    /// Passes on the outcome of a dump's write: for a record that is present and may be of another
+    /// key, once its header was read on a thread of the tier.
+    fn check_present(
+        self: &Arc<Self>,
+        number: usize,
+        id: BlockId,
+        deadline: MonotonicTime,
+        result: Result<Written>,
+        done: Done<Written>,
+    ) {
+        let tier = &self.table.tiers[number];
+        if !matches!(result, Ok(Written::Present)) || !tier.form.may_be_of_another_key(id) {
+            return done(result);
+        }
+        let (table, (done, ended)) = (Arc::clone(&self.table), either(done));
+        let work = move |io: &IoJob| {
+            let tier = &table.tiers[number];
+            done(tier.form.check_present(&*tier.backend, io, id));
+            Ok(())
+        };
+        tier.pool.job(LANE_DUMP, deadline, work, ended);
     }
 
     /// Notes how a write ended.
@@ -215,21 +273,21 @@ impl Tiers {
         request: Request,
         result: &Result<Written>,
     ) {
-        let tier = &self.tiers[number];
+        let tier = &self.table.tiers[number];
         match result {
-            Ok(Written::Present | Written::InTheWay(_)) => self.note_answer(number, request),
-            result => self.note(number, request, result.as_ref().err()),
+            Ok(Written::Present | Written::InTheWay(_)) => tier.note_answer(request),
+            result => tier.note(request, result.as_ref().err()),
         }
         let of_writes = match result {
             Ok(Written::Published | Written::Unsound(_)) => Some(Ok(())),
             Ok(_) => None,
             Err(error) => Some(Err(error)),
         };
-        self.note_write(number, request, of_writes);
+        tier.health.note_write(request.number, of_writes);
         match result {
             Ok(Written::Published) => {
                 tier.clear_bad(id);
-                tier.note_key_fits(id);
+                tier.form.note_key_fits(id);
                 add(&tier.counts.blocks_written, 1);
                 add(&tier.counts.bytes_written, len as u64);
             }
@@ -240,7 +298,7 @@ impl Tiers {
 
     /// Gives a tier a copy of its own, if that can be had without waiting.
     fn copy(self: &Arc<Self>, moving: Moving, record: &[u8]) {
-        let tier = &self.tiers[moving.number];
+        let tier = &self.table.tiers[moving.number];
         let Some(memory) = tier.backend.features().memory else {
             match self.spare_copy(&moving, record) {
                 Some(slot) => self.write_copy(moving, slot, || ()),
@@ -248,7 +306,10 @@ impl Tiers {
             }
             return;
         };
-        if !self.admits_write(moving.number, moving.request.number, self.clock.now()) {
+        if !self
+            .probes
+            .admits_write(moving.number, moving.request, self.table.clock.now())
+        {
             return add(&tier.counts.copies_dropped, 1);
         }
         let options = InsertOptions {
@@ -260,7 +321,10 @@ impl Tiers {
 
     /// A spare slot with these bytes in it, for a tier that is well.
     fn spare_copy(&self, moving: &Moving, record: &[u8]) -> Option<Slot> {
-        if !self.tiers[moving.number].may_write(moving.request.number, self.clock.now()) {
+        if !self.table.tiers[moving.number]
+            .health
+            .may_write(moving.request.number, self.table.clock.now())
+        {
             return None;
         }
         let mut slot = self.moves.spare.try_acquire()?;
@@ -275,8 +339,11 @@ impl Tiers {
         slot: Slot,
         over: impl FnOnce() + Send + 'static,
     ) {
-        let tier = &self.tiers[moving.number];
-        if !self.admits_write(moving.number, moving.request.number, self.clock.now()) {
+        let tier = &self.table.tiers[moving.number];
+        if !self
+            .probes
+            .admits_write(moving.number, moving.request, self.table.clock.now())
+        {
             add(&tier.counts.copies_dropped, 1);
             drop(slot);
             return over();
@@ -312,7 +379,7 @@ impl Tiers {
 
     fn copied(&self, moving: &Moving, result: &Result<Written>) {
         self.written(moving.number, moving.id, moving.len, moving.request, result);
-        let counts = &self.tiers[moving.number].counts;
+        let counts = &self.table.tiers[moving.number].counts;
         match (result, moving.why) {
             (Ok(Written::Published), Copy::Promotion) => add(&counts.promotions, 1),
             (Ok(Written::Published), Copy::Demotion) => add(&counts.demotions, 1),
@@ -330,9 +397,9 @@ impl Tiers {
         }
     }
 
-    /// As [`Tiers::promote`], with a record that has a spare slot already: the lowest file above is written from
-    /// that slot, so that what was read is not dropped for want of another. `over` is called when
-    /// that has ended.
+    /// As [`Tiers::promote`], with a record that has a spare slot already: the lowest file above is
+    /// written from that slot, so that what was read is not dropped for want of another. `over` is
+    /// called when that has ended.
     pub(super) fn raise(
         self: &Arc<Self>,
         from: usize,
@@ -345,7 +412,7 @@ impl Tiers {
         let file = takers
             .iter()
             .copied()
-            .rfind(|&number| !self.tiers[number].is_memory());
+            .rfind(|&number| !self.table.tiers[number].is_memory());
         for number in takers.into_iter().filter(|&number| Some(number) != file) {
             let record = &read.slot.as_slice()[..read.read];
             self.copy(self.promotion(number, id, read.read, ordinal), record);
@@ -365,11 +432,11 @@ impl Tiers {
 
     /// The tiers above `from` that take what is written, one of each level.
     fn takers(&self, from: usize, id: BlockId) -> impl Iterator<Item = usize> {
-        let above = &self.levels[..self.tiers[from].level];
+        let above = &self.table.levels[..self.table.tiers[from].level];
         let above = above
             .iter()
             .filter(|level| level.policy != WritePolicy::Never);
-        above.map(move |level| self.taker_of_copy(level, id))
+        above.map(move |level| self.table.taker_of_copy(level, id))
     }
 
     /// A record that is brought up to a tier.
@@ -382,7 +449,9 @@ impl Tiers {
                 ordinal,
                 replace: false,
             },
-            request: self.request(self.clock.now().after(self.moves.deadline)),
+            request: self
+                .table
+                .request(self.table.clock.now().after(self.moves.deadline)),
             why: Copy::Promotion,
             enough: false,
         }
@@ -391,10 +460,16 @@ impl Tiers {
     /// The memory above a level, which is written back to, gives a record up: verified again, it
     /// goes down. It is let go above when it is below.
     pub(super) fn demote(self: &Arc<Self>, level: usize, victim: Box<dyn Victim>) {
-        let number = self.taker_of_copy(&self.levels[level], victim.id());
-        let counts = &self.tiers[number].counts;
-        let request = self.request(self.clock.now().after(self.moves.deadline));
-        let well = self.tiers[number].may_write(request.number, self.clock.now());
+        let number = self
+            .table
+            .taker_of_copy(&self.table.levels[level], victim.id());
+        let counts = &self.table.tiers[number].counts;
+        let request = self
+            .table
+            .request(self.table.clock.now().after(self.moves.deadline));
+        let well = self.table.tiers[number]
+            .health
+            .may_write(request.number, self.table.clock.now());
         let Some(slot) = well.then(|| self.moves.spare.try_acquire()).flatten() else {
             return add(&counts.copies_dropped, 1);
         };
@@ -405,9 +480,9 @@ impl Tiers {
             let ended = Arc::clone(&tiers);
             let over = move || {
                 drop(victim);
-                ended.tiers[number].demotion_ended();
+                ended.table.tiers[number].demotion_ended();
             };
-            let enough = tiers.tiers[number].demotion_begins();
+            let enough = tiers.table.tiers[number].demotion_begins();
             tiers.move_down(number, id, slot, (len, enough), request, over);
         };
         if self
@@ -431,7 +506,7 @@ impl Tiers {
         request: Request,
         over: impl FnOnce() + Send + 'static,
     ) {
-        let copy = match self.verify(id, &slot.as_slice()[..len], len as u64) {
+        let copy = match self.records.verify(id, &slot.as_slice()[..len], len as u64) {
             Ok(ordinal) => Moving {
                 number,
                 id,
@@ -445,7 +520,7 @@ impl Tiers {
                 enough,
             },
             Err(reason) => {
-                add(&self.tiers[number].counts.copies_dropped, 1);
+                add(&self.table.tiers[number].counts.copies_dropped, 1);
                 let why = reason.name();
                 warn!(
                     store = self.records.writer,

@@ -1,102 +1,111 @@
-//! Records this process refused: written by the threads that verify, asked by every lookup.
+//! Records that were refused: by this process, or as copies of one tier. Threads that verify write
+//! it, every lookup reads it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use ucm_core::{BlockId, ErrorKind, MissReason};
 use ucm_infra::IdSet;
 
-/// Most ids remembered. To forget is safe: a record is verified on every read anyway.
+/// Most ids remembered. Forgetting one is safe: every record is verified when it is read.
 const REMEMBERED: usize = 1 << 16;
 
-/// Ids that are no hits here until a dump replaced them.
+/// Ids that are no hits until another record replaced them.
 #[derive(Default)]
-pub(super) struct RejectedRecords {
-    /// What the next dump replaces.
+pub(crate) struct RejectedRecords {
+    /// Replaced by the next dump.
     bad: IdSet<BlockId>,
-    /// Records of a newer version: no hits, and left alone.
+    /// Records of a newer version: no hits, and never replaced.
     newer: IdSet<BlockId>,
-    /// The same of those that another key has encrypted.
+    /// The same for records that another key has encrypted.
     locked: IdSet<BlockId>,
-    /// Records that the medium could not read. They may be hits again, and the next dump replaces
-    /// them all the same: that they are there says little.
+    /// Records that the medium could not read. They may be hits again; the next dump replaces them.
     unread: IdSet<BlockId>,
-    /// Whether there was ever one: mostly there was none, and every id of a lookup asks.
+    /// False until the first one: mostly there is none, and every id of a lookup is checked.
     any: AtomicBool,
 }
 
 impl RejectedRecords {
-    pub(super) fn add(&self, id: BlockId, reason: MissReason) {
+    pub(crate) fn add(&self, id: BlockId, reason: MissReason) {
         let ids = match reason {
             MissReason::NewerVersion => &self.newer,
             MissReason::WrongKey => &self.locked,
             _ => &self.bad,
         };
+        self.insert(ids, id);
+    }
+
+    fn insert(&self, ids: &IdSet<BlockId>, id: BlockId) {
         self.any.store(true, Ordering::Release);
         if ids.insert(id) && ids.len() > REMEMBERED {
             ids.clear();
         }
     }
 
-    /// Another process refused this record; one that is left alone stays what it is.
-    pub(super) fn mark_bad(&self, id: BlockId) {
-        if !self.newer.contains(&id) && !self.locked.contains(&id) {
+    /// Another process refused this record. One that is never replaced keeps its reason.
+    pub(crate) fn mark_bad(&self, id: BlockId) {
+        if self.kept_for(id).is_none() {
             self.add(id, MissReason::Refused);
         }
     }
 
     /// The medium failed to read this record.
-    pub(super) fn unread(&self, id: BlockId) {
-        if self.unread.insert(id) && self.unread.len() > REMEMBERED {
-            self.unread.clear();
-        }
+    pub(crate) fn add_unread(&self, id: BlockId) {
+        self.insert(&self.unread, id);
     }
 
-    pub(super) fn contains(&self, id: BlockId) -> bool {
+    pub(crate) fn contains(&self, id: BlockId) -> bool {
         self.any.load(Ordering::Acquire)
-            && [&self.bad, &self.newer, &self.locked]
-                .into_iter()
-                .any(|ids| ids.contains(&id))
+            && (self.bad.contains(&id) || self.newer.contains(&id) || self.locked.contains(&id))
     }
 
-    /// Why this record is left alone, if it is: no dump replaces it.
-    pub(super) fn left_alone(&self, id: BlockId) -> Option<MissReason> {
+    /// Why no dump replaces this record, if none does.
+    pub(crate) fn kept_for(&self, id: BlockId) -> Option<MissReason> {
         if !self.any.load(Ordering::Acquire) {
-            return None;
+            None
+        } else if self.newer.contains(&id) {
+            Some(MissReason::NewerVersion)
+        } else if self.locked.contains(&id) {
+            Some(MissReason::WrongKey)
+        } else {
+            None
         }
-        if self.newer.contains(&id) {
-            return Some(MissReason::NewerVersion);
-        }
-        self.locked.contains(&id).then_some(MissReason::WrongKey)
     }
 
-    /// What a caller that asks for a refused record is told: one that is left alone no dump
-    /// replaces.
-    pub(super) fn again(&self, id: BlockId) -> (ErrorKind, MissReason) {
-        match self.left_alone(id) {
+    /// The error kind and reason for a caller that wants a record refused before.
+    pub(crate) fn known_refusal(&self, id: BlockId) -> (ErrorKind, MissReason) {
+        match self.kept_for(id) {
             Some(reason) => (ErrorKind::Foreign, reason),
             None => (ErrorKind::Corrupt, MissReason::Refused),
         }
     }
 
-    /// Whether a dump of this id replaces what is there.
-    pub(super) fn replaces(&self, id: BlockId) -> bool {
-        self.bad.contains(&id) || self.unread.contains(&id)
+    /// Whether the next record of this id replaces the one that is there.
+    pub(crate) fn replaces(&self, id: BlockId) -> bool {
+        self.any.load(Ordering::Acquire) && (self.bad.contains(&id) || self.unread.contains(&id))
     }
 
-    /// A dump replaced the record; whether it had been refused.
-    pub(super) fn clear_bad(&self, id: BlockId) -> bool {
+    /// A dump replaced the record; true if it had been refused.
+    pub(crate) fn clear_bad(&self, id: BlockId) -> bool {
         self.unread.remove(&id);
         self.bad.remove(&id)
     }
 
-    /// A dump found nothing under this id and published: a record that was left alone there is
-    /// gone.
-    pub(super) fn published(&self, id: BlockId) {
+    /// A dump found no record of this id and published one: a record that was kept is not there any
+    /// more.
+    pub(crate) fn published(&self, id: BlockId) {
         self.newer.remove(&id);
         self.locked.remove(&id);
     }
 
-    pub(super) fn len(&self) -> usize {
+    /// Another record took the place of one that may have been refused.
+    pub(crate) fn forget(&self, id: BlockId) {
+        if self.any.load(Ordering::Acquire) {
+            self.clear_bad(id);
+            self.published(id);
+        }
+    }
+
+    pub(crate) fn len(&self) -> usize {
         self.bad.len() + self.newer.len() + self.locked.len()
     }
 }
@@ -107,8 +116,8 @@ mod tests {
 
     #[test]
     fn newer_records_and_those_of_another_key_are_no_hits_and_never_replaced() {
-        for left_alone in [MissReason::NewerVersion, MissReason::WrongKey] {
-            never_replaced(left_alone);
+        for reason in [MissReason::NewerVersion, MissReason::WrongKey] {
+            never_replaced(reason);
         }
     }
 
@@ -118,8 +127,8 @@ mod tests {
         refused.add(bad, MissReason::BadChecksum);
         refused.add(newer, reason);
         refused.mark_bad(newer);
-        assert_eq!(refused.again(newer), (ErrorKind::Foreign, reason));
-        assert_eq!(refused.left_alone(newer), Some(reason));
+        assert_eq!(refused.known_refusal(newer), (ErrorKind::Foreign, reason));
+        assert_eq!(refused.kept_for(newer), Some(reason));
         assert!(refused.contains(bad) && refused.contains(newer));
         assert!(refused.replaces(bad) && !refused.replaces(newer));
         assert!(refused.clear_bad(bad) && !refused.clear_bad(newer));
@@ -127,7 +136,7 @@ mod tests {
         refused.published(newer);
         assert!(!refused.contains(newer), "it is gone, and ours is there");
         assert_eq!(
-            (refused.left_alone(newer), refused.left_alone(bad)),
+            (refused.kept_for(newer), refused.kept_for(bad)),
             (None, None)
         );
     }
@@ -141,14 +150,14 @@ mod tests {
         refused.mark_bad(newer);
         assert!(refused.contains(theirs) && refused.replaces(theirs));
         assert!(!refused.replaces(newer));
-        assert_eq!(refused.again(newer).1, MissReason::NewerVersion);
-        assert_eq!(refused.again(theirs).1, MissReason::Refused);
+        assert_eq!(refused.known_refusal(newer).1, MissReason::NewerVersion);
+        assert_eq!(refused.known_refusal(theirs).1, MissReason::Refused);
     }
 
     #[test]
     fn what_could_not_be_read_is_replaced_and_may_be_a_hit() {
         let (refused, id) = (RejectedRecords::default(), BlockId([1; 16]));
-        refused.unread(id);
+        refused.add_unread(id);
         assert!(refused.replaces(id) && !refused.contains(id));
         assert!(!refused.clear_bad(id), "it was not refused");
         assert!(!refused.replaces(id));
@@ -159,7 +168,7 @@ mod tests {
         let refused = RejectedRecords::default();
         for n in 0..=REMEMBERED as u128 {
             refused.add(BlockId(n.to_le_bytes()), MissReason::BadChecksum);
-            refused.unread(BlockId(n.to_le_bytes()));
+            refused.add_unread(BlockId(n.to_le_bytes()));
             assert!(refused.len() <= REMEMBERED && refused.unread.len() <= REMEMBERED);
         }
     }
