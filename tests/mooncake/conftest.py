@@ -6,7 +6,6 @@ threads and all, so these tests have a run of their own.
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,19 +17,8 @@ HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / ".tools" / "mooncake"
 sys.path[:0] = [str(HERE), str(HERE.parent / "store"), str(PACKAGE)]
 
-from mooncake_pool import Pool  # noqa: E402
+from mooncake_pool import Pool, why_not  # noqa: E402
 from required_servers import missing_server  # noqa: E402
-
-
-def why_not() -> str:
-    """Why Mooncake does not run here; empty where it does."""
-    if not (PACKAGE / "mooncake" / "mooncake_master").exists():
-        return "Mooncake's package is not installed; run: make .tools/.stamp-mooncake"
-    try:
-        ctypes.CDLL("libibverbs.so.1")
-    except OSError:
-        return "Mooncake needs libibverbs.so.1; install libibverbs1, a package of the system"
-    return ""
 
 
 def need_mooncake() -> None:

@@ -30,6 +30,17 @@ sys.stdin.read()
 """
 
 
+def why_not() -> str:
+    """Why Mooncake does not run here; empty where it does."""
+    if not (PACKAGE / "mooncake" / "mooncake_master").exists():
+        return "Mooncake's package is not installed; run: make .tools/.stamp-mooncake"
+    try:
+        ctypes.CDLL("libibverbs.so.1")
+    except OSError:
+        return "Mooncake needs libibverbs.so.1; install libibverbs1, a package of the system"
+    return ""
+
+
 def ports(count: int) -> list[int]:
     """So many ports that nobody listens on."""
     with contextlib.ExitStack() as stack:

@@ -45,9 +45,9 @@ def test_ci_requires_servers(tmp_path: Path) -> None:
 def test_mooncake_obeys_the_switch(tmp_path: Path, required: bool) -> None:
     (tmp_path / "test_one.py").write_text(
         f"import sys\nsys.path.insert(0, {str(ROOT / 'tests/mooncake')!r})\n"
-        "import conftest as mooncake\n"
+        "import conftest as mooncake, mooncake_pool\n"
         "def test_it(monkeypatch):\n"
-        "    monkeypatch.setattr(mooncake, 'PACKAGE', mooncake.HERE / 'none')\n"
+        "    monkeypatch.setattr(mooncake_pool, 'PACKAGE', mooncake.HERE / 'none')\n"
         "    mooncake.need_mooncake()\n"
     )
     environment = {key: value for key, value in os.environ.items() if key != SWITCH}

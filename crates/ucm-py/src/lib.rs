@@ -32,6 +32,9 @@ mod _core {
     use super::hasher::{BlockHasher, part_mask, record_ids};
     #[pymodule_export]
     use super::kinds::{platforms, tier_kinds};
+    #[cfg(feature = "test-utils")]
+    #[pymodule_export]
+    use super::mooncake::check_mooncake_values;
     #[pymodule_export]
     use super::places::Place;
     #[pymodule_export]

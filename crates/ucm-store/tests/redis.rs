@@ -15,10 +15,11 @@ use parking_lot::Mutex;
 use serde_json::json;
 use tempfile::TempDir;
 use ucm_core::{BlockId, ErrorKind};
-use ucm_infra::{Clock, LANE_SPACE, ManualClock, MonotonicTime};
+use ucm_infra::{Clock, LANE_SPACE, ManualClock, MonotonicTime, SystemClock};
 use ucm_io::{IoOptions, IoPool};
 use ucm_store::breaker::BreakerConfig;
 use ucm_store::engine::Deadlines;
+use ucm_tier::redis::{Login, RedisConfig, RedisValues, TlsFiles};
 
 use crate::common::servers::{Server, free_port, has, has_program, redis, redis_at};
 use crate::common::stored::{Reply, ask};
@@ -73,6 +74,29 @@ fn refusal(store: &Store, ids: &[BlockId]) -> ErrorKind {
 fn job() -> ucm_io::IoJob {
     let pool = IoPool::psync(false, &IoOptions::with_workers(2)).unwrap();
     pool.here(LANE_SPACE, MonotonicTime::NEVER)
+}
+
+#[test]
+fn it_does_what_every_medium_of_its_shape_does() {
+    let dir = directory();
+    let Some(server) = redis(dir.path(), "") else {
+        return;
+    };
+    let config = RedisConfig {
+        addresses: vec![format!("redis://127.0.0.1:{}", server.port)],
+        login: Login::default(),
+        tls: TlsFiles::default(),
+        prefix: "ucm".to_owned(),
+        namespace: "0123456789abcdef".repeat(2),
+        expire_after: Duration::from_secs(100),
+        connections: 2,
+        writer: None,
+    };
+    let clock = SystemClock::shared();
+    ucm_testkit::check_values(&|| {
+        let values = RedisValues::new(config.clone(), Arc::clone(&clock))?;
+        Ok(Box::new(values))
+    });
 }
 
 #[test]

@@ -5,12 +5,15 @@
 
 mod common;
 
+use std::sync::Arc;
+
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use ucm_infra::SystemClock;
 use ucm_store::builder;
 use ucm_store::engine::{Engine, Until};
+use ucm_testkit::{ToyMap, ToyValues};
 use ucm_tier::registry::{self, BuildContext, BuiltLevel, StoreName, TierKind};
 
 use common::{
@@ -68,6 +71,12 @@ fn every_medium_of_the_registry_makes_a_store() {
         stage.insert("kind".into(), kind.word().into());
         check(&open(&json!([stage])).unwrap());
     }
+}
+
+#[test]
+fn the_toy_does_what_every_medium_of_its_shape_does() {
+    let map = Arc::new(ToyMap::default());
+    ucm_testkit::check_values(&|| Ok(Box::new(ToyValues::new(1000, Arc::clone(&map)))));
 }
 
 #[test]

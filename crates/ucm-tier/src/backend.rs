@@ -392,78 +392,7 @@ pub trait Local {
 ///
 /// Every medium implements the methods without a body; default bodies say what holds for those that
 /// have nothing to add.
-///
-/// ```
-/// use std::collections::BTreeMap;
-/// use std::sync::Mutex;
-/// use std::time::Duration;
-///
-/// use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
-/// use ucm_device::Slot;
-/// use ucm_infra::MonotonicTime;
-/// use ucm_io::IoJob;
-/// use ucm_tier::backend::*;
-///
-/// /// Keeps records in a map of this process.
-/// struct Shelf(Mutex<BTreeMap<BlockId, Vec<u8>>>);
-///
-/// impl Backend for Shelf {
-///     fn features(&self) -> Features<'_> {
-///         Features { name: "shelf", ..Features::default() }
-///     }
-///
-///     fn open(&self, _: MonotonicTime) -> Result<String> {
-///         Ok("a map".into())
-///     }
-///
-///     fn lookup(&self, _: &IoJob, ids: &[BlockId], _: bool) -> Result<Vec<Presence>> {
-///         let records = self.0.lock().unwrap();
-///         let there = |id| if records.contains_key(id) { Ok(()) } else { Err(MissReason::Absent) };
-///         Ok(ids.iter().map(there).collect())
-///     }
-///
-///     fn read(&self, _: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
-///         let records = self.0.lock().unwrap();
-///         let copy = |mut read: BlockRead| {
-///             let absent = || Error::new(ErrorKind::NotFound, "it is not on the shelf");
-///             let record = records.get(&read.id).ok_or_else(absent)?;
-///             read.slot.as_mut_slice()[..record.len()].copy_from_slice(record);
-///             Ok(ReadDone { slot: read.slot, read: record.len(), stored_len: record.len() as u64, lent: None })
-///         };
-///         run.into_iter().map(|read| Outcome::Came(copy(read))).collect()
-///     }
-///
-///     fn write(&self, _: &IoJob, id: BlockId, slot: Slot, options: WriteOptions, done: Done<Written>) {
-///         let record = slot.as_slice()[..options.len].to_vec();
-///         self.0.lock().unwrap().insert(id, record);
-///         drop(slot); // before the answer
-///         done(Ok(Written::Published));
-///     }
-///
-///     fn touch(&self, _: &[(BlockId, u32)], _: MonotonicTime) {}
-///
-///     fn delete(&self, _: &IoJob, ids: &[BlockId]) -> Result<usize> {
-///         let mut records = self.0.lock().unwrap();
-///         Ok(ids.iter().filter(|&id| records.remove(id).is_some()).count())
-///     }
-///
-///     fn list(&self, _: &IoJob) -> Result<Vec<Listed>> {
-///         let records = self.0.lock().unwrap();
-///         let listed = |(&id, record): (&BlockId, &Vec<u8>)| Listed { id, len: record.len() as u64, used_ns: 0 };
-///         Ok(records.iter().map(listed).collect())
-///     }
-///
-///     fn stats(&self) -> MediumStats {
-///         MediumStats::default()
-///     }
-///
-///     fn close(&self, _: Duration) {}
-/// }
-///
-/// let shelf = Shelf(Mutex::default());
-/// assert_eq!(shelf.features().name, "shelf");
-/// assert!(shelf.features().memory.is_none());
-/// ```
+/// A medium that is a map from ids to bytes implements [`Values`](crate::values::Values) instead.
 pub trait Backend: Send + Sync {
     /// Makes the medium usable or says why it is not, by the deadline; again after a failure. The
     /// answer is what it uses and why, in words for the log.

@@ -85,7 +85,6 @@ impl Lengths {
     }
 
     /// The parts that are known by name, the own one first: each may have a manifest of its own.
-    #[cfg(any(feature = "network", test))]
     pub(crate) fn parts(&self) -> impl Iterator<Item = Part> {
         self.parts.iter().map(|known| known.part)
     }

@@ -27,13 +27,13 @@ pub mod redis;
 pub mod registry;
 mod root;
 mod root_layout;
-#[cfg(feature = "network")]
 pub mod scope;
 pub mod secret_file;
 pub mod segment;
 mod shared;
 pub mod side_by_side;
 pub mod spread;
+pub mod values;
 mod writing;
 
 /// 128 random bits as 32 hex digits.

@@ -1,11 +1,10 @@
-//! What a medium on a server is told of its records, whichever server it is.
+//! What a medium that is no directory has to know of its records, whichever medium it is.
 
 use std::collections::BTreeMap;
 
 use ucm_core::{Geometry, Identity, Part};
 use ucm_record::RecordLayout;
 
-use crate::kind::BuildContext;
 use crate::lengths::{Lengths, PartRecord};
 
 /// Whose records a medium keeps, and what they look like.
@@ -33,21 +32,6 @@ pub struct Scope {
 }
 
 impl Scope {
-    /// That of a tier that is made here; `shorter`: it has a codec.
-    pub(crate) fn of(context: &BuildContext<'_>, shorter: bool) -> Self {
-        Self {
-            identity: context.identity.clone(),
-            labels: context.labels.clone(),
-            part: context.part,
-            geometry: context.geometry.clone(),
-            record: context.record.clone(),
-            other_parts: context.other_parts.to_vec(),
-            shorter,
-            lookup_only: context.lookup_only,
-            writer: context.writer,
-        }
-    }
-
     /// The lengths that its records may have.
     pub(crate) fn lengths(&self) -> Lengths {
         Lengths::new(self.part, &self.record, &self.other_parts, self.shorter)

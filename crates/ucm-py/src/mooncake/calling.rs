@@ -9,12 +9,11 @@ use std::sync::Arc;
 
 use pyo3::PyResult;
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_device::{ArenaOptions, HostArena, Slot, SlotPool};
+use ucm_device::{HostArena, Slot};
 use ucm_infra::{Clock, begin_thread};
-use ucm_record::RecordHeader;
 
 use super::LEAST_BUFFER;
-use super::client::{Answer, Client, Item, Reads, Record, Shared, Stored, Stretch, Told, Work};
+use super::client::{Client, Piece, Range, Reply, Shared, Work, Write};
 use super::library::{
     Calls, FOUND, Handle, NO_VALUE, OK, Pool, WRONG_ARGUMENT, error_of, is_settled,
 };
@@ -25,7 +24,6 @@ pub(super) fn begin(pool: Pool, clock: Arc<dyn Clock>) -> Result<Client> {
     let thread = Thread {
         shared: Arc::clone(&shared),
         pool,
-        scratch: None,
         lender: None,
         mover: None,
     };
@@ -38,19 +36,8 @@ pub(super) fn begin(pool: Pool, clock: Arc<dyn Clock>) -> Result<Client> {
 struct Thread {
     shared: Arc<Shared>,
     pool: Pool,
-    /// For the header of a record that may be newer.
-    scratch: Option<Slot>,
     lender: Option<Handle>,
     mover: Option<Mover>,
-}
-
-/// A piece of a value, in a slot.
-struct Piece {
-    slot: Slot,
-    /// Bytes of it.
-    read: usize,
-    /// Those of all of the value.
-    whole: usize,
 }
 
 /// The client that moves bytes, and the memory it knows of.
@@ -60,10 +47,10 @@ struct Mover {
 }
 
 impl Thread {
-    /// Works until the line is closed.
+    /// Works until the queue is closed.
     fn run(mut self) {
-        while let Some(items) = self.shared.next() {
-            self.work(items);
+        while let Some(works) = self.shared.next() {
+            self.work(works);
         }
         let mover = self.mover.take().map(|mover| mover.handle);
         let clients: Vec<Handle> = mover.into_iter().chain(self.lender.take()).collect();
@@ -78,73 +65,52 @@ impl Thread {
         self.shared.over();
     }
 
-    /// Does what these ask for, which is all of one sort.
-    fn work(&mut self, items: Vec<Item>) {
-        let (mut exist, mut read, mut write) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut remove, mut lengths) = (Vec::new(), Vec::new());
-        for Item { work, answer, .. } in items {
+    /// Does this work, which is all of one sort.
+    fn work(&mut self, works: Vec<Work>) {
+        let (mut exist, mut read, mut new, mut replacing) = (vec![], vec![], vec![], vec![]);
+        let (mut remove, mut lengths) = (vec![], vec![]);
+        for work in works {
             match work {
-                Work::Open => answer.tell(self.open().map(|()| Answer::Opened)),
-                Work::Exist(keys) => exist.push((keys, answer)),
-                Work::Read(reads) => read.push((reads, answer)),
-                Work::Write(record) => write.push((record, answer)),
-                Work::Remove(keys) => remove.push((keys, answer)),
-                Work::Lengths(keys) => lengths.push((keys, answer)),
-                Work::Stretch(stretch) => {
-                    let read = self.stretch(stretch);
-                    answer.tell(
-                        read.map(|piece| {
-                            Answer::Stretch(piece.map(|piece| (piece.slot, piece.read)))
-                        }),
-                    );
-                }
+                Work::Open(reply) => reply.send(self.open()),
+                Work::Exist(keys, reply) => exist.push((keys, reply)),
+                Work::Read(reads, reply) => read.push((reads, reply)),
+                Work::Write(write, reply) if write.replace => replacing.push((write, reply)),
+                Work::Write(write, reply) => new.push((write, reply)),
+                Work::Remove(keys, reply) => remove.push((keys, reply)),
+                Work::Lengths(keys, reply) => lengths.push((keys, reply)),
+                Work::Piece(range, reply) => reply.send(self.piece(range)),
             }
         }
-        if !exist.is_empty() {
-            self.ask_all(
-                exist,
-                |calls, keys| calls.exist(keys),
-                |codes| match codes.iter().find(|&&code| code < OK) {
-                    Some(&code) => Err(error_of(code)),
-                    None => Ok(Answer::Exist(
-                        codes.iter().map(|&code| code == FOUND).collect(),
-                    )),
-                },
-            );
-        }
-        if !remove.is_empty() {
-            self.ask_all(
-                remove,
-                |calls, keys| calls.remove(keys),
-                |codes| {
-                    Ok(Answer::Removed(
-                        codes.iter().filter(|&&code| code == OK).count(),
-                    ))
-                },
-            );
-        }
-        if !lengths.is_empty() {
-            self.ask_all(
-                lengths,
-                |calls, keys| keys.iter().map(|key| calls.length(key)).collect(),
-                |codes| {
-                    codes
-                        .iter()
-                        .map(|&code| length_of(code))
-                        .collect::<Result<_>>()
-                        .map(Answer::Lengths)
-                },
-            );
-        }
+        self.of_keys(
+            exist,
+            |calls, keys| calls.exist(keys),
+            |codes| match codes.iter().find(|&&code| code < OK) {
+                Some(&code) => Err(error_of(code)),
+                None => Ok(codes.iter().map(|&code| code == FOUND).collect()),
+            },
+        );
+        self.of_keys(
+            remove,
+            |calls, keys| calls.remove(keys),
+            |codes| Ok(codes.iter().filter(|&&code| code == OK).count()),
+        );
+        self.of_keys(
+            lengths,
+            |calls, keys| calls.lengths(keys),
+            |codes| codes.iter().map(|&code| length_of(code)).collect(),
+        );
         if !read.is_empty() {
             self.read(read);
         }
-        if !write.is_empty() {
-            self.write(write);
+        if !new.is_empty() {
+            self.put(new, false);
+        }
+        if !replacing.is_empty() {
+            self.put(replacing, true);
         }
     }
 
-    /// Sets up what is not there, and asks whether the master is.
+    /// Sets up what is missing, and checks that the master answers.
     fn open(&mut self) -> Result<()> {
         self.batch(&[], |_| Ok(()))
     }
@@ -205,50 +171,49 @@ impl Thread {
     }
 
     /// One call for the keys of all of these.
-    fn ask_all(
+    fn of_keys<T>(
         &mut self,
-        items: Vec<(Vec<String>, Arc<Told>)>,
+        items: Vec<(Vec<String>, Reply<T>)>,
         call: impl FnOnce(&Calls<'_>, &[&str]) -> PyResult<Vec<i64>>,
-        interpret: impl Fn(&[i64]) -> Result<Answer>,
+        interpret: impl Fn(&[i64]) -> Result<T>,
     ) {
-        let keys: Vec<&str> = items
-            .iter()
-            .flat_map(|(keys, _)| keys)
-            .map(String::as_str)
-            .collect();
+        if items.is_empty() {
+            return;
+        }
+        let keys = items.iter().flat_map(|(keys, _)| keys);
+        let keys: Vec<&str> = keys.map(String::as_str).collect();
         let answered = self.batch(&[], |calls| call(calls, &keys));
         match answered.and_then(|codes| counted(codes, keys.len())) {
             Ok(codes) => {
                 let mut codes = &codes[..];
-                for (keys, answer) in &items {
+                for (keys, reply) in items {
                     let (own, others) = codes.split_at(keys.len());
-                    answer.tell(interpret(own));
+                    reply.send(interpret(own));
                     codes = others;
                 }
             }
-            Err(error) => refuse(items.into_iter().map(|(_, answer)| answer), error),
+            Err(error) => refuse(items.into_iter().map(|(_, reply)| reply), &error),
         }
     }
 
     /// Reads values with one call.
-    fn read(&mut self, items: Vec<(Reads, Arc<Told>)>) {
-        let (mut reads, mut answers) = (Vec::new(), Vec::new());
-        for (own, answer) in items {
-            answers.push((own.len(), answer));
+    fn read(&mut self, items: Vec<(Vec<(String, Slot)>, Reply<Vec<Result<(Slot, u64)>>>)>) {
+        let (mut reads, mut replies) = (Vec::new(), Vec::new());
+        for (own, reply) in items {
+            replies.push((own.len(), reply));
             reads.extend(own);
         }
-        let codes = self.get(&mut reads);
-        let codes = match codes {
+        let codes = match self.get(&mut reads) {
             Ok(codes) => codes,
             Err(error) => {
                 drop(reads);
-                return refuse(answers.into_iter().map(|(_, answer)| answer), error);
+                return refuse(replies.into_iter().map(|(_, reply)| reply), &error);
             }
         };
         let mut unsettled = Vec::new();
-        let mut came = Vec::new();
+        let mut done = Vec::new();
         for ((key, slot), code) in reads.into_iter().zip(codes) {
-            came.push(match usize::try_from(code) {
+            done.push(match u64::try_from(code) {
                 Ok(len) => Ok((slot, len)),
                 Err(_) if code == WRONG_ARGUMENT => self.beginning(key, slot),
                 Err(_) => {
@@ -259,24 +224,24 @@ impl Thread {
                 }
             });
         }
-        let mut came = came.into_iter();
-        for (count, answer) in answers {
-            answer.tell(Ok(Answer::Read(came.by_ref().take(count).collect())));
+        let mut done = done.into_iter();
+        for (count, reply) in replies {
+            reply.send(Ok(done.by_ref().take(count).collect()));
         }
         self.settle(unsettled);
     }
 
     /// As much of a value as its slot has room for, and the length of all of it: one that is longer
     /// than a record of ours may be that of a writer that keeps side shards behind the KV.
-    fn beginning(&mut self, key: String, slot: Slot) -> Result<(Slot, usize)> {
+    fn beginning(&mut self, key: String, slot: Slot) -> Result<(Slot, u64)> {
         let (start, len) = (0, slot.len());
-        let read = self.stretch(Stretch {
+        let range = Range {
             key,
             slot,
             start,
             len,
-        })?;
-        match read {
+        };
+        match self.piece(range)? {
             Some(Piece { slot, read, whole }) if read == len => Ok((slot, whole)),
             Some(_) => Err(Error::new(
                 ErrorKind::Busy,
@@ -297,59 +262,41 @@ impl Thread {
         counted(codes, keys.len()).inspect_err(|_| self.abandon())
     }
 
-    /// Stores records: one call that asks which are there, one for all that are not. Those that
-    /// replace others have calls of their own.
-    fn write(&mut self, items: Vec<(Record, Arc<Told>)>) {
-        let (replacing, new): (Vec<_>, Vec<_>) =
-            items.into_iter().partition(|(record, _)| record.replace);
-        if !new.is_empty() {
-            self.put(new, false);
-        }
-        for (record, answer) in replacing {
-            match self.is_newer(&record.key, record.len) {
-                Ok(true) => answer.tell(Ok(Answer::Stored(Stored::Present))),
-                Ok(false) => self.put(vec![(record, answer)], true),
-                Err(error) => answer.tell(Err(error)),
-            }
-        }
-    }
-
-    fn put(&mut self, mut items: Vec<(Record, Arc<Told>)>, replace: bool) {
-        let codes = match self.put_records(&mut items, replace) {
+    /// Stores values: one call that finds which are there, unless they are replaced, and one for
+    /// all that are not.
+    fn put(&mut self, mut items: Vec<(Write, Reply<(Slot, bool)>)>, replace: bool) {
+        let codes = match self.put_values(&mut items, replace) {
             Ok(codes) => codes,
-            Err(error) => return refuse(items.into_iter().map(|(_, answer)| answer), error),
+            Err(error) => return refuse(items.into_iter().map(|(_, reply)| reply), &error),
         };
         let mut unsettled = Vec::new();
-        for ((record, answer), code) in items.into_iter().zip(codes) {
-            let stored = match code {
-                FOUND => Ok(Stored::Present),
-                OK if record.read_back => self.read_back(record),
-                OK => Ok(Stored::Published),
+        for ((Write { slot, .. }, reply), code) in items.into_iter().zip(codes) {
+            reply.send(match code {
+                FOUND | OK => Ok((slot, code == OK)),
                 code => {
                     if !is_settled(code) {
-                        unsettled.push(record.slot);
+                        unsettled.push(slot);
                     }
                     Err(error_of(code))
                 }
-            };
-            answer.tell(stored.map(Answer::Stored));
+            });
         }
         self.settle(unsettled);
     }
 
-    /// For each record 0 where it was stored, [`FOUND`] where there is one, or an error.
-    fn put_records(
+    /// For each value 0 where it was stored, [`FOUND`] where there is one, or an error.
+    fn put_values(
         &mut self,
-        items: &mut [(Record, Arc<Told>)],
+        items: &mut [(Write, Reply<(Slot, bool)>)],
         replace: bool,
     ) -> Result<Vec<i64>> {
         let addresses: Vec<u64> = items
             .iter_mut()
-            .map(|(record, _)| address(&mut record.slot))
+            .map(|(write, _)| address(&mut write.slot))
             .collect();
-        let records: Vec<&Record> = items.iter().map(|(record, _)| record).collect();
-        let keys: Vec<&str> = records.iter().map(|record| &*record.key).collect();
-        let arenas = arenas_of(records.iter().map(|record| &record.slot));
+        let writes: Vec<&Write> = items.iter().map(|(write, _)| write).collect();
+        let keys: Vec<&str> = writes.iter().map(|write| &*write.key).collect();
+        let arenas = arenas_of(writes.iter().map(|write| &write.slot));
         let codes = self.batch(&arenas, |calls| {
             let mut codes = if replace {
                 vec![OK; keys.len()]
@@ -362,7 +309,7 @@ impl Thread {
             }
             let some = |of: &[u64]| absent.iter().map(|&n| of[n]).collect::<Vec<_>>();
             let own: Vec<&str> = absent.iter().map(|&n| keys[n]).collect();
-            let lengths: Vec<usize> = absent.iter().map(|&n| records[n].len).collect();
+            let lengths: Vec<usize> = absent.iter().map(|&n| writes[n].len).collect();
             let put = calls.put(&own, &some(&addresses), &lengths, replace)?;
             for (&n, code) in absent.iter().zip(put) {
                 codes[n] = code;
@@ -373,70 +320,22 @@ impl Thread {
         counted(codes, keys.len()).inspect_err(|_| self.abandon())
     }
 
-    /// Reads a record that was just stored into the slot it came from, which is cleared before.
-    fn read_back(&mut self, record: Record) -> Result<Stored> {
-        let Record { key, mut slot, .. } = record;
-        slot.as_mut_slice().fill(0);
-        let mut reads = vec![(key, slot)];
-        let code = self.get(&mut reads)?.first().copied().unwrap_or(OK);
-        let slots = reads.into_iter().map(|(_, slot)| slot);
-        match usize::try_from(code) {
-            Ok(len) => slots
-                .map(|slot| Stored::ReadBack(slot, len))
-                .next()
-                .ok_or_else(miscounted),
-            Err(_) => {
-                if !is_settled(code) {
-                    self.settle(slots.collect());
-                }
-                Err(error_of(code))
-            }
-        }
-    }
-
-    /// Whether what has this key is a record of a newer version. One of ours has `len` bytes; what
-    /// is shorter than the header that is asked for is no record.
-    fn is_newer(&mut self, key: &str, len: usize) -> Result<bool> {
-        let len = len.min(RecordHeader::LONGEST);
-        if self.scratch.is_none() {
-            let arena = HostArena::with(RecordHeader::LONGEST, ArenaOptions::default())?;
-            self.scratch = SlotPool::new(arena, RecordHeader::LONGEST)?.try_acquire();
-        }
-        let Some(mut slot) = self.scratch.take() else {
-            return Err(Error::internal("a pool of one slot has none"));
-        };
-        slot.as_mut_slice().fill(0);
-        let to = address(&mut slot);
-        let code = self.batch(&arenas_of([&slot]), |calls| calls.piece(key, to, 0, len))?;
-        if !is_settled(code) {
-            self.settle(vec![slot]);
-            return Err(error_of(code));
-        }
-        let newer = code > OK && RecordHeader::is_newer(slot.as_slice());
-        self.scratch = Some(slot);
-        Ok(newer)
-    }
-
     /// Reads a piece of a value; none where there is no such value.
-    fn stretch(&mut self, stretch: Stretch) -> Result<Option<Piece>> {
-        let Stretch {
+    fn piece(&mut self, range: Range) -> Result<Option<Piece>> {
+        let Range {
             key,
             mut slot,
             start,
             len,
-        } = stretch;
+        } = range;
         let whole = self.batch(&[], |calls| calls.length(&key))?;
         let Some(whole) = length_of(whole)? else {
             return Ok(None);
         };
         let len = usize::try_from(whole.saturating_sub(start)).map_or(len, |left| left.min(len));
-        let whole = usize::try_from(whole).unwrap_or(usize::MAX);
         if len == 0 {
-            return Ok(Some(Piece {
-                slot,
-                read: 0,
-                whole,
-            }));
+            let read = 0;
+            return Ok(Some(Piece { slot, read, whole }));
         }
         let to = address(&mut slot);
         let start = usize::try_from(start).unwrap_or(usize::MAX);
@@ -472,7 +371,7 @@ impl Thread {
 }
 
 impl Mover {
-    /// Those of these arenas that the client does not know of.
+    /// Those of these arenas that were not registered with the client.
     fn unknown(&self, arenas: &[Arc<HostArena>]) -> Vec<Arc<HostArena>> {
         let unknown = arenas.iter().filter(|arena| !has(&self.registered, arena));
         unknown.cloned().collect()
@@ -495,7 +394,7 @@ fn arenas_of<'a>(slots: impl IntoIterator<Item = &'a Slot>) -> Vec<Arc<HostArena
     arenas
 }
 
-/// The length of a value, as it is answered; none where there is no such value.
+/// The length of a value from its code; none where there is no such value.
 fn length_of(code: i64) -> Result<Option<u64>> {
     match u64::try_from(code) {
         Ok(len) => Ok(Some(len)),
@@ -510,16 +409,16 @@ fn length_of(code: i64) -> Result<Option<u64>> {
     }
 }
 
-/// As many answers as there were questions.
-fn counted(codes: Vec<i64>, asked: usize) -> Result<Vec<i64>> {
-    if codes.len() == asked {
+/// The answers, if there is one for each key.
+fn counted(codes: Vec<i64>, expected: usize) -> Result<Vec<i64>> {
+    if codes.len() == expected {
         Ok(codes)
     } else {
         Err(miscounted())
     }
 }
 
-/// Where the bytes of a slot lie. Who holds the slot holds them, and nothing else of Rust looks at
+/// Where the bytes of a slot lie. They belong to its owner, and nothing else of Rust reads or writes
 /// them during a call.
 fn address(slot: &mut Slot) -> u64 {
     slot.as_mut_slice().as_mut_ptr() as u64
@@ -528,18 +427,13 @@ fn address(slot: &mut Slot) -> u64 {
 fn miscounted() -> Error {
     Error::new(
         ErrorKind::Io,
-        "Mooncake's client gave another number of answers than it was asked for",
+        "Mooncake's client gave a wrong number of answers",
     )
 }
 
-/// Tells all of these the same.
-fn refuse(answers: impl Iterator<Item = Arc<Told>>, error: Error) {
-    let (kind, text) = (error.kind(), error.message().to_owned());
-    let mut first = Some(error);
-    for answer in answers {
-        let error = first
-            .take()
-            .unwrap_or_else(|| Error::new(kind, text.clone()));
-        answer.tell(Err(error));
+/// Sends all of these the same error.
+fn refuse<T>(replies: impl Iterator<Item = Reply<T>>, error: &Error) {
+    for reply in replies {
+        reply.send(Err(error.clone()));
     }
 }

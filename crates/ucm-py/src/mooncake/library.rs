@@ -241,7 +241,12 @@ impl Calls<'_> {
         self.0.call_method1("get_size", (key,))?.extract()
     }
 
-    /// Reads so many bytes of one value, from `start` on, which must be there; how many, or an
+    /// The length of each value, or an error.
+    pub(super) fn lengths(&self, keys: &[&str]) -> PyResult<Vec<i64>> {
+        keys.iter().map(|key| self.length(key)).collect()
+    }
+
+    /// Reads `len` bytes of one value, from `start` on, which must be there; how many, or an
     /// error.
     pub(super) fn piece(&self, key: &str, address: u64, start: usize, len: usize) -> PyResult<i64> {
         let (addresses, keys) = ([address], [[key]]);

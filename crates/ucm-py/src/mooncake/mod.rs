@@ -2,15 +2,15 @@
 //! client.
 //!
 //! Mooncake's C API comes in no wheel, so the client is the Python object that users have
-//! installed, and the kind lives here, where Python may be called. [`client`] has the line of what
-//! is asked, [`calling`] the one thread that takes it from there, [`library`] the calls,
-//! [`backend`] what the engine sees, [`place`] what tools do.
+//! installed, and the kind lives here, where Python may be called. [`client`] has the queue of work,
+//! [`calling`] the one thread that takes it from there, [`library`] the calls, [`values`] what the
+//! engine reads and writes, [`place`] what tools do.
 
-mod backend;
 mod calling;
 mod client;
 mod library;
 mod place;
+mod values;
 
 use std::sync::Arc;
 
@@ -20,9 +20,9 @@ use ucm_core::{Error, ErrorKind, Result};
 use ucm_tier::place::Place;
 use ucm_tier::registry::{self, Addresses, BuildContext, BuiltTier, Size, StoreName, TierKind};
 
-use backend::{Mooncake, Whose};
 use library::Pool;
 use place::MooncakePlace;
+use values::MooncakeValues;
 
 /// Threads that load and dump: as many batches wait for the client at once, and it takes what waits
 /// together.
@@ -93,6 +93,29 @@ pub(crate) fn register() {
         registry::register(TierKind::medium(name, make).seen_by_tools(open_place));
 }
 
+/// Runs the tests of the shape `Values` over the pool of a master, to which this process lends
+/// nothing.
+#[cfg(feature = "test-utils")]
+#[pyo3::pyfunction]
+pub(crate) fn check_mooncake_values(py: pyo3::Python<'_>, master: &str) {
+    let clock = ucm_infra::SystemClock::shared();
+    let prefix = format!("ucm:{:032x}:", ucm_infra::random_u64());
+    let open = || -> Result<Box<dyn ucm_tier::values::Values>> {
+        let pool = Pool {
+            master: master.to_owned(),
+            metadata: "P2PHANDSHAKE".to_owned(),
+            host: None,
+            protocol: "tcp".to_owned(),
+            device: String::new(),
+            lent: 0,
+            buffer: LEAST_BUFFER,
+        };
+        let client = calling::begin(pool, Arc::clone(&clock))?;
+        Ok(Box::new(MooncakeValues::new(prefix.clone(), 0, client)?))
+    };
+    py.detach(|| ucm_testkit::check_values(&open));
+}
+
 /// The pool that these options name, to which this process lends so much, and the client's own
 /// memory, bytes.
 fn pool_of(options: MooncakeOptions, lent: u64, buffer: u64) -> Result<Pool> {
@@ -143,17 +166,12 @@ fn make(context: &BuildContext<'_>, options: MooncakeOptions) -> Result<BuiltTie
         (options.global_segment_size.0, options.local_buffer_size.0)
     };
     let pool = pool_of(options, lent, buffer)?;
-    let whose = Whose {
-        prefix: format!("ucm:{}:", context.identity.namespace()),
-        namespace: *context.identity.digest(),
-        part: context.part,
-        layout: context.record.clone(),
-        writer: context.writer,
-    };
     let threads = context.pool("ucm-mooncake", THREADS, false)?;
     let client = calling::begin(pool, Arc::clone(&context.clock))?;
+    let prefix = format!("ucm:{}:", context.identity.namespace());
+    let values = MooncakeValues::new(prefix, context.writer, client)?;
     Ok(BuiltTier {
-        backend: Arc::new(Mooncake::new(whose, client, Arc::clone(&threads))),
+        backend: context.records(Box::new(values), &threads, false),
         pool: threads,
         compressed: false,
         max_stuck: THREADS,

@@ -15,7 +15,7 @@ use ucm_quota::layout::is_namespace;
 use ucm_tier::place::{Item, Place, Room};
 
 use super::calling;
-use super::client::{Answer, Client, Stretch, Work};
+use super::client::{Client, Work};
 use super::library::{Pool, attached};
 
 /// How long one call may take.
@@ -48,7 +48,7 @@ impl MooncakePlace {
             slots: SlotPool::new(arena, PIECE)?,
             clock,
         };
-        place.client.ask(Work::Open, place.deadline())?;
+        place.client.call(Work::Open, place.deadline())?;
         Ok(place)
     }
 
@@ -83,15 +83,10 @@ impl MooncakePlace {
         Error::new(ErrorKind::Io, text).with("master_http_address", &self.http)
     }
 
-    /// The length of each of these values; none for one that is gone.
+    /// The length of each of these values; none where there is none.
     fn lengths(&self, keys: &[String]) -> Result<Vec<Option<u64>>> {
-        match self
-            .client
-            .ask(Work::Lengths(keys.to_vec()), self.deadline())?
-        {
-            Answer::Lengths(lengths) => Ok(lengths),
-            _ => Err(super::backend::mixed_up()),
-        }
+        let work = |reply| Work::Lengths(keys.to_vec(), reply);
+        self.client.call(work, self.deadline())
     }
 }
 
@@ -147,30 +142,11 @@ impl Place for MooncakePlace {
     }
 
     fn read(&self, name: &str, start: u64, len: u64) -> Result<Option<Vec<u8>>> {
-        let mut bytes = Vec::new();
-        while (bytes.len() as u64) < len {
-            let busy = || Error::new(ErrorKind::Busy, "earlier reads of this pool have not ended");
-            let wanted = usize::try_from(len - bytes.len() as u64)
-                .unwrap_or(PIECE)
-                .min(PIECE);
-            let stretch = Stretch {
-                key: name.to_owned(),
-                slot: self.slots.try_acquire().ok_or_else(busy)?,
-                start: start.saturating_add(bytes.len() as u64),
-                len: wanted,
-            };
-            match self.client.ask(Work::Stretch(stretch), self.deadline())? {
-                Answer::Stretch(None) => return Ok(None),
-                Answer::Stretch(Some((slot, read))) => {
-                    bytes.extend_from_slice(&slot.as_slice()[..read]);
-                    if read < wanted {
-                        break;
-                    }
-                }
-                _ => return Err(super::backend::mixed_up()),
-            }
-        }
-        Ok(Some(bytes))
+        let len = usize::try_from(len).unwrap_or(usize::MAX);
+        let read = self
+            .client
+            .read(&self.slots, name, start, len, self.deadline());
+        Ok(read?.map(|(_, bytes)| bytes))
     }
 
     fn remove(&self, item: &Item) -> Result<bool> {
@@ -182,10 +158,10 @@ impl Place for MooncakePlace {
         if self.lengths(&keys)? != [Some(item.len)] {
             return Ok(false); // gone, or replaced by another
         }
-        match self.client.ask(Work::Remove(keys), self.deadline())? {
-            Answer::Removed(count) => Ok(count == 1),
-            _ => Err(super::backend::mixed_up()),
-        }
+        let removed = self
+            .client
+            .call(|reply| Work::Remove(keys, reply), self.deadline())?;
+        Ok(removed == 1)
     }
 }
 

@@ -109,7 +109,6 @@ mod built {
     use crate::kind::{BuildContext, BuiltTier, seconds};
     use crate::object::{ObjectBackend, ObjectConfig, ObjectPlace, Place as At};
     use crate::place::Place;
-    use crate::scope::Scope;
 
     pub(in crate::builtin) fn kind() -> TierKind {
         TierKind::medium(name(), make).seen_by_tools(place).tested_with(|scratch| {
@@ -167,7 +166,7 @@ mod built {
         let threads = options.object_concurrency as usize;
         let config = ObjectConfig {
             place,
-            scope: Scope::of(context, compressed),
+            scope: context.scope(compressed),
             capacity,
             expire_after: options.expire_after.map(|age| Duration::from_secs(age.0)),
             size: options.object_size.0,

@@ -91,8 +91,7 @@ mod built {
     use super::{RedisOptions, TierKind, name};
     use crate::kind::{BuildContext, BuiltTier};
     use crate::place::Place;
-    use crate::redis::{Login, RedisBackend, RedisConfig, RedisPlace, TlsFiles};
-    use crate::scope::Scope;
+    use crate::redis::{Login, RedisConfig, RedisPlace, RedisValues, TlsFiles};
 
     /// How long a record lives after its last use where nothing else is said.
     const DAY: Duration = Duration::from_secs(24 * 3600);
@@ -166,15 +165,16 @@ mod built {
             login,
             tls,
             prefix: options.redis_key_prefix,
-            scope: Scope::of(context, compressed),
+            namespace: context.identity.namespace(),
             expire_after: life,
             connections: options.redis_connections as usize,
+            writer: (!context.lookup_only).then_some(context.writer),
         };
         let threads = options.redis_concurrency as usize;
         let pool = context.pool("ucm-redis", threads, false)?;
-        let clock = Arc::clone(&context.clock);
+        let values = RedisValues::new(config, Arc::clone(&context.clock))?;
         Ok(BuiltTier {
-            backend: Arc::new(RedisBackend::new(config, Arc::clone(&pool), clock)?),
+            backend: context.records(Box::new(values), &pool, compressed),
             pool,
             compressed,
             max_stuck: threads,

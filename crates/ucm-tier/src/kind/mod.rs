@@ -21,7 +21,9 @@ use ucm_record::RecordLayout;
 use crate::backend::Backend;
 use crate::lengths::PartRecord;
 use crate::place::Place;
+use crate::scope::Scope;
 use crate::spread::Spread;
+use crate::values::{ValueRecords, Values};
 
 pub(crate) use options::RootPolicy;
 pub use options::{Addresses, Age, Amount, CodecName, Directories, Heat, Heats, Mode, Size};
@@ -67,6 +69,33 @@ impl BuildContext<'_> {
     /// cache, where they work on files.
     pub fn pool(&self, name: &'static str, threads: usize, direct: bool) -> Result<Arc<IoPool>> {
         self.pool_over(PsyncEngine::new(direct), name, threads)
+    }
+
+    /// Whose records a tier keeps. `shorter`: it has a codec.
+    pub fn scope(&self, shorter: bool) -> Scope {
+        Scope {
+            identity: self.identity.clone(),
+            labels: self.labels.clone(),
+            part: self.part,
+            geometry: self.geometry.clone(),
+            record: self.record.clone(),
+            other_parts: self.other_parts.to_vec(),
+            shorter,
+            lookup_only: self.lookup_only,
+            writer: self.writer,
+        }
+    }
+
+    /// The medium that keeps the records of this tier in these values, over these threads.
+    /// `shorter`: it has a codec.
+    pub fn records(
+        &self,
+        values: Box<dyn Values>,
+        pool: &Arc<IoPool>,
+        shorter: bool,
+    ) -> Arc<dyn Backend> {
+        let (pool, clock) = (Arc::clone(pool), Arc::clone(&self.clock));
+        Arc::new(ValueRecords::new(values, self.scope(shorter), pool, clock))
     }
 
     /// The same over another engine of I/O.

@@ -50,10 +50,21 @@ impl fmt::Display for Address {
 }
 
 impl Address {
+    /// Reads the addresses of a configuration, at least one.
+    pub(super) fn parse_all(written: &[String], login: &Login) -> Result<Vec<Self>> {
+        if written.is_empty() {
+            let text =
+                "storage_backends names no server; write redis://host:port, or rediss:// for TLS";
+            return Err(Error::new(ErrorKind::Config, text));
+        }
+        let parse = |written: &String| Self::parse(written, login);
+        written.iter().map(parse).collect()
+    }
+
     /// Reads `redis://[user:password@]host[:port][/number]`, or the same with `rediss` for TLS.
     /// `Config` for anything else; the text says nothing of what was written, which may be a
     /// password.
-    pub(super) fn parse(written: &str, login: &Login) -> Result<Self> {
+    fn parse(written: &str, login: &Login) -> Result<Self> {
         let wrong = |why: &'static str| {
             let text = "an address is redis://host:port/number, or rediss:// for TLS; a password \
                         in it is written with %xx \

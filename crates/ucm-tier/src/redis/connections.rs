@@ -271,6 +271,23 @@ impl Connections {
             .unwrap_or_else(|| Err(Error::internal("a question has no answer")))
     }
 
+    /// Sends short commands, each answered with a number; none for an answer that is no number,
+    /// also of a key that has something else than a value.
+    pub(super) fn numbers(
+        &self,
+        io: &IoJob,
+        commands: impl IntoIterator<Item = Cmd>,
+    ) -> Result<Vec<Result<Option<i64>>>> {
+        let number = |answer: Result<Value>| match answer {
+            Ok(Value::Int(number)) => Ok(Some(number)),
+            Ok(_) => Ok(None),
+            Err(error) if error.kind() == ErrorKind::Foreign => Ok(None),
+            Err(error) => Err(error),
+        };
+        let answers = self.ask(io, Traffic::Short, commands)?;
+        Ok(answers.into_iter().map(number).collect())
+    }
+
     /// Every key of this pattern, on all nodes.
     pub(super) fn scan(&self, io: &IoJob, pattern: &str) -> Result<Vec<Vec<u8>>> {
         self.with_link(io, Traffic::Short, 0, |mut link| async move {

@@ -13,7 +13,7 @@ use super::address::{Address, Login, TlsFiles};
 use super::connections::{Connections, Traffic};
 use super::info::ServerInfo;
 use super::keys::Named;
-use super::{TOGETHER, question};
+use super::{TOGETHER, command};
 use crate::lengths::LONGEST_RECORD;
 use crate::place::{Item, Place, Room};
 
@@ -43,10 +43,7 @@ impl RedisPlace {
         prefix: String,
         life: Duration,
     ) -> Result<Self> {
-        let addresses = addresses
-            .iter()
-            .map(|written| Address::parse(written, login));
-        let addresses = addresses.collect::<Result<Vec<_>>>()?;
+        let addresses = Address::parse_all(addresses, login)?;
         let clock: Arc<dyn Clock> = SystemClock::shared();
         let connections = Connections::new(addresses, tls, 1, Arc::clone(&clock))?;
         let info = connections.discover(clock.now().after(PATIENCE))?;
@@ -64,16 +61,12 @@ impl RedisPlace {
         self.pool.here(LANE_SPACE, self.clock.now().after(PATIENCE))
     }
 
-    /// Answers that are numbers, to the same question about each key; -1 for what is no value.
-    fn ask_each(&self, io: &IoJob, keys: &[String], name: &str) -> Result<Vec<i64>> {
-        let questions = keys.iter().map(|key| question(name, key));
-        let answers = self.connections.ask(io, Traffic::Short, questions)?;
-        let number = |answer: Result<Value>| match answer {
-            Ok(Value::Int(number)) => Ok(number),
-            Err(error) if error.kind() != ErrorKind::Foreign => Err(error),
-            _ => Ok(-1),
-        };
-        answers.into_iter().map(number).collect()
+    /// The answers to one command about each key: a number; -1 for what is no value.
+    fn numbers(&self, io: &IoJob, keys: &[String], name: &str) -> Result<Vec<i64>> {
+        let commands = keys.iter().map(|key| command(name, key));
+        let numbers = self.connections.numbers(io, commands)?;
+        let number = |number: Result<Option<i64>>| Ok(number?.unwrap_or(-1));
+        numbers.into_iter().map(number).collect()
     }
 
     /// When something was last used that has so many milliseconds to live.
@@ -107,8 +100,8 @@ impl Place for RedisPlace {
             .collect();
         let mut items = Vec::with_capacity(keys.len());
         for keys in keys.chunks(TOGETHER) {
-            let left = self.ask_each(&io, keys, "PTTL")?;
-            let lengths = self.ask_each(&io, keys, "STRLEN")?;
+            let left = self.numbers(&io, keys, "PTTL")?;
+            let lengths = self.numbers(&io, keys, "STRLEN")?;
             for ((key, left), len) in keys.iter().zip(left).zip(lengths) {
                 let named = Named::parse(&self.prefix, key);
                 items.push(Item {
@@ -127,14 +120,14 @@ impl Place for RedisPlace {
 
     fn read(&self, name: &str, start: u64, len: u64) -> Result<Option<Vec<u8>>> {
         let len = len.min(LONGEST_RECORD); // it may be what the server said of its value
-        let mut range = question("GETRANGE", name);
+        let mut range = command("GETRANGE", name);
         range
             .arg(start)
             .arg(start.saturating_add(len).saturating_sub(1));
         let answers = self.connections.ask(
             &self.job(),
             Traffic::Record,
-            vec![question("STRLEN", name), range],
+            vec![command("STRLEN", name), range],
         )?;
         match <[Result<Value>; 2]>::try_from(answers) {
             Ok([Ok(Value::Int(0)), _]) => Ok(None),
@@ -153,12 +146,12 @@ impl Place for RedisPlace {
         }
         let (io, key) = (self.job(), [item.name.clone()]);
         let used = self
-            .ask_each(&io, &key, "PTTL")?
+            .numbers(&io, &key, "PTTL")?
             .first()
             .map_or(0, |left| self.used_ns(*left));
         if used > item.used_ns.saturating_add(USED_SINCE_NS) {
             return Ok(false);
         }
-        Ok(self.ask_each(&io, &key, "UNLINK")? == [1])
+        Ok(self.numbers(&io, &key, "UNLINK")? == [1])
     }
 }
