@@ -13,7 +13,7 @@ use ucm_device::{HostArena, Slot};
 use ucm_infra::{Clock, begin_thread};
 
 use super::LEAST_BUFFER;
-use super::client::{Client, Piece, Range, Reply, Shared, Work, Write};
+use super::client::{Client, Piece, Range, ReadReply, Reply, Shared, Work, Write};
 use super::library::{
     Calls, FOUND, Handle, NO_VALUE, OK, Pool, WRONG_ARGUMENT, error_of, is_settled,
 };
@@ -197,7 +197,7 @@ impl Thread {
     }
 
     /// Reads values with one call.
-    fn read(&mut self, items: Vec<(Vec<(String, Slot)>, Reply<Vec<Result<(Slot, u64)>>>)>) {
+    fn read(&mut self, items: Vec<(Vec<(String, Slot)>, ReadReply)>) {
         let (mut reads, mut replies) = (Vec::new(), Vec::new());
         for (own, reply) in items {
             replies.push((own.len(), reply));
@@ -418,8 +418,8 @@ fn counted(codes: Vec<i64>, expected: usize) -> Result<Vec<i64>> {
     }
 }
 
-/// Where the bytes of a slot lie. They belong to its owner, and nothing else of Rust reads or writes
-/// them during a call.
+/// Where the bytes of a slot lie. They belong to its owner, and nothing else of Rust reads or
+/// writes them during a call.
 fn address(slot: &mut Slot) -> u64 {
     slot.as_mut_slice().as_mut_ptr() as u64
 }

@@ -25,7 +25,7 @@ pub(super) enum Work {
     /// Which of these keys have a value.
     Exist(Vec<String>, Reply<Vec<bool>>),
     /// Reads values, each into its slot.
-    Read(Vec<(String, Slot)>, Reply<Vec<Result<(Slot, u64)>>>),
+    Read(Vec<(String, Slot)>, ReadReply),
     /// Stores a value; false where there is one already that was not to be replaced.
     Write(Write, Reply<(Slot, bool)>),
     /// Removes values; how many there were.
@@ -35,6 +35,9 @@ pub(super) enum Work {
     /// Reads a piece of a value; none where there is no such value.
     Piece(Range, Reply<Option<Piece>>),
 }
+
+/// For each read the slot, and the length of the value.
+pub(super) type ReadReply = Reply<Vec<Result<(Slot, u64)>>>;
 
 /// Bytes of a value that are to be read.
 pub(super) struct Range {
