@@ -785,6 +785,25 @@ fn keys_that_may_only_read_open_a_bucket_and_its_blocks_are_hits() {
 }
 
 #[test]
+fn keys_that_may_write_and_not_delete_open_a_bucket_and_store() {
+    let Some((dir, server, setup)) = started() else {
+        return;
+    };
+    let refusal = |head: &str| {
+        let deletes = head.starts_with("delete ") || head.starts_with("post /bucket?delete");
+        deletes.then_some("403 Forbidden")
+    };
+    let behind = before(&setup, refusing(server.server.port, Box::new(refusal)));
+    let store = Store::open(dir.path(), behind);
+    let said = store.said().join("\n");
+    assert_eq!(store.stat("healthy"), 1, "{said}");
+    assert!(said.contains("not delete there"), "{said}");
+    assert!(store.stat("storage_capacity_bytes") > 0, "the limit holds");
+    dumped(&store, &ids(4));
+    assert!(loads(&Store::open(dir.path(), setup), &ids(4)));
+}
+
+#[test]
 fn keys_that_lose_the_right_to_write_read_on_and_what_was_refused_takes_no_room() {
     let Some((dir, server, setup)) = started() else {
         return;

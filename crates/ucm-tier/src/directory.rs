@@ -20,6 +20,7 @@ use crate::backend::{
 };
 use crate::layout_kind::LayoutKind;
 use crate::posix::PosixBackend;
+use crate::root_layout::LayoutChoice;
 use crate::segment::{SegmentBackend, SegmentConfig};
 use crate::shared::{PosixConfig, Shared};
 
@@ -95,7 +96,7 @@ impl Directory {
     /// Decides, if that is possible now, and makes the root usable in the layout that was decided
     /// on.
     fn open(&self, deadline: MonotonicTime) -> Result<String> {
-        let Some(decision) = self.shared.decide_layout(deadline)? else {
+        let Some(decision) = LayoutChoice { root: &self.shared }.decide(deadline)? else {
             return self.files.open(deadline);
         };
         self.shared.root.lock().kind = Some(decision.kind);

@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 pub mod backend;
+mod blobs;
 mod builtin;
 pub mod directory;
 mod kind;

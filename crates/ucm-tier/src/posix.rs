@@ -19,7 +19,7 @@ use crate::backend::{
 };
 use crate::layout_kind::LayoutKind;
 use crate::shared::Shared;
-pub use crate::shared::{Place, PosixConfig};
+pub use crate::shared::{PosixConfig, RootSlot};
 use crate::writing::Write;
 
 /// One record per file.

@@ -21,15 +21,20 @@ use crate::layout_kind::{Decision, LayoutKind, RootLayout};
 use crate::root::unless_read_only;
 use crate::shared::{Shared, is_link};
 
-impl Shared {
-    /// Reads which layout was decided on; decides, where no one has and this process writes. `None`
+/// Decides on the layout of a root.
+pub(crate) struct LayoutChoice<'a> {
+    pub(crate) root: &'a Shared,
+}
+
+impl LayoutChoice<'_> {
+    /// Reads which layout was decided on; decides, where no process has and this one writes. `None`
     /// where it does not.
-    pub(crate) fn decide_layout(&self, deadline: MonotonicTime) -> Result<Option<Decision>> {
-        let marker = self.read_marker(deadline)?;
+    pub(crate) fn decide(&self, deadline: MonotonicTime) -> Result<Option<Decision>> {
+        let marker = self.root.read_marker(deadline)?;
         if let Some(decision) = marker.as_ref().and_then(|marker| self.as_marked(marker)) {
             return Ok(Some(decision));
         }
-        if self.config.lookup_only {
+        if self.root.config.lookup_only {
             return Ok(None);
         }
         let (kind, why) = match self.layout_of_records(deadline) {
@@ -44,7 +49,7 @@ impl Shared {
         let layout = RootLayout {
             kind,
             why: why.to_owned(),
-            decided: self.clock.wall_ns() / 1_000_000_000,
+            decided: self.root.clock.wall_ns() / 1_000_000_000,
         };
         self.keep_layout(layout, marker, deadline).map(Some)
     }
@@ -55,14 +60,14 @@ impl Shared {
         let layout = RootLayout::deserialize(said).ok();
         let unknown = "the root's marker names a layout that this version does not know";
         let decision = layout.as_ref().map(RootLayout::decision);
-        self.root.lock().layout = layout;
+        self.root.root.lock().layout = layout;
         Some(decision.unwrap_or_else(|| Decision::for_now(unknown)))
     }
 
     /// The layout of the records below the root, of any namespace; where some are in files, that
     /// one.
     fn layout_of_records(&self, deadline: MonotonicTime) -> Result<Option<LayoutKind>> {
-        let root = self.layout.root();
+        let root = self.root.layout.root();
         let mut found = None;
         for (name, meta) in self.list(root.to_owned(), deadline)? {
             if !meta.is_dir || !is_namespace(&name) {
@@ -88,7 +93,7 @@ impl Shared {
     }
 
     fn list(&self, dir: PathBuf, deadline: MonotonicTime) -> Result<Vec<(OsString, FileMeta)>> {
-        let listed = self.call(deadline, move |io| io.list_if_there(&dir));
+        let listed = self.root.call(deadline, move |io| io.list_if_there(&dir));
         match listed {
             // of any namespace: its own users log it
             Err(error) if is_link(&error) => Ok(Vec::new()),
@@ -103,12 +108,12 @@ impl Shared {
         marker: Option<Marker>,
         deadline: MonotonicTime,
     ) -> Result<Decision> {
-        self.root.lock().layout = Some(layout.clone());
+        self.root.root.lock().layout = Some(layout.clone());
         let there = match marker {
             Some(marker) => marker,
             None => {
-                self.make_root(deadline)?;
-                self.mark(deadline)?
+                self.root.make_root(deadline)?;
+                self.root.mark(deadline)?
             }
         };
         if let Some(decision) = self.as_marked(&there) {
@@ -119,8 +124,8 @@ impl Shared {
             ..there
         };
         // Where nothing can be written it counts all the same, for nothing is written there.
-        let there = match unless_read_only(self.publish_marker(&with, true, deadline))? {
-            Some(()) => self.read_marker(deadline)?,
+        let there = match unless_read_only(self.root.publish_marker(&with, true, deadline))? {
+            Some(()) => self.root.read_marker(deadline)?,
             None => None,
         };
         let decision = there.and_then(|marker| self.as_marked(&marker));

@@ -58,13 +58,13 @@ pub struct PosixConfig {
     pub writer: u64,
     /// Permissions of what is made below the root.
     pub modes: Modes,
-    /// Its place among several roots; [`Place::default`] for one alone.
-    pub place: Place,
+    /// Its number among several roots; [`RootSlot::default`] for one alone.
+    pub place: RootSlot,
 }
 
-/// A root's place among those that records are spread over.
+/// A root's number among those that records are spread over.
 #[derive(Debug, Clone, Default)]
-pub struct Place {
+pub struct RootSlot {
     /// Its number. Files of one process have names of their own in all roots, by this.
     pub number: u16,
     /// Where its UUID is noted.
@@ -85,7 +85,7 @@ pub(crate) struct Shared {
     pub(crate) sequence: AtomicU64,
     pub(crate) space: Arc<Quota>,
     pub(crate) recency: Recency,
-    pub(crate) lengths: Lengths,
+    pub(crate) lengths: Arc<Lengths>,
 }
 
 /// A directory that stands for a mount: an unmounted share leaves another one, or none, at its
@@ -155,12 +155,12 @@ impl Shared {
             sequence: AtomicU64::new(u64::from(config.place.number) << 48),
             space,
             recency: Recency::default(),
-            lengths: Lengths::new(
+            lengths: Arc::new(Lengths::new(
                 config.part,
                 &config.record,
                 &config.other_parts,
                 config.shorter,
-            ),
+            )),
             config,
         };
         if let (Some(Capacity::Bytes(limit)), false) =

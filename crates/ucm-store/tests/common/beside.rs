@@ -13,7 +13,7 @@ use ucm_store::tiers::{LevelConfig, TierConfig, WritePolicy};
 use ucm_testkit::FaultyEngine;
 use ucm_tier::layout_kind::LayoutKind;
 use ucm_tier::memory::{MemoryBackend, Policy};
-use ucm_tier::posix::Place;
+use ucm_tier::posix::RootSlot;
 use ucm_tier::segment::SegmentConfig;
 use ucm_tier::side_by_side::{self, RootSetup};
 use ucm_tier::spread::{RootFacts, Spread, StoragePolicy};
@@ -135,7 +135,7 @@ impl Beside {
         let (mut faults, mut setups, mut pools) = (Vec::new(), Vec::new(), Vec::new());
         for (number, root) in roots.iter().enumerate() {
             let mut config = posix_config(root, &setup, &identity, writer);
-            config.place = Place {
+            config.place = RootSlot {
                 number: number as u16,
                 facts: Arc::clone(&facts[number]),
             };

@@ -15,7 +15,7 @@ use ucm_tier::backend::Backend;
 use ucm_tier::directory::DirectoryBackend;
 use ucm_tier::lengths::PartRecord;
 use ucm_tier::memory::{MemoryConfig, Policy};
-use ucm_tier::posix::{Place, PosixBackend, PosixConfig};
+use ucm_tier::posix::{PosixBackend, PosixConfig, RootSlot};
 use ucm_tier::registry::{self, BuildContext, TierKind};
 use ucm_tier::segment::{SegmentBackend, SegmentConfig};
 
@@ -205,7 +205,7 @@ pub(super) fn posix_config(
         process: setup.process.clone(),
         writer,
         modes: setup.modes,
-        place: Place::default(),
+        place: RootSlot::default(),
     }
 }
 

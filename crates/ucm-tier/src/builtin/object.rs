@@ -107,7 +107,7 @@ mod built {
 
     use super::{ObjectOptions, TierKind, name};
     use crate::kind::{BuildContext, BuiltTier, seconds};
-    use crate::object::{ObjectBackend, ObjectConfig, ObjectPlace, Place as At};
+    use crate::object::{BucketConfig, ObjectBackend, ObjectConfig, ObjectPlace};
     use crate::place::Place;
 
     pub(in crate::builtin) fn kind() -> TierKind {
@@ -123,7 +123,7 @@ mod built {
     }
 
     /// Where the bucket is.
-    fn at(options: &ObjectOptions) -> Result<At> {
+    fn at(options: &ObjectOptions) -> Result<BucketConfig> {
         let [url] = &options.storage_backends.0[..] else {
             let wrong = Error::new(
                 ErrorKind::Config,
@@ -133,7 +133,7 @@ mod built {
         };
         let environment = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
         let aws = || environment("AWS_ENDPOINT_URL_S3").or_else(|| environment("AWS_ENDPOINT_URL"));
-        Ok(At {
+        Ok(BucketConfig {
             endpoint: options
                 .object_endpoint
                 .clone()

@@ -20,7 +20,7 @@ use crate::kind::{
 };
 use crate::layout_kind::LayoutKind;
 use crate::segment::{Merging, SegmentConfig};
-use crate::shared::{Place, PosixConfig};
+use crate::shared::{PosixConfig, RootSlot};
 use crate::side_by_side::{self, RootSetup};
 use crate::spread::{MAX_ROOTS, RootFacts, Spread};
 
@@ -172,7 +172,7 @@ pub(super) fn make_over<E: IoEngine + 'static>(
         for directory in directories {
             let facts: Arc<RootFacts> = Arc::default();
             members.push(Arc::clone(&facts));
-            let place = Place { number, facts };
+            let place = RootSlot { number, facts };
             number += 1;
             let io = context.pool_over(engine(options.io_direct), "ucm-io", threads)?;
             pools.push(Arc::clone(&io));
@@ -243,7 +243,7 @@ fn config(
     context: &BuildContext<'_>,
     options: &PosixOptions,
     root: PathBuf,
-    place: Place,
+    place: RootSlot,
 ) -> Result<PosixConfig> {
     let rules = Rules {
         // No bytes: no floor, while nothing at all is the default.

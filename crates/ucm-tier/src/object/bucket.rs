@@ -6,7 +6,6 @@
 //! may repeat whose key was used. No answer is longer than what was asked for, and a listing ends
 //! where a page brings nothing new.
 
-use std::fmt;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -26,8 +25,9 @@ use object_store::{
 use reqwest::tls::Certificate;
 use ucm_core::{Error, ErrorKind, Result};
 
-use super::credentials;
-use super::http::{Connector, Most, Refused, code_in};
+use super::errors::{ErrorText, one_line};
+use super::http::{Connector, Most, Refused};
+use super::{DOCUMENT, credentials};
 use crate::secret_file;
 
 /// Pauses before a request is tried again, and how long after its beginning it is.
@@ -48,9 +48,6 @@ const TOKEN: usize = 8 << 10;
 /// Pages without an object one after the other, which some servers send between others (Azure
 /// documents it).
 const EMPTY_PAGES: u32 = 8;
-/// Longest text of an error, letters: of a longer one this much of its beginning, and its end.
-const TEXT: usize = 600;
-const TEXT_BEGINS: usize = 250;
 /// What servers call it when there is no room.
 const FULL: [&str; 6] = [
     "507 Insufficient Storage",
@@ -63,13 +60,6 @@ const FULL: [&str; 6] = [
 
 /// Where the client asks for keys when it was given none: services of the vendor's own machines.
 const NO_KEYS: [&str; 2] = ["//169.254.169.254", "//metadata.google.internal"];
-/// Behind what the client repeats of an answer.
-const REPEATED: [&str; 4] = [
-    " response: ",
-    "CONTENT_RANGE header: ",
-    "Invalid content length ",
-    "Invalid last modified ",
-];
 /// How servers say that they do not know a condition of a put.
 const NO_CONDITIONS: [&str; 4] = [
     "501 Not Implemented",
@@ -78,9 +68,9 @@ const NO_CONDITIONS: [&str; 4] = [
     "400 Bad Request: InvalidArgument",
 ];
 
-/// Where a bucket is, as a user says it.
+/// Where a bucket is, as it is configured.
 #[derive(Debug, Clone, Default)]
-pub struct Place {
+pub struct BucketConfig {
     /// `s3://`, `az://` or `gs://`, the bucket, and what every name in it begins with.
     pub url: String,
     /// Where its server is, if not at the vendor's.
@@ -162,7 +152,7 @@ impl Client {
 
 impl Bucket {
     /// A client for this place; nothing is touched. `Config` where none can be made.
-    pub(super) fn new(place: &Place) -> Result<Self> {
+    pub(super) fn new(place: &BucketConfig) -> Result<Self> {
         let url = Url::parse(&place.url)?;
         let http = place
             .endpoint
@@ -213,7 +203,7 @@ impl Bucket {
         let wrong = |error: object_store::Error| {
             let text = "no client can be made for this bucket";
             let wrong = Error::new(ErrorKind::Config, text).with("bucket", &place.url);
-            wrong.caused_by(Told::of(&error))
+            wrong.caused_by(ErrorText::of(&error))
         };
         Ok(Self {
             client: made.map_err(wrong)?,
@@ -223,7 +213,7 @@ impl Bucket {
 
     fn s3(
         builder: AmazonS3Builder,
-        place: &Place,
+        place: &BucketConfig,
         url: &Url<'_>,
         connector: Connector,
         retry: RetryConfig,
@@ -254,7 +244,7 @@ impl Bucket {
     }
 
     fn azure(
-        place: &Place,
+        place: &BucketConfig,
         url: &Url<'_>,
         connector: Connector,
         retry: RetryConfig,
@@ -271,7 +261,7 @@ impl Bucket {
     }
 
     fn google(
-        place: &Place,
+        place: &BucketConfig,
         url: &Url<'_>,
         connector: Connector,
         retry: RetryConfig,
@@ -407,7 +397,7 @@ impl Bucket {
             ) => Ok(false),
             Err(error) if conditional && has_no_conditions(&error) => {
                 let text = "the object store has no conditional writes";
-                Err(Error::new(ErrorKind::Unsupported, text).caused_by(Told::of(&error)))
+                Err(Error::new(ErrorKind::Unsupported, text).caused_by(ErrorText::of(&error)))
             }
             Err(error) => Err(self.write_failed(path, &error)),
         }
@@ -549,17 +539,44 @@ impl Bucket {
         }
     }
 
-    /// Removes an object; one that is gone is no error.
+    /// Removes an object; one that is gone is no error. `Unhealthy` where the server answers that
+    /// these keys may not delete.
     pub(super) async fn delete(&self, path: &Path) -> Result<()> {
         match self.client.store.delete(path).await {
             Ok(()) | Err(object_store::Error::NotFound { .. }) => Ok(()),
-            Err(error) => Err(self.failed(path, &error)),
+            Err(error) => Err(self.write_failed(path, &error)),
         }
+    }
+
+    /// Whether the server keeps to `If-None-Match` and `If-Match`, tried on an object of this name,
+    /// which may stay behind. `Unsupported` where the server refuses one of them.
+    pub(super) async fn try_conditions(&self, path: &Path) -> Result<bool> {
+        let word = |text: &'static str| Bytes::from_static(text.as_bytes());
+        // False only where an answer was lost and the client has put it twice: it is read below.
+        let _first = self.put_new(path, word("first")).await?;
+        if self.put_new(path, word("again")).await? {
+            return Ok(false);
+        }
+        let Some((found, version)) = self.get(path, DOCUMENT).await? else {
+            let text = "the object store does not have an object that was put there just now";
+            return Err(Error::new(ErrorKind::Io, text));
+        };
+        if found != "first" || (version.e_tag.is_none() && version.version.is_none()) {
+            return Ok(false);
+        }
+        let replaced = self.replace(path, word("second"), version.clone()).await?;
+        if !replaced {
+            let found = self.get(path, DOCUMENT).await?;
+            if found.is_none_or(|(found, _)| found != "second") {
+                return Ok(false);
+            }
+        }
+        Ok(!self.replace(path, word("third"), version).await?)
     }
 
     /// What an error of the client is here.
     pub(super) fn failed(&self, path: &Path, error: &object_store::Error) -> Error {
-        let told = Told::of(error);
+        let told = ErrorText::of(error);
         let at = |failed: Error| {
             let failed = failed.with("bucket", &self.shown);
             failed.with("object", one_line(path.as_ref()))
@@ -598,23 +615,25 @@ impl Bucket {
         at(Error::new(kind, text)).caused_by(told)
     }
 
-    /// The same of a write. A server that refuses it has answered: what it has can be read.
+    /// The same of a write or a removal. A server that refuses it has answered: what it has can be
+    /// read.
     fn write_failed(&self, path: &Path, error: &object_store::Error) -> Error {
         let failed = self.failed(path, error);
         let refused = matches!(error, object_store::Error::PermissionDenied { .. });
         if !refused || failed.kind() != ErrorKind::Io {
             return failed;
         }
-        let text = "the object store does not let us write; check the rights of the keys";
+        let text = "the object store does not let us write or delete this; check the rights of the \
+                    keys";
         let refused = Error::new(ErrorKind::Unhealthy, text).with("bucket", &self.shown);
         let refused = refused.with("object", one_line(path.as_ref()));
-        refused.caused_by(Told::of(error))
+        refused.caused_by(ErrorText::of(error))
     }
 }
 
 /// Whether a server, or the client for it, refuses the condition of a put and not this one put.
 fn has_no_conditions(error: &object_store::Error) -> bool {
-    let told = Told::of(error);
+    let told = ErrorText::of(error);
     matches!(
         error,
         object_store::Error::NotImplemented { .. } | object_store::Error::NotSupported { .. }
@@ -650,60 +669,6 @@ fn certificates(path: &PathBuf) -> Result<Vec<Certificate>> {
     }
     Ok(found)
 }
-
-/// The text of a client's error, in one line of bounded length. Of the server's answer it has the
-/// code alone. The last cause is added, unless it names an address.
-#[derive(Debug, Clone)]
-pub(super) struct Told(String);
-
-impl Told {
-    fn of(error: &object_store::Error) -> Self {
-        let text = error.to_string();
-        let behind = |words: &&str| text.find(*words).map(|at| at + words.len());
-        let repeated = REPEATED.iter().filter_map(behind).min();
-        let end = repeated.into_iter().chain(text.find('<')).min();
-        let (said, answer) = text.split_at(end.unwrap_or(text.len()));
-        let mut told = format!("{} {}", said.trim_end(), code_in(answer));
-        if let Some(cause) = Self::causes(error).last().map(ToString::to_string)
-            && !cause.contains("://")
-            && !cause.contains(['<', '\n', '\r'])
-            && repeated.is_none()
-            && !told.contains(&cause)
-        {
-            told = format!("{}: {cause}", told.trim_end());
-        }
-        Self(one_line(&told))
-    }
-
-    /// What an error comes from, one after the other.
-    pub(super) fn causes(
-        error: &object_store::Error,
-    ) -> impl Iterator<Item = &(dyn std::error::Error + 'static)> {
-        std::iter::successors(std::error::Error::source(error), |error| error.source())
-    }
-}
-
-/// A text of others in one line of bounded length.
-fn one_line(text: &str) -> String {
-    let letters = text.trim().chars();
-    let line: Vec<char> = letters
-        .map(|letter| if letter.is_control() { ' ' } else { letter })
-        .collect();
-    if line.len() <= TEXT {
-        return line.into_iter().collect();
-    }
-    let begins: String = line[..TEXT_BEGINS].iter().collect();
-    let ends: String = line[line.len() - (TEXT - TEXT_BEGINS)..].iter().collect();
-    format!("{begins} ... {ends}")
-}
-
-impl fmt::Display for Told {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for Told {}
 
 /// When an object was put, ns of Unix time by the server's clock.
 pub(super) fn time_of(meta: &ObjectMeta) -> u64 {
@@ -849,21 +814,5 @@ mod tests {
         ] {
             assert!(!has_no_conditions(&answer(passing)), "{passing}");
         }
-    }
-
-    #[test]
-    fn of_an_answer_its_code_is_told_and_no_more() {
-        let answer = "PUT http://h/b in 3ms - Server returned non-2xx status code: 403 Forbidden: \
-                      <?xml?><Error>\
-                      <Code>InvalidAccessKeyId</Code><AWSAccessKeyId>AKIA</AWSAccessKeyId></Error>";
-        let error = object_store::Error::Generic {
-            store: "S3",
-            source: answer.into(),
-        };
-        let told = Told::of(&error).0;
-        assert!(
-            told.ends_with("403 Forbidden: InvalidAccessKeyId") && !told.contains("AKIA"),
-            "{told}"
-        );
     }
 }

@@ -14,84 +14,89 @@ use ucm_quota::Snapshot;
 use ucm_quota::space_document::{SpaceDocument, Use};
 
 use super::bucket::{Bucket, time_of};
-use super::names::{Names, SegmentObject};
-use super::uses::uses_told;
-use super::{AT_ONCE, Objects};
+use super::names::Names;
+use super::space::Space;
+use super::uses::read_uses;
+use super::{AT_ONCE, ObjectConfig};
+use crate::blobs::BlobName;
 
 /// Use of the limit above which the oldest goes, and down to which.
 const HIGH: u64 = 95;
 const LOW: u64 = 85;
-/// Time between two counts where nothing is short, and between two words of a writer.
+/// Time between two counts where nothing is short, least time between two others, and time between
+/// two reports of a writer.
 const COUNT_AGAIN: Duration = Duration::from_secs(600);
+const LEAST_PAUSE: Duration = Duration::from_millis(250);
 const SPEAK_AGAIN: Duration = Duration::from_secs(60);
 /// How long a count may take.
 const COUNT: Duration = Duration::from_secs(90);
-/// How often one count looks for others in place of what it could not remove.
+/// How often one count chooses others in place of what it could not remove.
 const ROUNDS: usize = 8;
-/// How long it is kept what a writer tells of its uses, at least.
+/// How long the object with a writer's uses is kept, at least.
 const USES_KEPT: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// What is below the prefix.
 struct Contents {
-    segments: Vec<(SegmentObject, Path, u64)>,
+    segments: Vec<(BlobName, Path, u64)>,
     /// Bytes of everything, and how many segments.
     total: u64,
-    /// When each was last used, as its writers tell.
-    used: HashMap<SegmentObject, u64>,
-    /// Old words about uses.
+    /// When each was last used, by the objects of its writers.
+    used: HashMap<BlobName, u64>,
+    /// Old objects with uses.
     stale: Vec<Path>,
     /// The time of the server.
     now_ns: u64,
 }
 
-impl Objects {
-    /// What is to be done now and then: says what was used, counts and makes room. When it is to be
-    /// done again.
-    pub(super) fn tend_space(&self) -> MonotonicTime {
-        let now = self.clock.now();
+impl Space {
+    /// One turn: reports what was used, counts and makes room. When the next is due.
+    pub(super) fn turn(&self) -> MonotonicTime {
+        let now = self.remote.clock.now();
         if !self.may_write() {
             return now.after(SPEAK_AGAIN);
         }
         let deadline = now.after(COUNT);
         let (speak, short, due) = {
-            let state = self.space.state.lock();
+            let state = self.state.lock();
             let speak = state.spoke.is_none_or(|at| now.since(at) >= SPEAK_AGAIN);
             let due = state.counted.is_none_or(|at| now.since(at) >= COUNT_AGAIN);
             (speak, state.short, due)
         };
         if speak {
-            let told = self.tell_uses(deadline);
-            let asked = if self.has_conditions() {
-                self.ask(0, deadline).map(|_| ())
-            } else {
-                Ok(())
-            };
-            let mut state = self.space.state.lock();
-            state.spoke = Some(now);
-            state.uses.all |= told.is_ok() && asked.is_ok();
+            // A failure is repaired by the next report.
+            let _ = self.uses.write(deadline);
+            if self.remote.has_conditions() {
+                let _ = self.ask(0, deadline);
+            }
+            self.state.lock().spoke = Some(now);
         }
-        let high = self.is_high();
-        let counted = if short || due || high {
-            self.count(deadline)
-        } else {
-            Ok(())
-        };
+        let wanted = short || due || self.is_high();
+        if wanted {
+            // A count that makes no room, or fails, is not repeated at once, however many ask.
+            let mut state = self.state.lock();
+            let next = state.began.map_or(now, |began| began.after(LEAST_PAUSE));
+            if now < next {
+                return next;
+            }
+            state.began = Some(now);
+        }
+        let counted = if wanted { self.count(deadline) } else { Ok(()) };
         let too_much = counted.as_ref().err();
         let too_much = too_much.filter(|error| error.kind() == ErrorKind::NoSpace);
-        let said = {
-            let mut state = self.space.state.lock();
+        let logged = {
+            let mut state = self.state.lock();
             state.counted = Some(now).filter(|_| counted.is_ok()).or(state.counted);
             state.short = false;
-            too_much.is_some() && std::mem::replace(&mut state.said_too_much, true)
+            too_much.is_some() && std::mem::replace(&mut state.logged_too_much, true)
         };
-        if let Some(error) = too_much.filter(|_| !said) {
+        if let Some(error) = too_much.filter(|_| !logged) {
             warn!(
-                store = self.config.scope.writer,
+                store = self.remote.config.scope.writer,
                 "nothing can be counted or removed, and nothing more is stored once the grants are \
                  used up: {error}"
             );
         }
-        self.space.changed.notify();
+        self.changed.notify();
         match counted {
             Ok(()) => now.after(SPEAK_AGAIN),
             // the keys may not write any more
@@ -102,27 +107,29 @@ impl Objects {
     }
 
     fn is_high(&self) -> bool {
-        let state = self.space.state.lock();
+        let state = self.state.lock();
         let bound = state.grant.seen.bound().unwrap_or(0);
-        self.has_conditions() && bound > state.limit / 100 * HIGH
+        self.remote.has_conditions() && bound > state.limit / 100 * HIGH
     }
 
     /// Counts what lies below the prefix and removes what has to go. An error where another writer
     /// does.
     fn count(&self, deadline: MonotonicTime) -> Result<()> {
-        let before = if self.has_conditions() {
+        let before = if self.remote.has_conditions() {
             Some(self.begin_count(deadline)?)
         } else {
             None
         };
         let uses_kept = self.expiry().map_or(USES_KEPT, |life| life.max(USES_KEPT));
-        let mut contents = self.call(deadline, look(&self.bucket, &self.names, uses_kept))?;
+        let remote = &self.remote;
+        let read = Contents::read(&remote.config, &remote.bucket, &remote.names, uses_kept);
+        let mut contents = remote.call(deadline, read)?;
         let found = contents.segments.len() as u64;
         let (mut removed, mut freed) = (0, 0);
         for _ in 0..ROUNDS {
             let gone = self.choose(&contents);
             let stale = std::mem::take(&mut contents.stale);
-            if gone.is_empty() && stale.is_empty() {
+            if remote.keeps_all() || (gone.is_empty() && stale.is_empty()) {
                 break;
             }
             let tried: HashSet<Path> = gone.iter().map(|(path, _)| path.clone()).collect();
@@ -140,11 +147,11 @@ impl Objects {
                 Some(())
             };
             if let Some(((), document)) = self.change(deadline, end)? {
-                let mut state = self.space.state.lock();
+                let mut state = self.state.lock();
                 (state.grant.seen, state.grant.seen_at) = (document, state.grant.used.reserved);
             }
         }
-        let mut state = self.space.state.lock();
+        let mut state = self.state.lock();
         state.removed.0 += removed;
         state.removed.1 += freed;
         Ok(())
@@ -152,21 +159,21 @@ impl Objects {
 
     fn begin_count(&self, deadline: MonotonicTime) -> Result<Snapshot> {
         let (writer, limit, used, now) = {
-            let state = self.space.state.lock();
+            let state = self.state.lock();
             (
                 state.grant.writer,
                 state.limit,
                 state.grant.used,
-                self.clock.now(),
+                self.remote.clock.now(),
             )
         };
         // The silence of others is kept here, by our own clock.
-        let mut silence = std::mem::take(&mut self.space.state.lock().silence);
+        let mut silence = std::mem::take(&mut self.state.lock().silence);
         let begun = self.change(deadline, |document| {
             document.ask(writer, Use { wanted: 0, ..used }, limit);
             document.begin_count(writer, &mut silence, now)
         });
-        self.space.state.lock().silence = silence;
+        self.state.lock().silence = silence;
         let other = || Error::new(ErrorKind::Busy, "another writer counts what is stored");
         begun?.map(|(before, _)| before).ok_or_else(other)
     }
@@ -174,7 +181,7 @@ impl Objects {
     /// Which segments have to go: what was not used for too long, then the oldest use above the
     /// limit.
     fn choose(&self, contents: &Contents) -> Vec<(Path, u64)> {
-        let used = |segment: &SegmentObject| {
+        let used = |segment: &BlobName| {
             let told = contents.used.get(segment).copied().unwrap_or(0);
             // a clock that is ahead makes nothing last
             told.max(segment.sealed_ns).min(contents.now_ns)
@@ -186,7 +193,7 @@ impl Objects {
             .map(|age| u64::try_from(age.as_nanos()).unwrap_or(u64::MAX));
         let before = expiry.map_or(0, |age| contents.now_ns.saturating_sub(age));
         let mut left = contents.total;
-        let short = self.space.state.lock().short;
+        let short = self.state.lock().short;
         let limit = self.limit();
         let too_much = |left: u64| limit.is_some_and(|limit| left > limit / 100 * LOW);
         let makes_room =
@@ -212,10 +219,10 @@ impl Objects {
         let segments = segments.into_iter().map(|(path, size)| (path, 1, size));
         let all = segments.chain(stale.into_iter().map(|path| (path, 0, 0)));
         let removals = all.map(|(path, count, size)| async move {
-            let removed = self.bucket.delete(&path).await;
+            let removed = self.remote.bucket.delete(&path).await;
             removed.map(|()| (count, size))
         });
-        let (gone, error) = self.call(deadline, async {
+        let (gone, error) = self.remote.call(deadline, async {
             let removals = futures_util::stream::iter(removals).buffer_unordered(AT_ONCE);
             let add = |(gone, failed): ((u64, u64), Option<Error>), removed: Result<(u64, u64)>| {
                 let sum = match removed {
@@ -226,10 +233,10 @@ impl Objects {
             };
             Ok(removals.fold(((0, 0), None), add).await)
         })?;
-        let said =
-            error.is_some() && std::mem::replace(&mut self.space.state.lock().said_stuck, true);
-        if let Some(error) = error.filter(|_| !said) {
-            let store = self.config.scope.writer;
+        let logged =
+            error.is_some() && std::mem::replace(&mut self.state.lock().logged_stuck, true);
+        if let Some(error) = error.filter(|_| !logged) {
+            let store = self.remote.config.scope.writer;
             warn!(
                 store,
                 "some of what should go cannot be removed, and others go in its place: {error}"
@@ -239,35 +246,45 @@ impl Objects {
     }
 }
 
-/// Lists what lies below the prefix, and reads what writers tell of their uses.
-/// `uses_kept`: what writers said of them longer ago is old.
-async fn look(bucket: &Bucket, names: &Names, uses_kept: Duration) -> Result<Contents> {
-    // The server says what time it is: by when something was put there just now.
-    let clock = names.probe();
-    bucket.put(&clock, bytes::Bytes::new()).await?;
-    let now = bucket.head(&clock).await?;
-    bucket.delete(&clock).await?;
-    let now_ns = now.as_ref().map_or(0, time_of);
-    let listed = bucket.list(names.prefix()).await?;
-    let kept = u64::try_from(uses_kept.as_nanos()).unwrap_or(u64::MAX);
-    let before = now_ns.saturating_sub(kept);
-    let mut contents = Contents {
-        segments: Vec::new(),
-        total: 0,
-        used: uses_told(bucket, names, &listed).await,
-        stale: Vec::new(),
-        now_ns,
-    };
-    for meta in listed {
-        if let Some(segment) = names.parse_segment(&meta.location) {
-            contents.total += meta.size;
-            contents.segments.push((segment, meta.location, meta.size));
-        } else if meta.location.prefix_matches(&names.all_uses()) {
-            contents.total += meta.size;
-            contents
-                .stale
-                .extend((time_of(&meta) < before).then_some(meta.location));
+impl Contents {
+    /// Lists what lies below the prefix, and reads the uses by its writers. Those written longer
+    /// ago than `uses_kept` are old.
+    async fn read(
+        config: &ObjectConfig,
+        bucket: &Bucket,
+        names: &Names,
+        uses_kept: Duration,
+    ) -> Result<Self> {
+        // The time of the server is that of an object put just now.
+        let clock = names.clock(config.scope.writer);
+        bucket.put(&clock, bytes::Bytes::new()).await?;
+        let now = bucket.head(&clock).await?;
+        match bucket.delete(&clock).await {
+            Err(error) if error.kind() != ErrorKind::Unhealthy => return Err(error),
+            _ => {} // keys that may not delete leave it there
         }
+        let now_ns = now.as_ref().map_or(0, time_of);
+        let listed = bucket.list(names.prefix()).await?;
+        let kept = u64::try_from(uses_kept.as_nanos()).unwrap_or(u64::MAX);
+        let before = now_ns.saturating_sub(kept);
+        let mut contents = Self {
+            segments: Vec::new(),
+            total: 0,
+            used: read_uses(&listed, bucket, names).await,
+            stale: Vec::new(),
+            now_ns,
+        };
+        for meta in listed {
+            if let Some(segment) = names.parse_segment(&meta.location) {
+                contents.total += meta.size;
+                contents.segments.push((segment, meta.location, meta.size));
+            } else if meta.location.prefix_matches(&names.all_uses()) {
+                contents.total += meta.size;
+                contents
+                    .stale
+                    .extend((time_of(&meta) < before).then_some(meta.location));
+            }
+        }
+        Ok(contents)
     }
-    Ok(contents)
 }

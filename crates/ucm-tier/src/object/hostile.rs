@@ -14,7 +14,7 @@ use tempfile::TempDir;
 use ucm_core::{ErrorKind, Result};
 use ucm_infra::{MonotonicTime, Runtime, SystemClock};
 
-use super::bucket::{Bucket, Place};
+use super::bucket::{Bucket, BucketConfig};
 
 /// Bytes that lie in the buffers of a connection's two ends, at most.
 const BUFFERS: u64 = 16 << 20;
@@ -189,7 +189,7 @@ fn bucket_of(name: &str, port: u16) -> (TempDir, Bucket) {
     );
     std::fs::write(&keys, text).unwrap();
     std::fs::set_permissions(&keys, Permissions::from_mode(0o600)).unwrap();
-    let place = Place {
+    let place = BucketConfig {
         url: format!("s3://{name}/p"),
         endpoint: Some(format!("http://127.0.0.1:{port}")),
         region: Some("us-east-1".to_owned()),
@@ -430,10 +430,10 @@ fn of_an_error_only_status_and_code_are_told() {
 
 #[test]
 fn keys_do_not_go_into_an_endpoint() {
-    let place = Place {
+    let place = BucketConfig {
         url: "s3://bucket/p".to_owned(),
         endpoint: Some(format!("http://user:{SECRET}@127.0.0.1:1")),
-        ..Place::default()
+        ..BucketConfig::default()
     };
     let refused = Bucket::new(&place).err().unwrap().to_string();
     assert!(

@@ -26,7 +26,7 @@ use reqwest::tls::Certificate;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinSet;
 
-use super::bucket::Told;
+use super::errors::{causes, code_in, plain};
 use crate::network::use_ring;
 
 /// How long making a connection may take, to a bucket and to a machine's own service of keys; and
@@ -43,8 +43,7 @@ const SMALL: u64 = 64 << 10;
 /// counted.
 pub(super) const IN_FLIGHT: u64 = 128 << 20;
 const UNIT: u64 = 1 << 10;
-/// Longest code of an error, and longest name of a host or region that is repeated.
-const CODE: usize = 64;
+/// Longest name of a host that is repeated.
 const HOST: usize = 255;
 
 /// How many bytes of its answer a request takes; it lies in the extensions of the request.
@@ -288,7 +287,7 @@ impl Refused {
 
     /// What an error of the client comes from, where that is an answer which was not taken.
     pub(super) fn behind(error: &object_store::Error) -> Option<&Self> {
-        Told::causes(error).find_map(|cause| cause.downcast_ref())
+        causes(error).find_map(|cause| cause.downcast_ref())
     }
 }
 
@@ -325,19 +324,6 @@ async fn read_code(body: HttpResponseBody) -> String {
         }
     }
     code_in(&String::from_utf8_lossy(&text))
-}
-
-/// The code of an error that a server writes in XML; empty where there is none.
-pub(super) fn code_in(text: &str) -> String {
-    let code = text.split_once("<Code>").map_or("", |(_, rest)| rest);
-    code.split_once("</Code>")
-        .map_or_else(String::new, |(code, _)| plain(code))
-}
-
-/// The beginning of a word, without what belongs in no word.
-fn plain(word: &str) -> String {
-    let fits = |letter: &char| letter.is_ascii_alphanumeric() || "._-".contains(*letter);
-    word.chars().filter(fits).take(CODE).collect()
 }
 
 #[cfg(test)]

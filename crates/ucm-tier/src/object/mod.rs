@@ -12,56 +12,50 @@
 //! A segment is put once, under a name that no one else uses, and never changed; it goes whole.
 //! What a writer that dies had not put yet was never published.
 
+mod blobs;
 mod bucket;
 mod collector;
-mod conditions;
 mod credentials;
 mod discovery;
+mod errors;
 #[cfg(test)]
 mod hostile;
 mod http;
 mod names;
 mod place;
-mod reader;
+mod remote;
 mod space;
 mod upkeep;
 mod uses;
 mod writer;
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
+use ucm_core::{BlockId, ErrorKind, Result};
 use ucm_device::Slot;
 use ucm_infra::{Clock, MonotonicTime};
 use ucm_io::{IoJob, IoPool};
-use ucm_quota::layout::{FORMAT, Manifest, Marker};
 
 use crate::backend::{
     Backend, BlockRead, Done, Features, Flush, Indexed, Listed, Local, LocallyVisible, MediumStats,
     Outcome, Presence, WriteOptions, Written,
 };
-use crate::lengths::Lengths;
 use crate::scope::Scope;
-use crate::segment::index::{Hit, Index};
-use crate::segment::locally_visible::LocalChanges;
-use crate::segment::runs::runs;
+use crate::segment::cache::SegmentCache;
 use crate::writing::Write;
-pub use bucket::Place;
-use bucket::{Bucket, Url};
-use discovery::Discovery;
-use names::Names;
+use blobs::BucketBlobs;
+pub use bucket::BucketConfig;
+use discovery::{Discovery, TURN};
 pub(crate) use place::ObjectPlace;
+use remote::{DEFAULT_CAPACITY, Remote};
 use space::Space;
-use upkeep::Upkeep;
+use upkeep::{LANE_DISCOVERY, LANE_SPACE, LANE_TIMER, Next, Upkeep};
+use uses::SegmentUses;
 use writer::Writer;
 
 /// Segments that are put at once, while others take records.
 const UPLOADS: usize = 2;
-/// Bytes of one range that is read for several records.
-const LEAST: usize = 1 << 20;
-const MOST: usize = 8 << 20;
 /// Objects that are read, or removed, at once.
 const AT_ONCE: usize = 16;
 /// Longest document.
@@ -73,7 +67,7 @@ const MOST_BLOCKS: usize = 1 << 24;
 #[derive(Debug, Clone)]
 pub struct ObjectConfig {
     /// Where the bucket is.
-    pub place: Place,
+    pub place: BucketConfig,
     /// Whose records it keeps.
     pub scope: Scope,
     /// The limit on bytes below the prefix; none: that of the marker, or the default.
@@ -96,40 +90,39 @@ pub struct ObjectBackend {
     io: Arc<IoPool>,
 }
 
-/// Shared by the handle and the background threads.
+/// The parts, shared by the handle and the background threads.
 struct Objects {
-    config: ObjectConfig,
-    clock: Arc<dyn Clock>,
-    bucket: Bucket,
-    names: Names,
-    index: Index,
-    lengths: Lengths,
-    locally_visible: LocalChanges,
-    writer: Writer,
+    remote: Arc<Remote>,
+    cache: Arc<SegmentCache<BucketBlobs>>,
+    writer: Arc<Writer>,
     discovery: Discovery,
     space: Space,
     upkeep: Upkeep,
 }
 
 impl ObjectBackend {
-    /// A backend over these threads; nothing is touched before [`Backend::open`]. `Config` for a
-    /// place that is none, or too small a limit.
+    /// A backend over these threads; nothing is touched before [`Backend::open`]. `Config` for an
+    /// address that is none, or too small a limit.
     pub fn new(config: ObjectConfig, io: Arc<IoPool>, clock: Arc<dyn Clock>) -> Result<Self> {
-        let prefix = Url::parse(&config.place.url)?.prefix.to_owned();
+        let (lengths, capacity) = (Arc::new(config.scope.lengths()), config.capacity);
+        let namespace = *config.scope.identity.digest();
+        let remote = Arc::new(Remote::new(config, clock)?);
+        let (writer, upkeep) = (Arc::new(Writer::default()), Upkeep::new(&remote.clock)?);
+        let blobs = Arc::new(BucketBlobs {
+            remote: Arc::clone(&remote),
+            writer: Arc::clone(&writer),
+        });
+        let cache = Arc::new(SegmentCache::new(blobs, lengths, namespace, MOST_BLOCKS));
+        let uses = SegmentUses::new(&remote, &cache.index);
         let objects = Objects {
-            bucket: Bucket::new(&config.place)?,
-            names: Names::new(&prefix, config.scope.identity.namespace()),
-            index: Index::new(MOST_BLOCKS),
-            lengths: config.scope.lengths(),
-            locally_visible: LocalChanges::default(),
-            writer: Writer::default(),
-            discovery: Discovery::default(),
-            space: Space::default(),
-            upkeep: Upkeep::new(&clock)?,
-            config,
-            clock,
+            writer,
+            discovery: Discovery::new(&cache, upkeep.timer.clone()),
+            space: Space::new(&remote, uses),
+            cache,
+            remote,
+            upkeep,
         };
-        if let Some(capacity) = objects.config.capacity {
+        if let Some(capacity) = capacity {
             objects.check_limit(capacity)?;
         }
         Ok(Self {
@@ -140,167 +133,120 @@ impl ObjectBackend {
 }
 
 impl Objects {
-    /// Waits for something that the client does.
-    fn call<T>(&self, deadline: MonotonicTime, work: impl Future<Output = Result<T>>) -> Result<T> {
-        self.upkeep.runtime.wait(&*self.clock, deadline, work)
-    }
-
-    fn now_ns(&self) -> u64 {
-        self.clock.wall_ns()
-    }
-
     /// Makes below the prefix what a writer needs. `Unhealthy` where the keys may only read.
     fn begin_writing(&self, deadline: MonotonicTime) -> Result<()> {
-        self.look_for_conditions(deadline)?;
-        let marker = self.marker(deadline)?;
-        let limit = self
-            .config
-            .capacity
-            .or(marker.map(|marker| marker.storage_capacity));
-        self.open_space(limit.unwrap_or(space::DEFAULT_CAPACITY), deadline)?;
-        self.describe(deadline)?;
-        self.space.may_write.store(true, Ordering::Release);
+        self.remote.probe(deadline)?;
+        let marker = self.remote.marker(deadline)?;
+        let marked = marker.map(|marker| marker.storage_capacity);
+        let limit = self.remote.config.capacity.or(marked);
+        let limit = limit.unwrap_or(DEFAULT_CAPACITY);
+        self.check_limit(limit)?;
+        self.space.open(limit, deadline)?;
+        self.remote.describe(&self.cache.lengths, deadline)?;
+        self.space.set_may_write();
         Ok(())
     }
 
-    /// The marker that is there.
-    fn stored_marker(&self, deadline: MonotonicTime) -> Result<Option<Marker>> {
-        let found = self.call(deadline, self.bucket.get(&self.names.marker(), DOCUMENT))?;
-        found.map(|(bytes, _)| Marker::parse(&bytes)).transpose()
-    }
-
-    /// The marker that is there, or a new one where something is to be stored.
-    fn marker(&self, deadline: MonotonicTime) -> Result<Option<Marker>> {
-        let (bucket, path) = (&self.bucket, self.names.marker());
-        let fresh = Marker {
-            format: FORMAT,
-            uuid: crate::random_hex(),
-            created: self.now_ns() / 1_000_000_000,
-            storage_capacity: self.config.capacity.unwrap_or(space::DEFAULT_CAPACITY),
-            layout: None,
+    /// The bucket and its use, for the log.
+    fn describe(&self) -> String {
+        let config = &self.remote.config;
+        let index = &self.cache.index;
+        let (blocks, segments) = (index.blocks(), index.segments());
+        let how = if config.scope.lookup_only || self.space.may_write() {
+            let (size, age) = (self.room(), config.age.as_secs_f64());
+            let bound = self.space.bound();
+            format!("segments of {size} bytes put after {age} s, {bound}")
+        } else {
+            "only read, since the keys may not write".to_owned()
         };
-        let (writes, conditional) = (!self.config.scope.lookup_only, self.has_conditions());
-        let found = self.call(deadline, async {
-            if let Some((bytes, _)) = bucket.get(&path, DOCUMENT).await? {
-                return Ok(Some(bytes));
-            }
-            if !writes {
-                return Ok(None);
-            }
-            match conditional {
-                true => _ = bucket.put_new(&path, fresh.to_bytes().into()).await?,
-                false => bucket.put(&path, fresh.to_bytes().into()).await?,
-            }
-            // Of several that are put at the same time one stays.
-            Ok(bucket.get(&path, DOCUMENT).await?.map(|(bytes, _)| bytes))
-        })?;
-        found.map(|bytes| Marker::parse(&bytes)).transpose()
+        let url = &config.place.url;
+        format!("{url}, {how}; {blocks} blocks in {segments} segments found")
     }
 
-    /// Adds what this writer has to its part's manifest.
-    fn describe(&self, deadline: MonotonicTime) -> Result<()> {
-        let (config, bucket) = (&self.config, &self.bucket);
-        let path = self.names.manifest(config.scope.part);
-        let mut is_new = true;
-        // Of several that begin at once each adds to what the others wrote.
-        while is_new {
-            let stored = self.call(deadline, bucket.get(&path, DOCUMENT))?;
-            let known = stored
-                .as_ref()
-                .and_then(|(bytes, _)| serde_json::from_slice::<Manifest>(bytes).ok());
-            let mut manifest = known.unwrap_or_else(|| {
-                Manifest::new(&config.scope.identity, config.scope.labels.clone())
-            });
-            is_new = manifest.add(
-                config.scope.part,
-                &config.scope.record,
-                &config.scope.geometry,
-            );
-            self.lengths.learn_from(&manifest);
-            if !is_new {
-                break;
-            }
-            let bytes = manifest.to_bytes().into();
-            let done = match (self.has_conditions(), stored) {
-                (true, Some((_, version))) => {
-                    self.call(deadline, bucket.replace(&path, bytes, version))?
-                }
-                (true, None) => self.call(deadline, bucket.put_new(&path, bytes))?,
-                (false, _) => self
-                    .call(deadline, bucket.put(&path, bytes))
-                    .map(|()| true)?,
-            };
-            is_new = !done;
-        }
-        Ok(())
-    }
-
-    /// Reads which lengths records may have, where one was met whose length is not known and it is
-    /// time for that: those of writers that keep other side shards. Where it fails, those that are
-    /// not known stay misses for now.
-    fn learn_lengths(&self, deadline: MonotonicTime) {
-        if !self.lengths.is_look_due(self.clock.now()) {
+    /// Starts the threads, once.
+    pub(super) fn start(self: &Arc<Self>) {
+        if !self.upkeep.begins() {
             return;
         }
-        for part in self.lengths.parts() {
-            let stored = self.call(
-                deadline,
-                self.bucket.get(&self.names.manifest(part), DOCUMENT),
-            );
-            if let Ok(Some((bytes, _))) = stored
-                && let Ok(manifest) = serde_json::from_slice::<Manifest>(&bytes)
-            {
-                self.lengths.learn_from(&manifest);
-            }
+        self.run(LANE_DISCOVERY, Self::tend_finding);
+        self.run(LANE_TIMER, Self::tend_time);
+        if !self.remote.config.scope.lookup_only {
+            self.run(LANE_SPACE, Self::keep_space);
         }
     }
 
-    /// Whether a record of this place is one of ours whole and with KV, by its length.
-    fn presence(&self, hit: Option<Hit>) -> Presence {
-        hit.map_or(Err(MissReason::Absent), |hit| {
-            self.lengths.presence(hit.len)
-        })
-    }
-
-    /// Whether a record of so many bytes can be one of ours whole, with KV or without.
-    fn is_ours(&self, len: u64) -> bool {
-        self.lengths.is_ours(len)
-    }
-
-    fn words(&self) -> String {
-        let url = &self.config.place.url;
-        let (blocks, segments) = (self.index.blocks(), self.index.segments());
-        let how = match self.config.scope.lookup_only || self.may_write() {
-            true => {
-                let (size, age) = (self.room(), self.config.age.as_secs_f64());
-                format!(
-                    "segments of {size} bytes put after {age} s, {}",
-                    self.bound()
-                )
+    /// Makes one turn after the other on a thread of its own, as long as the store is open and in
+    /// use.
+    fn run(self: &Arc<Self>, lane: usize, turn: fn(&Arc<Self>) -> Next) {
+        let (weak, clock) = (Arc::downgrade(self), Arc::clone(&self.remote.clock));
+        let work = move || {
+            while let Some(objects) = weak
+                .upgrade()
+                .filter(|objects| !objects.remote.is_closing())
+            {
+                let (notify, seen, until) = turn(&objects);
+                drop(objects); // a thread that sleeps keeps nothing alive
+                clock.sleep(&notify, seen, until);
             }
-            false => "only read, since the keys may not write".to_owned(),
         };
-        format!("{url}, {how}; {blocks} blocks in {segments} segments found")
+        let _ = self
+            .upkeep
+            .pool
+            .submit(lane, MonotonicTime::NEVER, work, |_| {}); // a pool that ends wants no more
+    }
+
+    /// Has every thread check whether it is to end.
+    pub(super) fn wake(&self) {
+        self.upkeep.timer.notify();
+        self.discovery.notify.notify();
+        self.space.wanted.notify();
+    }
+
+    fn tend_time(self: &Arc<Self>) -> Next {
+        let (seen, now) = (self.upkeep.timer.seen(), self.remote.clock.now());
+        let writes = self.tend_writes(now);
+        let looks = self.discovery.looks.end_late(now);
+        let next = writes.into_iter().chain(looks).min();
+        (self.upkeep.timer.clone(), seen, next)
+    }
+
+    fn tend_finding(self: &Arc<Self>) -> Next {
+        let (notify, now) = (self.discovery.notify.clone(), self.remote.clock.now());
+        let seen = notify.seen();
+        let due = self.discovery.next_turn(now);
+        if due.is_some_and(|due| due <= now) {
+            self.discovery.find(now.after(TURN));
+            let next = self.discovery.next_turn(self.remote.clock.now());
+            return (notify, seen, next);
+        }
+        (notify, seen, due)
+    }
+
+    fn keep_space(self: &Arc<Self>) -> Next {
+        let notify = self.space.wanted.clone();
+        let seen = notify.seen();
+        let next = self.space.turn();
+        (notify, seen, Some(next))
     }
 }
 
 impl Backend for ObjectBackend {
     fn open(&self, deadline: MonotonicTime) -> Result<String> {
         let objects = &self.objects;
-        if objects.config.scope.lookup_only {
-            objects.marker(deadline)?;
+        if objects.remote.config.scope.lookup_only {
+            objects.remote.stored_marker(deadline)?;
         } else {
             match objects.begin_writing(deadline) {
                 // A store whose keys may only read serves what others have stored.
                 Err(refused) if refused.kind() == ErrorKind::Unhealthy => {
-                    objects.stored_marker(deadline)?.ok_or(refused)?;
+                    objects.remote.stored_marker(deadline)?.ok_or(refused)?;
                 }
                 begun => begun?,
             }
         }
-        objects.find_all(deadline);
+        objects.discovery.find_all(deadline);
         objects.start();
-        Ok(objects.words())
+        Ok(objects.describe())
     }
 
     fn features(&self) -> Features<'_> {
@@ -315,20 +261,12 @@ impl Backend for ObjectBackend {
     }
 
     fn lookup(&self, _io: &IoJob, ids: &[BlockId], stop_at_missing: bool) -> Result<Vec<Presence>> {
-        self.objects.discovery.wanted(self.objects.clock.now());
-        let mut found = Vec::with_capacity(ids.len());
-        for &id in ids {
-            let there = self.objects.presence(self.objects.index.find(id));
-            found.push(there);
-            if stop_at_missing && there == Err(MissReason::Absent) {
-                break;
-            }
-        }
-        Ok(found)
+        self.objects.discovery.wanted();
+        Ok(self.objects.cache.lookup(ids, stop_at_missing))
     }
 
     fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
-        self.objects.read(io, run)
+        self.objects.cache.read(io, run)
     }
 
     fn write(
@@ -346,38 +284,25 @@ impl Backend for ObjectBackend {
             deadline: io.deadline(),
             done,
         };
-        if !options.replace && self.is_published(id) {
-            return write.end(Ok(Written::Present));
-        }
-        if !self.objects.index.has_room(id) {
-            let full =
-                "the index of segments is full: this block could be written and never be found";
-            return write.end(Err(Error::new(ErrorKind::NoSpace, full)));
+        if let Some(outcome) = self.objects.cache.needs_no_write(id, &options) {
+            return write.end(outcome);
         }
         self.objects.append(io, write);
     }
 
     fn touch(&self, ids: &[(BlockId, u32)], _deadline: MonotonicTime) {
-        if !self.objects.config.scope.lookup_only {
-            self.objects.touch(ids);
+        if !self.objects.remote.config.scope.lookup_only {
+            self.objects.space.uses.touch(ids);
         }
     }
 
     /// Forgets records in this process. Their bytes stay until their segment goes.
     fn delete(&self, _io: &IoJob, ids: &[BlockId]) -> Result<usize> {
-        let mut removed = 0;
-        for &id in ids {
-            removed += usize::from(self.objects.index.remove(id));
-            self.objects.locally_visible.lost(id);
-        }
-        Ok(removed)
+        Ok(self.objects.cache.delete(ids))
     }
 
     fn list(&self, _io: &IoJob) -> Result<Vec<Listed>> {
-        let all = self.objects.index.list().into_iter();
-        Ok(all
-            .map(|(id, len, used_ns)| Listed { id, len, used_ns })
-            .collect())
+        Ok(self.objects.cache.list())
     }
 
     fn flush(&self, how: Flush) {
@@ -389,18 +314,27 @@ impl Backend for ObjectBackend {
     }
 
     fn stats(&self) -> MediumStats {
-        self.objects.stats()
+        let objects = &self.objects;
+        let ((open, putting), removed) = (objects.writing(), objects.space.removed());
+        MediumStats {
+            usage: objects.space.usage(objects.cache.index.blocks() as u64),
+            records_removed: removed.0,
+            bytes_removed: removed.1,
+            blocks_touched: objects.space.uses.count(),
+            more: vec![("segments_open", open), ("segments_uploading", putting)],
+        }
     }
 
     fn close(&self, drain: Duration) {
         let objects = &self.objects;
-        let until = objects.clock.now().after(drain);
-        let left = || until.since(objects.clock.now());
-        objects.upkeep.close();
+        let clock = &objects.remote.clock;
+        let until = clock.now().after(drain);
+        let left = || until.since(clock.now());
+        objects.remote.close();
         objects.discovery.looks.end();
         objects.flush(true);
-        objects.await_uploads(objects.clock.now().after(left() / 2));
-        objects.leave_space(objects.clock.now().after(left() / 2));
+        objects.await_uploads(clock.now().after(left() / 2));
+        objects.space.leave(clock.now().after(left() / 2));
         objects.wake();
         objects.upkeep.pool.shutdown(left() / 2);
         self.io.shutdown(left());
@@ -409,32 +343,32 @@ impl Backend for ObjectBackend {
 
 impl Indexed for ObjectBackend {
     fn runs(&self, reads: &[&BlockRead], threads: usize) -> Vec<Vec<usize>> {
-        runs(&self.objects.index, reads, threads, (LEAST, MOST))
+        self.objects.cache.runs(reads, threads)
     }
 
     fn look(&self, deadline: MonotonicTime, done: Done<()>) {
-        self.objects.after_look(deadline, done);
+        self.objects.discovery.after_look(deadline, done);
     }
 
     fn is_published(&self, id: BlockId) -> bool {
-        let there = self.objects.index.find(id);
-        there.is_some_and(|hit| !hit.private && self.objects.is_ours(hit.len))
+        self.objects.cache.is_published(id)
     }
 
     fn knows(&self, id: BlockId) -> bool {
-        self.objects.index.find(id).is_some()
+        self.objects.cache.knows(id)
     }
 }
 
 impl Local for ObjectBackend {
     fn locally_visible(&self) -> LocallyVisible {
-        self.objects.locally_visible.take(self.objects.clock.now())
+        let now = self.objects.remote.clock.now();
+        self.objects.cache.locally_visible(now)
     }
 }
 
 impl Drop for ObjectBackend {
     fn drop(&mut self) {
-        self.objects.upkeep.close();
+        self.objects.remote.close();
         self.objects.discovery.looks.end();
         self.objects.wake();
     }

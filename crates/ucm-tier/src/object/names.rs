@@ -15,6 +15,8 @@ use object_store::path::Path;
 use ucm_core::Part;
 use ucm_quota::layout::{MARKER, SegmentName, is_namespace};
 
+use crate::blobs::BlobName;
+
 /// The document of the space.
 const SPACE: &str = "ucm-space.json";
 
@@ -23,14 +25,6 @@ const SPACE: &str = "ucm-space.json";
 pub(super) struct Names {
     prefix: Path,
     namespace: String,
-}
-
-/// What the name of a segment says.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(super) struct SegmentObject {
-    /// When it was sealed, ns of Unix time.
-    pub(super) sealed_ns: u64,
-    pub(super) name: SegmentName,
 }
 
 impl Names {
@@ -57,7 +51,12 @@ impl Names {
         self.below(&[SPACE])
     }
 
-    /// A name that no one else uses, for a look at what a server does.
+    /// A name by which this writer reads the server's clock.
+    pub(super) fn clock(&self, writer: u64) -> Path {
+        self.below(&["uses", &format!("{writer:016x}.probe")])
+    }
+
+    /// A name that was never used, to try what a server does.
     pub(super) fn probe(&self) -> Path {
         self.below(&["uses", &format!("{}.probe", crate::random_hex())])
     }
@@ -79,7 +78,7 @@ impl Names {
         self.below(&[&self.namespace, "segments"])
     }
 
-    pub(super) fn segment(&self, segment: SegmentObject) -> Path {
+    pub(super) fn segment(&self, segment: BlobName) -> Path {
         self.segments().join(segment.file_name())
     }
 
@@ -113,17 +112,17 @@ impl Names {
     }
 
     /// The segment that has this path, of whatever namespace.
-    pub(super) fn parse_segment(&self, path: &Path) -> Option<SegmentObject> {
+    pub(super) fn parse_segment(&self, path: &Path) -> Option<BlobName> {
         let mut below = path.prefix_match(&self.prefix)?;
         let (namespace, segments, name) = (below.next()?, below.next()?, below.next()?);
         let ours = is_namespace(namespace.as_ref().as_ref())
             && segments.as_ref() == "segments"
             && below.next().is_none();
-        ours.then(|| SegmentObject::parse(name.as_ref())).flatten()
+        ours.then(|| BlobName::parse(name.as_ref())).flatten()
     }
 }
 
-impl SegmentObject {
+impl BlobName {
     pub(super) fn parse(name: &str) -> Option<Self> {
         let (time, rest) = name.split_once('-')?;
         let plain = time.len() == 16 && !time.bytes().any(|c| c.is_ascii_uppercase() || c == b'+');
@@ -152,7 +151,7 @@ mod tests {
     #[test]
     fn names_are_exact_and_in_order_of_time() {
         let names = Names::new("/a/b/", "c".repeat(32));
-        let segment = |sealed_ns| SegmentObject {
+        let segment = |sealed_ns| BlobName {
             sealed_ns,
             name: SegmentName {
                 writer: 7,

@@ -10,9 +10,10 @@ use ucm_infra::{Clock, MonotonicTime, Runtime, SystemClock};
 use ucm_quota::layout::{MARKER, Marker};
 
 use super::DOCUMENT;
-use super::bucket::{Bucket, Place as At, Url, time_of};
-use super::names::{Names, SegmentObject};
-use super::uses::uses_told;
+use super::bucket::{Bucket, BucketConfig, Url, time_of};
+use super::names::Names;
+use super::uses::read_uses;
+use crate::blobs::BlobName;
 use crate::lengths::LONGEST_RECORD;
 use crate::place::{Item, Place, Room};
 
@@ -29,12 +30,12 @@ pub(crate) struct ObjectPlace {
     runtime: Arc<Runtime>,
     clock: Arc<dyn Clock>,
     /// When segments were last used, and when that was looked up.
-    uses: Mutex<Option<(MonotonicTime, HashMap<SegmentObject, u64>)>>,
+    uses: Mutex<Option<(MonotonicTime, HashMap<BlobName, u64>)>>,
 }
 
 impl ObjectPlace {
     /// A place in this bucket.
-    pub(crate) fn open(at: &At) -> Result<Self> {
+    pub(crate) fn open(at: &BucketConfig) -> Result<Self> {
         let url = Url::parse(&at.url)?;
         Ok(Self {
             bucket: Bucket::new(at)?,
@@ -47,7 +48,7 @@ impl ObjectPlace {
 
     /// When a segment was last used, as its writers tell, and as was looked up a moment ago at
     /// most.
-    async fn used(&self, segment: SegmentObject) -> Result<Option<u64>> {
+    async fn used(&self, segment: BlobName) -> Result<Option<u64>> {
         let now = self.clock.now();
         if let Some((at, used)) = &*self.uses.lock()
             && now.since(*at) < LOOK_AGAIN
@@ -55,7 +56,7 @@ impl ObjectPlace {
             return Ok(used.get(&segment).copied());
         }
         let told = self.bucket.list(&self.names.all_uses()).await?;
-        let used = uses_told(&self.bucket, &self.names, &told).await;
+        let used = read_uses(&told, &self.bucket, &self.names).await;
         let found = used.get(&segment).copied();
         *self.uses.lock() = Some((now, used));
         Ok(found)
@@ -81,7 +82,7 @@ impl Place for ObjectPlace {
     fn list(&self) -> Result<Vec<Item>> {
         let (listed, used) = self.call(async {
             let listed = self.bucket.list(self.names.prefix()).await?;
-            let used = uses_told(&self.bucket, &self.names, &listed).await;
+            let used = read_uses(&listed, &self.bucket, &self.names).await;
             Ok((listed, used))
         })?;
         let item = |meta: object_store::ObjectMeta| {

@@ -5,6 +5,7 @@
 //! ([`super::collector`]). A server without conditional writes ([`super::conditions`]) cannot keep
 //! a limit that several share: there segments go by their age alone, and the log says so.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -16,12 +17,10 @@ use ucm_io::IoJob;
 use ucm_quota::space_document::{HOLDS, Silence, SpaceDocument, Use};
 use ucm_quota::{Pause, Usage, patience};
 
-use super::uses::Told;
-use super::{DOCUMENT, Objects};
-use crate::backend::MediumStats;
+use super::DOCUMENT;
+use super::remote::Remote;
+use super::uses::SegmentUses;
 
-/// The limit where no one names one.
-pub(super) const DEFAULT_CAPACITY: u64 = 100 << 30;
 /// Age at which segments go where nothing else bounds what lies there.
 const DEFAULT_EXPIRY: Duration = Duration::from_secs(7 * 24 * 3600);
 /// How often a change of the document that others overtook is tried again, and the longest pause
@@ -30,16 +29,15 @@ const RACES: u32 = 8;
 const PAUSE: Duration = Duration::from_millis(40);
 
 /// See the module.
-#[derive(Default)]
 pub(super) struct Space {
+    pub(super) remote: Arc<Remote>,
+    pub(super) uses: SegmentUses,
     pub(super) state: Mutex<State>,
-    /// Whether the server has conditional writes.
-    pub(super) conditions: AtomicBool,
-    /// What a writer needs is there. False as well where the keys may only read.
-    pub(super) may_write: AtomicBool,
-    /// Rung when something was granted, or room was made.
+    /// The documents that a writer needs are there. False where the keys may only read.
+    may_write: AtomicBool,
+    /// Notified when something was granted, or room was made.
     pub(super) changed: Notify,
-    /// Rung when somebody is to count, and make room.
+    /// Notified when the thread that counts is to do so, and make room.
     pub(super) wanted: Notify,
 }
 
@@ -47,21 +45,21 @@ pub(super) struct Space {
 pub(super) struct State {
     pub(super) grant: Grant,
     pub(super) limit: u64,
-    /// Nothing could be granted, and no one has counted since.
+    /// Nothing could be granted, and nothing was counted since.
     pub(super) short: bool,
     pub(super) silence: Silence,
     pub(super) pause: Pause,
-    /// When it was last counted here, and last told what is used.
+    /// When a count last began here, when one last ended well, and when the use was last written.
+    pub(super) began: Option<MonotonicTime>,
     pub(super) counted: Option<MonotonicTime>,
     pub(super) spoke: Option<MonotonicTime>,
-    pub(super) uses: Told,
     /// Segments that were removed here, and their bytes.
     pub(super) removed: (u64, u64),
     /// Why nothing can be granted: the document is damaged, or one of a newer version.
     pub(super) unusable: Option<Error>,
-    /// It was said that there is too much to count, and that something cannot be removed.
-    pub(super) said_too_much: bool,
-    pub(super) said_stuck: bool,
+    /// It was logged that there is too much to count, and that something cannot be removed.
+    pub(super) logged_too_much: bool,
+    pub(super) logged_stuck: bool,
 }
 
 /// What this writer may write.
@@ -75,51 +73,51 @@ pub(super) struct Grant {
     /// What was last seen of the document, and what this writer had begun to write when it was.
     pub(super) seen: SpaceDocument,
     pub(super) seen_at: u64,
-    /// Somebody asks for more.
+    /// A thread asks for more.
     pub(super) asking: bool,
 }
 
-impl Objects {
-    /// Asks what is used of this limit.
-    pub(super) fn open_space(&self, limit: u64, deadline: MonotonicTime) -> Result<()> {
-        self.check_limit(limit)?;
+impl Space {
+    pub(super) fn new(remote: &Arc<Remote>, uses: SegmentUses) -> Self {
+        Self {
+            remote: Arc::clone(remote),
+            uses,
+            state: Mutex::default(),
+            may_write: AtomicBool::new(false),
+            changed: Notify::new(),
+            wanted: Notify::new(),
+        }
+    }
+
+    /// Asks for the use of this limit.
+    pub(super) fn open(&self, limit: u64, deadline: MonotonicTime) -> Result<()> {
         {
-            let mut state = self.space.state.lock();
+            let mut state = self.state.lock();
             state.limit = limit;
             if state.grant.writer == 0 {
                 state.grant.writer = ucm_infra::random_u64();
             }
         }
-        if !self.has_conditions() {
+        if !self.remote.has_conditions() {
             return Ok(());
         }
         match self.ask(0, deadline) {
             // Nothing is written then, and what is stored is read.
-            Err(_) if self.space.state.lock().unusable.is_some() => Ok(()),
+            Err(_) if self.state.lock().unusable.is_some() => Ok(()),
             asked => asked.map(|_| ()),
         }
     }
 
-    /// Has somebody count now.
-    pub(super) fn wake_space(&self) {
-        self.space.wanted.notify();
-    }
-
-    /// What the one who counts sleeps on.
-    pub(super) fn space_notify(&self) -> Notify {
-        self.space.wanted.clone()
-    }
-
     /// The limit, where it is kept to.
     pub(super) fn limit(&self) -> Option<u64> {
-        let limit = self.space.state.lock().limit;
-        (self.has_conditions() && limit > 0).then_some(limit)
+        let limit = self.state.lock().limit;
+        (self.remote.has_conditions() && limit > 0).then_some(limit)
     }
 
     /// The age at which segments go.
     pub(super) fn expiry(&self) -> Option<Duration> {
-        let needed = (!self.has_conditions()).then_some(DEFAULT_EXPIRY);
-        self.config.expire_after.or(needed)
+        let needed = (!self.remote.has_conditions()).then_some(DEFAULT_EXPIRY);
+        self.remote.config.expire_after.or(needed)
     }
 
     /// How much is kept, in words.
@@ -136,31 +134,41 @@ impl Objects {
 
     /// False where the store was opened by keys that may only read.
     pub(super) fn may_write(&self) -> bool {
-        self.space.may_write.load(Ordering::Acquire)
+        self.may_write.load(Ordering::Acquire)
+    }
+
+    /// Everything that a writer needs is there.
+    pub(super) fn set_may_write(&self) {
+        self.may_write.store(true, Ordering::Release);
     }
 
     /// Room for `bytes`; `NoSpace` where there is none in time, `Config` or `Foreign` where the
     /// document that grants it cannot be used, `Unhealthy` where the keys may not write.
     pub(super) fn take_room(&self, io: &IoJob, bytes: u64) -> Result<()> {
-        let granted = self.space.state.lock().grant.used.granted;
-        let until = self.clock.now().after(patience(granted)).min(io.deadline());
+        let granted = self.state.lock().grant.used.granted;
+        let until = self
+            .remote
+            .clock
+            .now()
+            .after(patience(granted))
+            .min(io.deadline());
         loop {
             io.still_wanted()?;
-            let seen = self.space.changed.seen();
-            let now = self.clock.now();
+            let seen = self.changed.seen();
+            let now = self.remote.clock.now();
             let ask = {
-                let mut state = self.space.state.lock();
+                let mut state = self.state.lock();
                 if let Some(error) = &state.unusable {
-                    return Err(error.clone()); // the thread that looks after the space tries again
+                    return Err(error.clone()); // the thread that counts tries again
                 }
                 state.pause.check(now)?;
-                let holds = !self.has_conditions() || now < state.grant.holds_until;
+                let holds = !self.remote.has_conditions() || now < state.grant.holds_until;
                 let left = state
                     .grant
                     .used
                     .granted
                     .saturating_sub(state.grant.used.reserved);
-                if holds && (!self.has_conditions() || left >= bytes) {
+                if holds && (!self.remote.has_conditions() || left >= bytes) {
                     state.grant.used.reserved += bytes;
                     return Ok(());
                 }
@@ -168,29 +176,29 @@ impl Objects {
             };
             if ask {
                 let asked = self.ask(bytes, io.deadline());
-                self.space.state.lock().grant.asking = false;
-                self.space.changed.notify();
+                self.state.lock().grant.asking = false;
+                self.changed.notify();
                 if asked? {
                     continue;
                 }
-                self.space.state.lock().short = true;
-                self.wake_space();
+                self.state.lock().short = true;
+                self.wanted.notify();
             }
-            if self.clock.now() >= until {
-                let state = self.space.state.lock();
-                let text = "the configured storage_capacity is used up, or nobody grants more of \
-                            it; making room";
+            if self.remote.clock.now() >= until {
+                let state = self.state.lock();
+                let text = "the configured storage_capacity is used up, or no writer grants more; \
+                            making room";
                 let error = Error::new(ErrorKind::NoSpace, text).with("limit", state.limit);
                 return Err(error.with("used", self.used(&state)));
             }
-            self.clock.sleep(&self.space.changed, seen, Some(until));
+            self.remote.clock.sleep(&self.changed, seen, Some(until));
         }
     }
 
     /// A segment for which there was room ended: `kept` bytes of it are there, or may be.
     pub(super) fn commit_room(&self, room: u64, kept: u64, error: Option<&Error>) {
-        let now = self.clock.now();
-        let mut state = self.space.state.lock();
+        let now = self.remote.clock.now();
+        let mut state = self.state.lock();
         state.grant.used.reserved = state
             .grant
             .used
@@ -207,12 +215,12 @@ impl Objects {
         }
     }
 
-    /// Asks for `bytes`, and says what was used; whether there is so much now.
+    /// Asks for `bytes`, and writes down what was used; whether there is as much now.
     pub(super) fn ask(&self, bytes: u64, deadline: MonotonicTime) -> Result<bool> {
         let (writer, used, limit, lapsed) = {
-            let state = self.space.state.lock();
+            let state = self.state.lock();
             let lapsed = state.grant.holds_until != MonotonicTime::default()
-                && self.clock.now() >= state.grant.holds_until;
+                && self.remote.clock.now() >= state.grant.holds_until;
             (
                 state.grant.writer,
                 Use {
@@ -225,7 +233,7 @@ impl Objects {
         };
         let fresh = ucm_infra::random_u64();
         let ask = move |document: &mut SpaceDocument| {
-            // Who was dropped meanwhile has nothing any more, and comes back as another one.
+            // A writer that was dropped since has nothing any more, and asks as another one.
             let dropped = lapsed && !document.knows(writer);
             let (writer, used) = match dropped {
                 true => (
@@ -243,8 +251,8 @@ impl Objects {
         let Some(((writer, used, granted), document)) = self.change(deadline, ask)? else {
             return Ok(false);
         };
-        let now = self.clock.now();
-        let mut state = self.space.state.lock();
+        let now = self.remote.clock.now();
+        let mut state = self.state.lock();
         if state.grant.writer != writer {
             (state.grant.writer, state.grant.used) = (writer, Use::default());
         }
@@ -266,8 +274,8 @@ impl Objects {
         deadline: MonotonicTime,
         mut change: impl FnMut(&mut SpaceDocument) -> Option<T>,
     ) -> Result<Option<(T, SpaceDocument)>> {
-        let (bucket, path) = (&self.bucket, self.names.space());
-        let changed = self.call(deadline, async {
+        let (bucket, path) = (&self.remote.bucket, self.remote.names.space());
+        let changed = self.remote.call(deadline, async {
             for race in 0..RACES {
                 let found = bucket.get(&path, DOCUMENT).await?;
                 let mut document = match &found {
@@ -297,7 +305,7 @@ impl Objects {
     }
 
     /// The document of the space could be read, or not for this reason. Where it cannot be used
-    /// nothing is written, which is said once; reading goes on.
+    /// nothing is written, which is logged once; reading goes on.
     fn note_document(&self, error: Option<&Error>) {
         let unusable = match error {
             Some(error) if !matches!(error.kind(), ErrorKind::Config | ErrorKind::Foreign) => {
@@ -305,11 +313,12 @@ impl Objects {
             }
             error => error.cloned(),
         };
-        let (store, at) = (self.config.scope.writer, self.names.space());
-        let before = std::mem::replace(&mut self.space.state.lock().unusable, unusable.clone());
+        let (config, at) = (&self.remote.config, self.remote.names.space());
+        let store = config.scope.writer;
+        let before = std::mem::replace(&mut self.state.lock().unusable, unusable.clone());
         match (before, unusable) {
             (None, Some(error)) => {
-                let url = &self.config.place.url;
+                let url = &config.place.url;
                 warn!(
                     store,
                     "nothing is written to {url} until {at} can be used again; blocks are read: \
@@ -322,16 +331,16 @@ impl Objects {
     }
 
     /// This writer writes no more.
-    pub(super) fn leave_space(&self, deadline: MonotonicTime) {
+    pub(super) fn leave(&self, deadline: MonotonicTime) {
         let (writer, used) = {
-            let state = self.space.state.lock();
+            let state = self.state.lock();
             (state.grant.writer, state.grant.used)
         };
         if !self.may_write() || writer == 0 {
             return;
         }
-        let _ = self.tell_uses(deadline); // best effort, both: others find out by themselves
-        if self.has_conditions() {
+        let _ = self.uses.write(deadline); // best effort, both: others notice the silence
+        if self.remote.has_conditions() {
             let leave = move |document: &mut SpaceDocument| {
                 document.leave(writer, used);
                 Some(())
@@ -350,23 +359,22 @@ impl Objects {
         state.grant.seen.usage().0.saturating_add(since)
     }
 
-    pub(super) fn stats(&self) -> MediumStats {
-        let (open, putting) = self.writing();
-        let state = self.space.state.lock();
-        let conditional = self.has_conditions();
-        MediumStats {
-            usage: Usage {
-                used: self.used(&state),
-                capacity: if conditional { state.limit } else { 0 },
-                records: self.index.blocks() as u64,
-                counted: !conditional || state.grant.seen.usage().2,
-                paused: state.pause.check(self.clock.now()).is_err(),
-                ..Usage::default()
-            },
-            records_removed: state.removed.0,
-            bytes_removed: state.removed.1,
-            blocks_touched: state.uses.count,
-            more: vec![("segments_open", open), ("segments_uploading", putting)],
+    /// Bytes used and allowed, as far as is known here.
+    pub(super) fn usage(&self, records: u64) -> Usage {
+        let state = self.state.lock();
+        let conditional = self.remote.has_conditions();
+        Usage {
+            used: self.used(&state),
+            capacity: if conditional { state.limit } else { 0 },
+            records,
+            counted: !conditional || state.grant.seen.usage().2,
+            paused: state.pause.check(self.remote.clock.now()).is_err(),
+            ..Usage::default()
         }
+    }
+
+    /// Segments that were removed here, and their bytes.
+    pub(super) fn removed(&self) -> (u64, u64) {
+        self.state.lock().removed
     }
 }

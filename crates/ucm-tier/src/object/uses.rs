@@ -1,120 +1,136 @@
-//! When segments were last used: each writer tells it in a small object of its own, once a minute
-//! at most.
+//! When segments were last used: each writer writes that into a small object of its own, once a
+//! minute at most.
 
 use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
 
 use futures_util::stream::StreamExt;
 use object_store::ObjectMeta;
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use ucm_core::{BlockId, Result};
 use ucm_infra::MonotonicTime;
 use ucm_quota::layout::FORMAT;
 
 use super::bucket::{Bucket, MOST_LISTED};
-use super::names::{Names, SegmentObject};
-use super::{AT_ONCE, DOCUMENT, Objects};
+use super::names::Names;
+use super::remote::Remote;
+use super::{AT_ONCE, DOCUMENT};
+use crate::blobs::BlobName;
+use crate::segment::index::Index;
 
-/// Writers whose uses are read, those heard of last; and what one tells of at most.
+/// Most writers whose uses are read, those that wrote last; and most segments of one.
 const MOST_WRITERS: usize = 256;
 const MOST_USES: usize = 1 << 16;
 
-/// What was used here.
-#[derive(Default)]
-pub(super) struct Told {
-    /// Segments, and when.
-    pub(super) of: HashMap<SegmentObject, u64>,
-    /// All of that is told.
-    pub(super) all: bool,
-    /// Records.
-    pub(super) count: u64,
+/// Uses of segments by this writer.
+pub(super) struct SegmentUses {
+    remote: Arc<Remote>,
+    index: Arc<Index>,
+    state: Mutex<State>,
 }
 
-/// What one writer tells of its uses: names of segments, and when, ns of Unix time.
+#[derive(Default)]
+struct State {
+    /// Segments, and when they were used.
+    used: HashMap<BlobName, u64>,
+    /// All of that is in the bucket.
+    is_written: bool,
+    /// Records that were used.
+    count: u64,
+}
+
+/// The uses of one writer: names of segments, and when, ns of Unix time.
 #[derive(Serialize, Deserialize, Default)]
 struct Uses {
     format: u32,
     used: BTreeMap<String, u64>,
 }
 
-impl Objects {
-    /// Uses of records are uses of their segments.
-    pub(super) fn touch(&self, ids: &[(BlockId, u32)]) {
-        let now = self.now_ns();
-        let mut state = self.space.state.lock();
-        for hit in ids
-            .iter()
-            .filter_map(|(id, _)| self.index.find(*id))
-            .filter(|hit| !hit.private)
-        {
-            let segment = SegmentObject {
-                sealed_ns: hit.sealed_ns,
-                name: hit.name,
-            };
-            state.uses.of.insert(segment, now);
-            self.index
-                .used(hit.segment, i64::try_from(now).unwrap_or(i64::MAX));
-        }
-        state.uses.count += ids.len() as u64;
-        state.uses.all = false;
-        if state.uses.of.len() > MOST_USES {
-            let mut times: Vec<u64> = state.uses.of.values().copied().collect();
-            times.sort_unstable();
-            let oldest = times[times.len() / 2];
-            state.uses.of.retain(|_, used| *used > oldest);
+impl SegmentUses {
+    pub(super) fn new(remote: &Arc<Remote>, index: &Arc<Index>) -> Self {
+        Self {
+            remote: Arc::clone(remote),
+            index: Arc::clone(index),
+            state: Mutex::default(),
         }
     }
 
-    /// Tells which segments this writer has used.
-    pub(super) fn tell_uses(&self, deadline: MonotonicTime) -> Result<()> {
-        let (writer, uses) = {
-            let state = self.space.state.lock();
-            if state.uses.all || state.uses.of.is_empty() {
+    /// A use of a record is one of its segment.
+    pub(super) fn touch(&self, ids: &[(BlockId, u32)]) {
+        let now = self.remote.now_ns();
+        let mut state = self.state.lock();
+        for (id, _) in ids {
+            let Some(hit) = self.index.find(*id).filter(|hit| !hit.private) else {
+                continue;
+            };
+            state.used.insert(hit.blob(), now);
+            let used = i64::try_from(now).unwrap_or(i64::MAX);
+            self.index.used(hit.segment, used);
+        }
+        state.count += ids.len() as u64;
+        state.is_written = false;
+        if state.used.len() > MOST_USES {
+            let mut times: Vec<u64> = state.used.values().copied().collect();
+            times.sort_unstable();
+            let oldest = times[times.len() / 2];
+            state.used.retain(|_, used| *used > oldest);
+        }
+    }
+
+    /// Writes down which segments this writer has used, unless that is done.
+    pub(super) fn write(&self, deadline: MonotonicTime) -> Result<()> {
+        let used: BTreeMap<_, _> = {
+            let state = self.state.lock();
+            if state.is_written || state.used.is_empty() {
                 return Ok(());
             }
-            let used = state
-                .uses
-                .of
-                .iter()
-                .map(|(segment, at)| (segment.file_name(), *at))
-                .collect();
-            (
-                self.config.scope.writer,
-                Uses {
-                    format: FORMAT,
-                    used,
-                },
-            )
+            let used = state.used.iter();
+            used.map(|(blob, at)| (blob.file_name(), *at)).collect()
+        };
+        let uses = Uses {
+            format: FORMAT,
+            used,
         };
         let bytes = serde_json::to_vec(&uses).unwrap_or_default();
-        let path = self.names.uses(writer);
-        self.call(deadline, self.bucket.put(&path, bytes.into()))
+        let path = self.remote.names.uses(self.remote.config.scope.writer);
+        let put = self.remote.bucket.put(&path, bytes.into());
+        self.remote.call(deadline, put)?;
+        self.state.lock().is_written = true;
+        Ok(())
+    }
+
+    /// Records that were used.
+    pub(super) fn count(&self) -> u64 {
+        self.state.lock().count
     }
 }
 
-/// When segments were last used, as writers tell; one that cannot be read tells nothing.
-pub(super) async fn uses_told(
+/// When segments were last used, by the objects of all writers among those that were listed. One
+/// that cannot be read is left out.
+pub(super) async fn read_uses(
+    listed: &[ObjectMeta],
     bucket: &Bucket,
     names: &Names,
-    listed: &[ObjectMeta],
-) -> HashMap<SegmentObject, u64> {
+) -> HashMap<BlobName, u64> {
     let uses = names.all_uses();
-    let mut told: Vec<&ObjectMeta> = listed
+    let mut written: Vec<&ObjectMeta> = listed
         .iter()
         .filter(|meta| meta.location.prefix_matches(&uses))
         .collect();
-    told.sort_unstable_by_key(|meta| std::cmp::Reverse(meta.last_modified));
-    let reads = told
+    written.sort_unstable_by_key(|meta| std::cmp::Reverse(meta.last_modified));
+    let reads = written
         .into_iter()
         .take(MOST_WRITERS)
         .map(|meta| bucket.get(&meta.location, DOCUMENT));
     let mut reads = futures_util::stream::iter(reads).buffer_unordered(AT_ONCE);
-    let mut used: HashMap<SegmentObject, u64> = HashMap::new();
+    let mut used: HashMap<BlobName, u64> = HashMap::new();
     // One after the other, so that they are never all in memory together.
     while let Some(read) = reads.next().await {
         let Ok(Some((bytes, _))) = read else { continue };
         let uses: Uses = serde_json::from_slice(&bytes).unwrap_or_default();
         for (name, at) in uses.used.into_iter().filter(|_| uses.format <= FORMAT) {
-            let Some(segment) = SegmentObject::parse(&name) else {
+            let Some(segment) = BlobName::parse(&name) else {
                 continue;
             };
             if let Some(known) = used.get_mut(&segment) {

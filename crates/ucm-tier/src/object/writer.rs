@@ -18,13 +18,12 @@ use ucm_io::{IoJob, Process};
 use ucm_quota::layout::SegmentName;
 use ucm_record::{Expect, verify_stored};
 
-use super::names::SegmentObject;
 use super::upkeep::LANE_UPLOAD;
 use super::{Objects, UPLOADS};
 use crate::backend::{Done, Written};
+use crate::blobs::{BlobName, Filled, ReadAt};
 use crate::segment::format::{Entry, HEAD_LEN, Owner, encode_footer, encode_head, footer_len};
-use crate::segment::index::{Hit, Known, SegmentNumber};
-use crate::segment::runs::want;
+use crate::segment::index::{Known, SegmentNumber};
 use crate::writing::Write;
 
 /// Part of the limit that a segment may be.
@@ -78,7 +77,7 @@ struct Open {
 /// One whose records are not published yet.
 struct Putting {
     number: SegmentNumber,
-    object: SegmentObject,
+    object: BlobName,
     room: u64,
     /// All of it.
     bytes: Bytes,
@@ -104,6 +103,40 @@ enum Place {
     Waits(Write),
 }
 
+impl Writer {
+    /// Copies a stretch of a segment that is not put yet into buffers, one behind the other.
+    /// `NotFound` where it was put since, or given up.
+    pub(super) fn copy_open(&self, at: &ReadAt, into: &mut [(&mut [u8], usize)]) -> Result<Filled> {
+        let copy = |bytes: &[u8], into: &mut [(&mut [u8], usize)]| {
+            let mut start = usize::try_from(at.offset).ok()?;
+            let mut copied = 0;
+            for (buffer, len) in into {
+                buffer[..*len].copy_from_slice(bytes.get(start..start + *len)?);
+                (start, copied) = (start + *len, copied + *len);
+            }
+            Some(copied)
+        };
+        let name = at.blob.name;
+        let state = self.state.lock();
+        let copied = if let Some(open) = state.open.as_ref().filter(|open| open.name == name) {
+            copy(&open.bytes, into)
+        } else {
+            let mut putting = state.putting.iter();
+            let found = putting.find(|putting| putting.object.name == name);
+            let bytes = found.map(|putting| putting.bytes.clone());
+            drop(state);
+            bytes.and_then(|bytes| copy(&bytes, into))
+        };
+        match copied {
+            Some(bytes) => Ok(Filled {
+                bytes,
+                failed: None,
+            }),
+            None => Err(Error::new(ErrorKind::NotFound, "this segment is not open")),
+        }
+    }
+}
+
 impl Objects {
     /// Bytes of a segment with one record of `len` bytes.
     fn least_room(&self, len: u64) -> u64 {
@@ -112,14 +145,14 @@ impl Objects {
 
     /// Length at which segments are put now, bytes.
     pub(super) fn room(&self) -> u64 {
-        let share = self.limit().map_or(u64::MAX, |limit| limit / SHARE);
-        let least = self.least_room(self.config.scope.record.record_len() as u64);
-        self.config.size.min(share).max(least)
+        let share = self.space.limit().map_or(u64::MAX, |limit| limit / SHARE);
+        let least = self.least_room(self.remote.config.scope.record.record_len() as u64);
+        self.remote.config.size.min(share).max(least)
     }
 
     /// Whether enough segments of one record each fit below the limit.
     pub(super) fn check_limit(&self, limit: u64) -> Result<()> {
-        let least = self.least_room(self.config.scope.record.record_len() as u64) * 8;
+        let least = self.least_room(self.remote.config.scope.record.record_len() as u64) * 8;
         if limit >= least {
             return Ok(());
         }
@@ -127,7 +160,7 @@ impl Objects {
         let error = Error::new(ErrorKind::Config, text).with("storage_capacity", limit);
         Err(error
             .with("at_least", least)
-            .with("bucket", &self.config.place.url))
+            .with("bucket", &self.remote.config.place.url))
     }
 
     /// Puts a record into the open segment, and opens one for it if need be; waits where too much
@@ -148,7 +181,8 @@ impl Objects {
                 }
                 Place::Waits(waiting) => {
                     write = waiting;
-                    self.clock
+                    self.remote
+                        .clock
                         .sleep(&self.writer.changed, seen, Some(io.deadline()));
                 }
             }
@@ -156,7 +190,7 @@ impl Objects {
     }
 
     fn place(self: &Arc<Self>, write: Write) -> Place {
-        let now = self.clock.now();
+        let now = self.remote.clock.now();
         let mut state = self.writer.state.lock();
         let Some(open) = state.open.as_mut() else {
             return if state.opening || state.putting.len() >= UPLOADS {
@@ -199,10 +233,10 @@ impl Objects {
             done: Some(done),
         });
         let number = open.number;
-        self.index.add(number, &[entry]);
+        self.cache.index.add(number, &[entry]);
         self.drop_older(id, number);
-        self.locally_visible.gained(id);
-        let at_once = state.last || self.config.age.is_zero();
+        self.cache.locally_visible.gained(id);
+        let at_once = state.last || self.remote.config.age.is_zero();
         let full = at_once.then(|| self.seal(&mut state)).flatten();
         drop(state);
         drop(slot); // before anybody is told
@@ -213,11 +247,12 @@ impl Objects {
     /// Of several copies that only this process has, the last written counts.
     fn drop_older(&self, id: BlockId, number: SegmentNumber) {
         while let Some(other) = self
+            .cache
             .index
             .find(id)
             .filter(|hit| hit.private && hit.segment != number)
         {
-            self.index.drop_copy(id, &other);
+            self.cache.index.drop_copy(id, &other);
         }
     }
 
@@ -235,12 +270,12 @@ impl Objects {
     /// `Unhealthy` where the keys may only read. The store was opened like that; it begins to write
     /// with the first dump after they may.
     fn make_segment(&self, io: &IoJob, len: u64) -> Result<Open> {
-        if !self.may_write() {
+        if !self.space.may_write() {
             self.begin_writing(io.deadline())?;
-            self.wake_space();
+            self.space.wanted.notify();
         }
         let room = self.room().max(self.least_room(len));
-        self.take_room(io, room)?;
+        self.space.take_room(io, room)?;
         self.begin_segment(room)
     }
 
@@ -249,20 +284,20 @@ impl Objects {
             let mut state = self.writer.state.lock();
             state.sequence += 1;
             SegmentName {
-                writer: self.config.scope.writer,
+                writer: self.remote.config.scope.writer,
                 sequence: state.sequence,
             }
         };
         let known = Known {
             name,
-            part: self.config.scope.part,
+            part: self.remote.config.scope.part,
             private: true,
             sealed_ns: u64::MAX,
-            used_ns: i64::try_from(self.now_ns()).unwrap_or(i64::MAX),
+            used_ns: i64::try_from(self.remote.now_ns()).unwrap_or(i64::MAX),
             len: 0,
         };
-        let Some(number) = self.index.begin(known) else {
-            self.commit_room(room, 0, None);
+        let Some(number) = self.cache.index.begin(known) else {
+            self.space.commit_room(room, 0, None);
             return Err(Error::internal("two segments have one name"));
         };
         let mut bytes = Vec::with_capacity(usize::try_from(room).unwrap_or(0));
@@ -274,7 +309,7 @@ impl Objects {
             room,
             entries: Vec::new(),
             members: Vec::new(),
-            opened: self.clock.now(),
+            opened: self.remote.clock.now(),
             oldest: None,
             due: None,
         })
@@ -283,9 +318,9 @@ impl Objects {
     fn owner(&self, name: SegmentName) -> Owner {
         Owner {
             name,
-            namespace: *self.config.scope.identity.digest(),
-            part: self.config.scope.part,
-            time_ns: self.now_ns(),
+            namespace: *self.remote.config.scope.identity.digest(),
+            part: self.remote.config.scope.part,
+            time_ns: self.remote.now_ns(),
         }
     }
 
@@ -297,7 +332,7 @@ impl Objects {
         open.bytes.extend_from_slice(&footer);
         let putting = Arc::new(Putting {
             number: open.number,
-            object: SegmentObject {
+            object: BlobName {
                 sealed_ns: owner.time_ns,
                 name: open.name,
             },
@@ -313,7 +348,7 @@ impl Objects {
     /// Puts a segment that was sealed, on a thread of its own.
     fn send(self: &Arc<Self>, sealed: Option<Arc<Putting>>) {
         let Some(putting) = sealed else { return };
-        let now = self.clock.now();
+        let now = self.remote.clock.now();
         let last = putting
             .members
             .lock()
@@ -333,10 +368,15 @@ impl Objects {
 
     /// Sends a segment, and reads back what is wanted so: those that are not sound.
     fn put(&self, putting: &Putting, deadline: MonotonicTime) -> Result<Vec<Entry>> {
-        let (path, bytes) = (self.names.segment(putting.object), putting.bytes.clone());
-        self.call(
+        let (path, bytes) = (
+            self.remote.names.segment(putting.object),
+            putting.bytes.clone(),
+        );
+        self.remote.call(
             deadline,
-            self.bucket.put_large(&path, bytes, self.has_conditions()),
+            self.remote
+                .bucket
+                .put_large(&path, bytes, self.remote.has_conditions()),
         )?;
         let members = putting.members.lock();
         let wanted = members.iter().filter(|member| member.read_back);
@@ -353,15 +393,17 @@ impl Objects {
         entry: &Entry,
         deadline: MonotonicTime,
     ) -> Result<(), MissReason> {
-        let path = self.names.segment(putting.object);
+        let path = self.remote.names.segment(putting.object);
         let range = entry.offset..entry.offset + entry.len;
-        let read = self.call(deadline, self.bucket.range(&path, range));
+        let read = self
+            .remote
+            .call(deadline, self.remote.bucket.range(&path, range));
         let bytes = read.map_err(|_| MissReason::IoError)?;
         let expect = Expect {
             id: entry.id,
-            namespace: *self.config.scope.identity.digest(),
-            part: self.config.scope.part,
-            layout: &self.config.scope.record,
+            namespace: *self.remote.config.scope.identity.digest(),
+            part: self.remote.config.scope.part,
+            layout: &self.remote.config.scope.record,
         };
         verify_stored(&bytes, entry.len, &expect)?;
         Ok(())
@@ -373,28 +415,34 @@ impl Objects {
         match &result {
             Ok(_) => {
                 let used = i64::try_from(putting.object.sealed_ns).unwrap_or(i64::MAX);
-                self.index
+                self.cache
+                    .index
                     .named(putting.number, putting.object.sealed_ns, used, len);
-                let found = self.clock.now().after(self.config.refresh + FOUND_WITHIN);
+                let found = self
+                    .remote
+                    .clock
+                    .now()
+                    .after(self.remote.config.refresh + FOUND_WITHIN);
                 putting
                     .entries
                     .iter()
-                    .for_each(|entry| self.locally_visible.published(entry.id, found));
-                self.commit_room(putting.room, len, None);
+                    .for_each(|entry| self.cache.locally_visible.published(entry.id, found));
+                self.space.commit_room(putting.room, len, None);
             }
             Err(error) => {
-                self.index.vanished(putting.number);
+                self.cache.index.vanished(putting.number);
                 putting
                     .entries
                     .iter()
-                    .for_each(|entry| self.locally_visible.lost(entry.id));
+                    .for_each(|entry| self.cache.locally_visible.lost(entry.id));
                 // It may be there all the same, where no one knows. A put that the server refused
                 // (`Unhealthy`) stored nothing.
                 let unsure = matches!(
                     error.kind(),
                     ErrorKind::Timeout | ErrorKind::Io | ErrorKind::Closed
                 );
-                self.commit_room(putting.room, if unsure { len } else { 0 }, Some(error));
+                self.space
+                    .commit_room(putting.room, if unsure { len } else { 0 }, Some(error));
             }
         }
         let members = std::mem::take(&mut *putting.members.lock());
@@ -417,29 +465,6 @@ impl Objects {
         }
     }
 
-    /// Copies a record of a segment that only this process has; nothing where it has been put
-    /// since, or is gone.
-    pub(super) fn copy_private(&self, hit: &Hit, into: &mut [u8]) -> Option<usize> {
-        let (start, len) = (usize::try_from(hit.offset).ok()?, want(hit, into.len()));
-        let state = self.writer.state.lock();
-        if let Some(open) = state
-            .open
-            .as_ref()
-            .filter(|open| open.number == hit.segment)
-        {
-            into[..len].copy_from_slice(open.bytes.get(start..start + len)?);
-            return Some(len);
-        }
-        let putting = state
-            .putting
-            .iter()
-            .find(|putting| putting.number == hit.segment)?;
-        let bytes = putting.bytes.clone();
-        drop(state);
-        into[..len].copy_from_slice(bytes.get(start..start + len)?);
-        Some(len)
-    }
-
     /// Puts what is open; with `last`, from now on nothing waits for more.
     pub(super) fn flush(self: &Arc<Self>, last: bool) {
         let sealed = {
@@ -452,7 +477,7 @@ impl Objects {
 
     /// Puts what is open now, or soon if that was done a moment ago: somebody waits for it.
     pub(super) fn flush_soon(self: &Arc<Self>) {
-        let now = self.clock.now();
+        let now = self.remote.clock.now();
         let mut state = self.writer.state.lock();
         let due = state
             .last_flush
@@ -476,7 +501,10 @@ impl Objects {
         let mut at = |time: MonotonicTime| next = Some(next.map_or(time, |next| next.min(time)));
         {
             let mut state = self.writer.state.lock();
-            let due = state.open.as_ref().map(|open| open.due(self.config.age));
+            let due = state
+                .open
+                .as_ref()
+                .map(|open| open.due(self.remote.config.age));
             match due {
                 Some(due) if due <= now => {
                     state.last_flush = Some(now);
@@ -516,10 +544,12 @@ impl Objects {
                 let state = self.writer.state.lock();
                 state.open.is_some() || state.opening || !state.putting.is_empty()
             };
-            if !busy || self.clock.now() >= until {
+            if !busy || self.remote.clock.now() >= until {
                 return;
             }
-            self.clock.sleep(&self.writer.changed, seen, Some(until));
+            self.remote
+                .clock
+                .sleep(&self.writer.changed, seen, Some(until));
         }
     }
 
@@ -527,11 +557,6 @@ impl Objects {
     pub(super) fn writing(&self) -> (u64, u64) {
         let state = self.writer.state.lock();
         (u64::from(state.open.is_some()), state.putting.len() as u64)
-    }
-
-    /// Whether nothing is begun any more.
-    pub(super) fn is_closing(&self) -> bool {
-        self.upkeep.is_closing()
     }
 }
 

@@ -52,7 +52,7 @@ impl Segments {
             done,
             ..
         } = write;
-        let (segments, path) = (Arc::clone(self), self.private(open.name));
+        let (segments, path) = (Arc::clone(self), self.files.private(open.name));
         let write = move |io: &IoJob| {
             let whole = &mut slot.as_mut_slice()[..entry.len as usize];
             io.write_at(&path, entry.offset, &whole[..options.len], true)?;

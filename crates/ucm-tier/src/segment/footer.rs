@@ -11,8 +11,6 @@ use crate::lengths::Lengths;
 pub(crate) const TAIL: u64 = 32 << 10;
 /// Longest footer that is read, bytes.
 const LONGEST: u64 = 64 << 20;
-/// How often a segment whose footer cannot be used is looked at: it may not be seen whole yet.
-pub(crate) const TRIES: u8 = 3;
 
 /// What a segment's footer says.
 pub(crate) struct Footer {

@@ -39,7 +39,7 @@ pub(crate) type SegmentNumber = u32;
 
 /// Where a record lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Place {
+struct Location {
     segment: SegmentNumber,
     /// Its page in the segment, and above that the number of its length.
     packed: u32,
@@ -108,9 +108,9 @@ struct Segments {
 
 /// See the module.
 pub(crate) struct Index {
-    shards: [RwLock<HashMap<BlockId, Place>>; SHARDS],
+    shards: [RwLock<HashMap<BlockId, Location>>; SHARDS],
     /// Older copies of blocks that have several, the newest last.
-    copies: Mutex<HashMap<BlockId, Vec<Place>>>,
+    copies: Mutex<HashMap<BlockId, Vec<Location>>>,
     segments: RwLock<Segments>,
     /// Lengths that records have, each once.
     lengths: RwLock<Vec<u64>>,
@@ -140,7 +140,7 @@ impl Index {
         }
     }
 
-    fn shard(&self, id: BlockId) -> &RwLock<HashMap<BlockId, Place>> {
+    fn shard(&self, id: BlockId) -> &RwLock<HashMap<BlockId, Location>> {
         // The last byte: ids of tests and of other stores may begin alike.
         &self.shards[usize::from(id.0[15]) % SHARDS]
     }
@@ -178,7 +178,7 @@ impl Index {
                 self.left_out.fetch_add(1, Ordering::Relaxed);
                 continue;
             };
-            let place = Place {
+            let place = Location {
                 segment: number,
                 packed,
             };
@@ -190,9 +190,9 @@ impl Index {
         }
     }
 
-    fn insert(&self, id: BlockId, place: Place) {
+    fn insert(&self, id: BlockId, place: Location) {
         let segments = self.segments.read();
-        let order = |place: &Place| segments.known.get(&place.segment).map(Segment::order);
+        let order = |place: &Location| segments.known.get(&place.segment).map(Segment::order);
         let mut shard = self.shard(id).write();
         let Some(known) = shard.get_mut(&id) else {
             if self.blocks.load(Ordering::Relaxed) >= self.most {
@@ -257,7 +257,7 @@ impl Index {
         }
     }
 
-    fn hit(&self, place: Place) -> Option<Hit> {
+    fn hit(&self, place: Location) -> Option<Hit> {
         let segments = self.segments.read();
         let segment = segments.known.get(&place.segment)?;
         let lengths = self.lengths.read();
@@ -272,7 +272,7 @@ impl Index {
     }
 
     /// Takes one place of a block out; the newest of its other copies takes its place.
-    fn forget(&self, id: BlockId, place: Place) {
+    fn forget(&self, id: BlockId, place: Location) {
         let segments = self.segments.read();
         let mut shard = self.shard(id).write();
         if shard.get(&id) != Some(&place) {
@@ -308,7 +308,7 @@ impl Index {
             len: hit.len,
         });
         if let Some(packed) = packed {
-            let place = Place {
+            let place = Location {
                 segment: hit.segment,
                 packed,
             };
@@ -361,11 +361,12 @@ impl Index {
     fn sweep(&self) {
         self.dead.store(0, Ordering::Relaxed);
         for shard in &self.shards {
-            let gone: Vec<(BlockId, Place)> = {
+            let gone: Vec<(BlockId, Location)> = {
                 let segments = self.segments.read();
                 let shard = shard.read();
-                let gone =
-                    |(_, place): &(&BlockId, &Place)| !segments.known.contains_key(&place.segment);
+                let gone = |(_, place): &(&BlockId, &Location)| {
+                    !segments.known.contains_key(&place.segment)
+                };
                 shard
                     .iter()
                     .filter(gone)

@@ -11,34 +11,37 @@
 //! * [`open`]: one segment being written; [`writer`]: which one; [`append`]: one record into it;
 //!   [`sealing`]: how it ends;
 //!   [`timer`]: when;
-//! * [`discovery`]: the segments of others; [`recheck`]: whether their footers, and ours, are still
-//!   there for the next one; [`runs`] and [`reader`]: reading records; [`recovery`]: what dead
-//!   writers left;
+//! * [`cache`]: the records that are known, [`reader`]: reading them, [`unread`]: footers of new
+//!   segments; these three serve any medium ([`crate::blobs`]), [`files`] is the one below a root;
+//! * [`discovery`]: the segments of other writers; [`recheck`]: whether footers are still there;
+//!   [`recovery`]: private files of dead writers;
 //! * [`reclaim`]: small and sparse segments become one, records in use outlive their segment.
 //!
 //! Root, space and everything else that is not about records are those of the file layout.
 
 mod append;
+pub(crate) mod cache;
 mod discovery;
+mod files;
 pub(crate) mod footer;
 pub(crate) mod format;
 pub(crate) mod index;
 pub(crate) mod locally_visible;
 mod open;
-mod reader;
+pub(crate) mod reader;
 mod recheck;
 mod reclaim;
 mod recovery;
-pub(crate) mod runs;
 mod sealing;
 mod timer;
+pub(crate) mod unread;
 mod writer;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
+use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::Slot;
 use ucm_infra::{Clock, Lane, MonotonicTime, Notify, WorkerPool};
 use ucm_io::{IoJob, IoPool};
@@ -51,10 +54,13 @@ use crate::backend::{
 use crate::layout_kind::LayoutKind;
 use crate::shared::{PosixConfig, Shared};
 use crate::writing::Write;
+use cache::SegmentCache;
 use discovery::SegmentDiscovery;
-use index::{Hit, Index};
+use files::SegmentFiles;
+use index::Index;
 use locally_visible::LocalChanges;
 use reclaim::Reclaim;
+use recovery::{RecoveredAt, Recovery};
 use writer::{Coming, Writer};
 
 pub use reclaim::Merging;
@@ -103,16 +109,18 @@ pub struct SegmentBackend {
 pub(crate) struct Segments {
     shared: Arc<Shared>,
     config: SegmentConfig,
-    index: Index,
-    locally_visible: LocalChanges,
+    files: Arc<SegmentFiles>,
+    cache: Arc<SegmentCache<SegmentFiles>>,
+    index: Arc<Index>,
+    locally_visible: Arc<LocalChanges>,
     writer: Writer,
-    discovery: SegmentDiscovery,
+    discovery: Arc<SegmentDiscovery>,
+    recovered_at: RecoveredAt,
     reclaim: Reclaim,
     pool: Arc<WorkerPool>,
     /// Rung when a segment may have to be sealed.
     seal_notify: Notify,
     started: AtomicBool,
-    closing: AtomicBool,
 }
 
 impl SegmentBackend {
@@ -154,18 +162,25 @@ impl SegmentBackend {
             Some(Capacity::Bytes(bytes)) if !shared.config.lookup_only => Some(bytes.get()),
             _ => None,
         };
+        let (lengths, namespace) = (&shared.lengths, *shared.config.identity.digest());
+        let files = Arc::new(SegmentFiles::new(Arc::clone(&shared)));
+        let cache = SegmentCache::new(files, Arc::clone(lengths), namespace, segments.most_blocks);
+        let (cache, seal_notify) = (Arc::new(cache), Notify::new());
+        let discovery = Arc::new(SegmentDiscovery::new(&cache, seal_notify.clone()));
         let segments = Arc::new(Segments {
             shared,
             config: segments,
-            index: Index::new(segments.most_blocks),
-            locally_visible: LocalChanges::default(),
+            files: Arc::clone(&cache.blobs),
+            index: Arc::clone(&cache.index),
+            locally_visible: Arc::clone(&cache.locally_visible),
             writer: Writer::default(),
-            discovery: SegmentDiscovery::default(),
-            reclaim: Reclaim::default(),
+            recovered_at: RecoveredAt::default(),
+            reclaim: Reclaim::new(&cache, &discovery, segments.merging),
+            discovery,
+            cache,
             pool,
-            seal_notify: Notify::new(),
+            seal_notify,
             started: AtomicBool::new(false),
-            closing: AtomicBool::new(false),
         });
         if let Some(limit) = limit {
             segments.check_limit(limit)?;
@@ -207,16 +222,16 @@ impl Segments {
         )
     }
 
-    /// Whether a record of this place is one of ours whole and with KV, by its length.
-    fn presence(&self, hit: Option<Hit>) -> Presence {
-        hit.map_or(Err(MissReason::Absent), |hit| {
-            self.shared.lengths.presence(hit.len)
-        })
-    }
-
-    /// Whether a record of so many bytes can be one of ours whole, with KV or without.
-    fn is_ours(&self, len: u64) -> bool {
-        self.shared.lengths.is_ours(len)
+    /// Takes over what dead writers left: see [`Recovery::run`].
+    fn recover(&self, most: u64, until: MonotonicTime) {
+        let recovery = Recovery {
+            cache: &self.cache,
+            discovery: &self.discovery,
+            uses: &self.reclaim.uses,
+            living: self.living(),
+            until,
+        };
+        recovery.run(&self.recovered_at, most);
     }
 
     fn now_ns(&self) -> i64 {
@@ -227,7 +242,7 @@ impl Segments {
 impl Backend for SegmentBackend {
     fn open(&self, deadline: MonotonicTime) -> Result<String> {
         self.segments.shared.open_root(deadline)?;
-        self.segments.find_all(deadline);
+        self.segments.discovery.find_all(deadline);
         self.segments.recover(AT_OPENING, deadline);
         self.segments.start();
         Ok(self.segments.words())
@@ -248,19 +263,11 @@ impl Backend for SegmentBackend {
     }
 
     fn lookup(&self, _io: &IoJob, ids: &[BlockId], stop_at_missing: bool) -> Result<Vec<Presence>> {
-        let mut found = Vec::with_capacity(ids.len());
-        for &id in ids {
-            let there = self.segments.presence(self.segments.index.find(id));
-            found.push(there);
-            if stop_at_missing && there == Err(MissReason::Absent) {
-                break;
-            }
-        }
-        Ok(found)
+        Ok(self.segments.cache.lookup(ids, stop_at_missing))
     }
 
     fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
-        self.segments.read(io, run)
+        self.segments.cache.read(io, run)
     }
 
     fn write(
@@ -278,13 +285,8 @@ impl Backend for SegmentBackend {
             deadline: io.deadline(),
             done,
         };
-        if !options.replace && self.is_published(id) {
-            return write.end(Ok(Written::Present));
-        }
-        if !self.segments.index.has_room(id) {
-            let full =
-                "the index of segments is full: this block could be written and never be found";
-            return write.end(Err(Error::new(ErrorKind::NoSpace, full)));
+        if let Some(outcome) = self.segments.cache.needs_no_write(id, &options) {
+            return write.end(outcome);
         }
         self.segments.append(io, Coming::new(write));
     }
@@ -293,7 +295,8 @@ impl Backend for SegmentBackend {
     /// segments are merged.
     fn touch(&self, ids: &[(BlockId, u32)], deadline: MonotonicTime) {
         if !self.segments.shared.config.lookup_only {
-            self.segments.touch(ids, deadline);
+            let segments = &self.segments;
+            segments.reclaim.uses.touch(&segments.cache, ids, deadline);
         }
     }
 
@@ -301,19 +304,11 @@ impl Backend for SegmentBackend {
     /// process gathers it, which it does where most of it was removed: others may be using the
     /// rest.
     fn delete(&self, _io: &IoJob, ids: &[BlockId]) -> Result<usize> {
-        let mut removed = 0;
-        for &id in ids {
-            removed += usize::from(self.segments.index.remove(id));
-            self.segments.locally_visible.lost(id);
-        }
-        Ok(removed)
+        Ok(self.segments.cache.delete(ids))
     }
 
     fn list(&self, _io: &IoJob) -> Result<Vec<Listed>> {
-        let all = self.segments.index.list().into_iter();
-        Ok(all
-            .map(|(id, len, used_ns)| Listed { id, len, used_ns })
-            .collect())
+        Ok(self.segments.cache.list())
     }
 
     fn flush(&self, how: Flush) {
@@ -346,7 +341,7 @@ impl Backend for SegmentBackend {
         let clock = &segments.shared.clock;
         let until = clock.now().after(drain);
         let left = || until.since(clock.now());
-        segments.closing.store(true, Ordering::Release);
+        segments.files.close();
         segments.reclaim.notify.notify();
         segments.discovery.looks.end();
         segments.flush(true);
@@ -363,34 +358,32 @@ impl Backend for SegmentBackend {
 
 impl Indexed for SegmentBackend {
     fn runs(&self, reads: &[&BlockRead], threads: usize) -> Vec<Vec<usize>> {
-        self.segments.runs(reads, threads)
+        self.segments.cache.runs(reads, threads)
     }
 
     fn look(&self, deadline: MonotonicTime, done: Done<()>) {
-        self.segments.after_look(deadline, done);
+        self.segments.discovery.after_look(deadline, done);
     }
 
     fn is_published(&self, id: BlockId) -> bool {
-        let there = self.segments.index.find(id).filter(|hit| !hit.private);
-        there.is_some_and(|hit| self.segments.is_ours(hit.len))
+        self.segments.cache.is_published(id)
     }
 
     fn knows(&self, id: BlockId) -> bool {
-        self.segments.index.find(id).is_some()
+        self.segments.cache.knows(id)
     }
 }
 
 impl Local for SegmentBackend {
     fn locally_visible(&self) -> LocallyVisible {
-        self.segments
-            .locally_visible
-            .take(self.segments.shared.clock.now())
+        let now = self.segments.shared.clock.now();
+        self.segments.cache.locally_visible(now)
     }
 }
 
 impl Drop for SegmentBackend {
     fn drop(&mut self) {
-        self.segments.closing.store(true, Ordering::Release);
+        self.segments.files.close();
         self.segments.discovery.looks.end();
         self.segments.seal_notify.notify();
         self.segments.discovery.notify.notify();

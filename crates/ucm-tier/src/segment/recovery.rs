@@ -9,19 +9,23 @@
 //! segment that has a name is never written. A record counts only if its header and every checksum
 //! are right.
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, PAGE, Result, limits, round_up};
 use ucm_infra::MonotonicTime;
-use ucm_io::{FileMeta, IoJob, ReadMode};
+use ucm_io::{FileMeta, ReadMode};
 use ucm_quota::layout::SegmentName;
 use ucm_record::{MAGIC, RecordHeader};
 
-use super::Segments;
+use super::cache::SegmentCache;
+use super::discovery::SegmentDiscovery;
+use super::files::SegmentFiles;
 use super::format::{Entry, HEAD_LEN, MAX_ENTRIES, decode_head};
 use super::reclaim::reinsert::{Piece, Reinsertion};
+use super::reclaim::uses::Uses;
 
 /// Time between two looks for private segments.
 const LOOK_AGAIN: Duration = Duration::from_secs(60);
@@ -32,70 +36,44 @@ const PER_TURN: usize = 4;
 /// Bytes looked through at once for the beginnings of records.
 const LOOK_AT: u64 = 1 << 20;
 
-/// One turn of it.
-struct Recovery<'a> {
-    segments: &'a Segments,
+/// Finds what dead writers left.
+pub(super) struct Recovery<'a> {
+    pub(super) cache: &'a SegmentCache<SegmentFiles>,
+    pub(super) discovery: &'a SegmentDiscovery,
+    pub(super) uses: &'a Uses,
+    /// This writer's own segments that have no name yet.
+    pub(super) living: HashSet<SegmentName>,
     /// When it has to be over.
-    until: MonotonicTime,
+    pub(super) until: MonotonicTime,
 }
 
-impl Segments {
-    /// Takes up what dead writers left, if it is time to look, as far as `most` bytes and the
-    /// deadline allow; best effort: what fails or is not done by then is tried again with a later
-    /// turn. A process that opens a root waits for little of it only, the discovery thread does the
-    /// rest.
-    pub(super) fn recover(&self, most: u64, until: MonotonicTime) {
-        let now = self.shared.clock.now();
+/// When dead writers' segments were last searched for.
+pub(super) type RecoveredAt = Mutex<Option<MonotonicTime>>;
+
+impl Recovery<'_> {
+    /// Takes over what dead writers left, if it is time to, as far as `most` bytes and the deadline
+    /// allow. A failure or what is not done by then is left to a later turn. A process that opens a
+    /// root waits for little of it, the discovery thread does the rest.
+    pub(super) fn run(&self, last: &RecoveredAt, most: u64) {
+        let shared = &self.cache.blobs.shared;
+        let now = shared.clock.now();
         {
-            let mut last = self.discovery.recovered_at.lock();
-            if self.shared.config.lookup_only
-                || last.is_some_and(|last| now.since(last) < LOOK_AGAIN)
-            {
+            let mut last = last.lock();
+            if shared.config.lookup_only || last.is_some_and(|at| now.since(at) < LOOK_AGAIN) {
                 return;
             }
             *last = Some(now);
         }
-        let recovery = Recovery {
-            segments: self,
-            until,
-        };
-        if !recovery.turn(most).unwrap_or(false) {
-            *self.discovery.recovered_at.lock() = None;
+        if !self.turn(most).unwrap_or(false) {
+            *last.lock() = None;
         }
     }
 
-    /// The time of the file server: that of a file made just now.
-    pub(super) fn server_time(&self, deadline: MonotonicTime) -> Result<i64> {
-        let (path, mode) = (
-            self.private(self.next_name()),
-            self.shared.config.modes.file,
-        );
-        let look = move |io: &IoJob| {
-            io.create(&path, &[0], 0, mode)?;
-            let looked = io.look(path.clone());
-            let _ = io.remove(&[path]); // what stays is swept by its age
-            looked
-        };
-        let gone = || Error::new(ErrorKind::NotFound, "a private file of our own is gone");
-        let meta = self.shared.call(deadline, look)?.ok_or_else(gone)?;
-        Ok(meta.mtime_ns)
-    }
-
-    /// An error once the store closes.
-    pub(super) fn unless_closing(&self) -> Result<()> {
-        if self.closing.load(Ordering::Acquire) {
-            return Err(Error::new(ErrorKind::Closed, "the store is closed"));
-        }
-        Ok(())
-    }
-}
-
-impl Recovery<'_> {
     /// Whether nothing is left for the next one.
     fn turn(&self, most: u64) -> Result<bool> {
         let (mut left, mut all) = (most, true);
         for (number, (name, meta)) in self.dead_segments()?.into_iter().enumerate() {
-            let over = self.segments.shared.clock.now() >= self.until;
+            let over = self.cache.blobs.shared.clock.now() >= self.until;
             if over || number >= PER_TURN || meta.len > left {
                 return Ok(false);
             }
@@ -108,20 +86,18 @@ impl Recovery<'_> {
 
     /// Private segments of this namespace and part whose writers are dead.
     fn dead_segments(&self) -> Result<Vec<(SegmentName, FileMeta)>> {
-        let (own, config) = (self.segments.living(), &self.segments.shared.config);
+        let (files, shared) = (&self.cache.blobs, &self.cache.blobs.shared);
+        let (own, config) = (&self.living, &shared.config);
         let (mut dead, mut unsure) = (Vec::new(), Vec::new());
-        let dir = self.segments.shared.layout.tmp();
-        let files = self
-            .segments
-            .shared
-            .call(self.step(), move |io| io.list_if_there(&dir))?;
-        for (file, meta) in files {
+        let dir = shared.layout.tmp();
+        let listed = shared.call(self.step(), move |io| io.list_if_there(&dir))?;
+        for (file, meta) in listed {
             let name = SegmentName::parse_private(&file).filter(|name| !own.contains(name));
             let Some(name) = name.filter(|_| !meta.is_dir && meta.len > HEAD_LEN) else {
                 continue;
             };
             self.go_on()?;
-            let Some(head) = self.read(self.segments.private(name), 0, HEAD_LEN)? else {
+            let Some(head) = self.read(files.private(name), 0, HEAD_LEN)? else {
                 continue; // sealed or removed meanwhile
             };
             let Ok((owner, process)) = decode_head(&head) else {
@@ -137,7 +113,7 @@ impl Recovery<'_> {
             }
         }
         if !unsure.is_empty() {
-            let now = self.segments.server_time(self.step())?;
+            let now = files.server_time(self.step())?;
             unsure.retain(|(_, meta)| now.saturating_sub(meta.mtime_ns) >= SILENCE_NS);
             dead.append(&mut unsure);
         }
@@ -145,10 +121,10 @@ impl Recovery<'_> {
     }
 
     fn recover_segment(&self, dead: SegmentName, meta: &FileMeta) -> Result<()> {
-        let (segments, shared) = (self.segments, &self.segments.shared);
-        let claimed = segments.private(segments.next_name());
+        let (files, shared) = (&self.cache.blobs, &self.cache.blobs.shared);
+        let claimed = files.private(files.next_name());
         let before = shared.space.counts(); // one that runs meanwhile may see both copies
-        let (from, to, ino) = (segments.private(dead), claimed.clone(), meta.ino);
+        let (from, to, ino) = (files.private(dead), claimed.clone(), meta.ino);
         if !shared.call(self.step(), move |io| io.rename(&from, &to, ino))? {
             return Ok(()); // somebody else has it
         }
@@ -172,7 +148,7 @@ impl Recovery<'_> {
         {
             let whole = self.whole_record(path, page)?;
             offset = page + whole.map_or(PAGE, |entry| entry.len);
-            found.extend(whole.filter(|entry| self.segments.index.find(entry.id).is_none()));
+            found.extend(whole.filter(|entry| self.cache.index.find(entry.id).is_none()));
         }
         Ok(found)
     }
@@ -196,7 +172,7 @@ impl Recovery<'_> {
 
     /// Where the record at a place lies, if it is whole.
     fn whole_record(&self, path: &Path, offset: u64) -> Result<Option<Entry>> {
-        let shared = &self.segments.shared;
+        let shared = &self.cache.blobs.shared;
         let len = shared.config.record.record_len() as u64;
         let mut bytes = self.read(path.to_owned(), offset, len)?.ok_or_else(gone)?;
         let Ok(header) = RecordHeader::decode(&bytes) else {
@@ -226,7 +202,8 @@ impl Recovery<'_> {
         };
         let pieces: Vec<Piece> = found.into_iter().map(piece).collect();
         let reinsertion = Reinsertion {
-            segments: self.segments,
+            cache: self.cache,
+            uses: self.uses,
             sealed_ns: None,
             as_young_as: &[],
             pace: &|_| self.go_on(),
@@ -239,18 +216,19 @@ impl Recovery<'_> {
     /// Between two steps: an error once the store closes, and those who wait for a look around get
     /// one.
     fn go_on(&self) -> Result<()> {
-        self.segments.look_if_asked();
-        self.segments.unless_closing()
+        self.discovery.look_if_asked();
+        self.cache.blobs.unless_closing()
     }
 
     fn read(&self, path: PathBuf, offset: u64, len: u64) -> Result<Option<Vec<u8>>> {
-        self.segments
+        self.cache
+            .blobs
             .read_piece(path, offset, len as usize, ReadMode::Default, self.step())
     }
 
     /// Until when the next step may take.
     fn step(&self) -> MonotonicTime {
-        self.segments.step().min(self.until)
+        self.cache.blobs.step().min(self.until)
     }
 }
 

@@ -16,7 +16,7 @@ impl Segments {
     /// Writes the footer of a segment and gives it its name. Called once for each.
     pub(super) fn seal(self: &Arc<Self>, open: &Arc<OpenSegment>) {
         let contents = open.contents();
-        let private = self.private(open.name);
+        let private = self.files.private(open.name);
         let deadline = contents
             .deadline
             .max(self.shared.clock.now().after(LEAST_TIME));
@@ -35,7 +35,7 @@ impl Segments {
         }
         let owner = Owner {
             time_ns: self.shared.clock.wall_ns(),
-            ..self.owner(open.name)
+            ..self.files.owner(open.name)
         };
         let ordinal = contents.first_ordinal;
         let used = self

@@ -8,12 +8,11 @@ use std::time::Duration;
 
 use ucm_infra::MonotonicTime;
 
+use super::discovery::TURN;
 use super::{LANE_DISCOVERY, LANE_MERGER, LANE_TIMER, Segments};
 
 /// Time between two looks for the segments of others.
 const LOOK: Duration = Duration::from_secs(1);
-/// How long one look may take; a hanging root costs no more.
-pub(super) const TURN: Duration = Duration::from_secs(5);
 
 impl Segments {
     /// Starts the threads, once.
@@ -29,7 +28,7 @@ impl Segments {
                 return;
             };
             let next = segments.seal_due(segments.shared.clock.now());
-            if segments.closing.load(Ordering::Acquire) && !segments.is_writing() {
+            if segments.files.is_closing() && !segments.is_writing() {
                 return;
             }
             drop(segments);
@@ -42,11 +41,11 @@ impl Segments {
             let Some(segments) = weak.upgrade() else {
                 return;
             };
-            if segments.closing.load(Ordering::Acquire) {
+            if segments.files.is_closing() {
                 return;
             }
             let now = segments.shared.clock.now();
-            let more = segments.find(now.after(TURN));
+            let more = segments.discovery.find(now.after(TURN));
             if !more {
                 segments.recover(u64::MAX, MonotonicTime::NEVER); // every step of it has a deadline
             }
@@ -62,10 +61,11 @@ impl Segments {
             let Some(segments) = weak.upgrade() else {
                 return;
             };
-            if segments.closing.load(Ordering::Acquire) {
+            if segments.files.is_closing() {
                 return;
             }
-            let next = segments.reclaim_turn(segments.shared.clock.now());
+            let room = segments.room();
+            let next = segments.reclaim.turn(segments.shared.clock.now(), room);
             drop(segments);
             clock.sleep(&notify, seen, Some(next));
         };

@@ -6,7 +6,6 @@
 //! it did not need is given back when it ended, so an append asks no one.
 
 use std::collections::HashSet;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,7 +16,7 @@ use ucm_io::IoJob;
 use ucm_quota::Room;
 use ucm_quota::layout::SegmentName;
 
-use super::format::{HEAD_LEN, Owner, encode_head, footer_len};
+use super::format::{HEAD_LEN, encode_head, footer_len};
 use super::index::Known;
 use super::open::{Append, LEAST_TIME, OpenSegment, room_of, unsure};
 use super::{SegmentConfig, Segments};
@@ -384,9 +383,9 @@ impl Segments {
                 return Ok(Created::NeedsRoom);
             }
         }
-        let name = self.next_name();
-        let head = encode_head(&self.owner(name), &config.process);
-        io.create(&self.private(name), &head, room, config.modes.file)?;
+        let name = self.files.next_name();
+        let head = encode_head(&self.files.owner(name), &config.process);
+        io.create(&self.files.private(name), &head, room, config.modes.file)?;
         Ok(Created::File(name))
     }
 
@@ -578,18 +577,5 @@ impl Segments {
             .iter()
             .map(|open| open.name)
             .collect()
-    }
-
-    pub(super) fn private(&self, name: SegmentName) -> PathBuf {
-        self.shared.layout.private(name.writer, name.sequence)
-    }
-
-    pub(super) fn owner(&self, name: SegmentName) -> Owner {
-        Owner {
-            name,
-            namespace: *self.shared.config.identity.digest(),
-            part: self.shared.config.part,
-            time_ns: self.shared.clock.wall_ns(),
-        }
     }
 }

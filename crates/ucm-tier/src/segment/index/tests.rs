@@ -59,7 +59,7 @@ fn a_block_costs_no_more_than_was_said() {
             .iter()
             .map(|shard| shard.read().capacity() * 8 / 7)
             .sum();
-        let bytes = places * (size_of::<(BlockId, Place)>() + 1);
+        let bytes = places * (size_of::<(BlockId, Location)>() + 1);
         assert!(
             bytes <= blocks as usize * 64,
             "{} bytes a block",

@@ -10,8 +10,7 @@ use ucm_core::Result;
 use super::choose::{choose, is_small};
 use super::claim::Claim;
 use super::retire::Retiring;
-use super::{Sources, State};
-use crate::segment::Segments;
+use super::{Reclaim, Sources, State};
 use crate::segment::index::SegmentNumber;
 use crate::segment::index::stats::{CopyStatus, SegmentStats};
 
@@ -25,20 +24,20 @@ const SHARE: u64 = 64;
 /// place.
 const FULL: u64 = 82;
 
-impl Segments {
+impl Reclaim {
     /// Gathers once, if there is anything to gather, it is no one else's turn, and there is room.
     /// Whether it did.
-    pub(super) fn gather(&self, state: &mut State) -> Result<bool> {
-        self.unless_closing()?;
-        if !self.has_room_to_gather(state)
-            || choose(&self.worth_a_look(state), self.room()).is_empty()
+    pub(super) fn gather(&self, state: &mut State, room: u64) -> Result<bool> {
+        self.files.unless_closing()?;
+        if !self.has_room_to_gather(state, room)
+            || choose(&self.worth_a_look(state, room), room).is_empty()
         {
             return Ok(false);
         }
         let Some(_claim) = Claim::take(self)? else {
             return Ok(false);
         };
-        match choose(&self.with_times(self.worth_a_look(state))?, self.room()) {
+        match choose(&self.with_times(self.worth_a_look(state, room))?, room) {
             chosen if chosen.is_empty() => Ok(false),
             chosen => self.gather_these(state, chosen).map(|()| true),
         }
@@ -46,8 +45,8 @@ impl Segments {
 
     /// Whether there is room for a copy of a whole segment that costs no one else's records their
     /// place.
-    fn has_room_to_gather(&self, state: &State) -> bool {
-        let (usage, room) = (self.shared.space.usage(), self.room());
+    fn has_room_to_gather(&self, state: &State, room: u64) -> bool {
+        let usage = self.shared.space.usage();
         let waiting: u64 = state.waiting().map(|segment| segment.len).sum();
         let free = usage.used.saturating_add(room) <= usage.capacity / 100 * FULL;
         waiting < (usage.capacity / SHARE).max(room) && usage.counted && !usage.paused && free
@@ -55,14 +54,14 @@ impl Segments {
 
     /// Segments of this part that are small or sparse and were known at the last look, the youngest
     /// use first.
-    fn worth_a_look(&self, state: &State) -> Vec<SegmentStats> {
+    fn worth_a_look(&self, state: &State, room: u64) -> Vec<SegmentStats> {
         let waiting: HashSet<SegmentNumber> =
             state.waiting().map(|segment| segment.number).collect();
         let mut all = self.index.stats();
         all.retain(|segment| {
             segment.number <= state.upto
                 && segment.part == self.shared.config.part
-                && (is_small(segment, self.room()) || segment.is_sparse())
+                && (is_small(segment, room) || segment.is_sparse())
                 && !waiting.contains(&segment.number)
                 && !state.unfit.contains(&segment.number)
         });
@@ -75,11 +74,15 @@ impl Segments {
     fn gather_these(&self, state: &mut State, chosen: Vec<SegmentStats>) -> Result<()> {
         let (mut sources, mut relied) = (Sources::default(), BTreeSet::new());
         for segment in chosen {
-            self.unless_closing()?;
+            self.files.unless_closing()?;
             let footer = self.footer_of(&segment)?;
             // One with a record of another shape is not this writer's to verify.
-            let footer =
-                footer.filter(|footer| footer.entries.iter().all(|entry| self.is_ours(entry.len)));
+            let footer = footer.filter(|footer| {
+                footer
+                    .entries
+                    .iter()
+                    .all(|entry| self.lengths.is_ours(entry.len))
+            });
             let Some(footer) = footer else {
                 state.unfit.insert(segment.number);
                 continue;
@@ -118,13 +121,13 @@ impl Segments {
         }
         if !sources.segments.is_empty() {
             let count = sources.segments.len() as u64;
-            let due = self.shared.clock.now().after(self.config.merging.grace);
+            let due = self.shared.clock.now().after(self.config.grace);
             state.retiring.push(Retiring {
                 due,
                 segments: sources.segments,
                 relied,
             });
-            self.reclaim.gathered.fetch_add(count, Ordering::Relaxed);
+            self.gathered.fetch_add(count, Ordering::Relaxed);
         }
         Ok(())
     }

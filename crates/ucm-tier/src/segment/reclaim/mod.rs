@@ -24,23 +24,30 @@ mod gather;
 pub(super) mod reinsert;
 mod relieve;
 mod retire;
-mod uses;
+pub(super) mod uses;
 
 use std::collections::HashSet;
+use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{MonotonicTime, Notify};
-use ucm_io::{FileMeta, ReadMode};
+use ucm_io::ReadMode;
 
-use super::Segments;
-use super::footer::{Footer, TAIL};
+use super::cache::SegmentCache;
+use super::discovery::SegmentDiscovery;
+use super::files::SegmentFiles;
+use super::footer::Footer;
 use super::format::Entry;
-use super::index::SegmentNumber;
 use super::index::stats::SegmentStats;
+use super::index::{Index, SegmentNumber};
+use crate::blobs::{BlobMeta, BlobName};
+use crate::lengths::Lengths;
+use crate::shared::Shared;
 use reinsert::{Piece, Reinserted, Reinsertion};
+use relieve::Relief;
 use retire::Retiring;
 use uses::Uses;
 
@@ -69,9 +76,15 @@ impl Default for Merging {
     }
 }
 
-/// What reclaiming remembers.
-#[derive(Default)]
+/// Reclaims segments of one writer's part.
 pub(super) struct Reclaim {
+    cache: Arc<SegmentCache<SegmentFiles>>,
+    files: Arc<SegmentFiles>,
+    index: Arc<Index>,
+    lengths: Arc<Lengths>,
+    shared: Arc<Shared>,
+    discovery: Arc<SegmentDiscovery>,
+    config: Merging,
     state: Mutex<State>,
     pub(super) uses: Uses,
     /// Rung when it is to end.
@@ -110,19 +123,50 @@ struct Sources {
     sealed_ns: u64,
 }
 
-impl Segments {
-    /// One turn of the thread that reclaims; when to make the next.
-    pub(super) fn reclaim_turn(&self, now: MonotonicTime) -> MonotonicTime {
-        let merging = self.config.merging;
+impl Reclaim {
+    pub(super) fn new(
+        cache: &Arc<SegmentCache<SegmentFiles>>,
+        discovery: &Arc<SegmentDiscovery>,
+        config: Merging,
+    ) -> Self {
+        Self {
+            cache: Arc::clone(cache),
+            files: Arc::clone(&cache.blobs),
+            index: Arc::clone(&cache.index),
+            lengths: Arc::clone(&cache.lengths),
+            shared: Arc::clone(&cache.blobs.shared),
+            discovery: Arc::clone(discovery),
+            config,
+            state: Mutex::default(),
+            uses: Uses::default(),
+            notify: Notify::new(),
+            gathered: AtomicU64::new(0),
+            reinserted: AtomicU64::new(0),
+        }
+    }
+
+    /// One turn of the thread that reclaims; when to make the next. `room`: length at which
+    /// segments are sealed now, bytes.
+    pub(super) fn turn(&self, now: MonotonicTime, room: u64) -> MonotonicTime {
+        let merging = self.config;
         if merging.rate == 0 || self.shared.config.lookup_only {
             return MonotonicTime::NEVER;
         }
-        let mut state = self.reclaim.state.lock();
-        self.retire_due(&mut state, now);
-        self.relieve();
+        let mut state = self.state.lock();
+        for retiring in state
+            .retiring
+            .extract_if(.., |retiring| retiring.due <= now)
+        {
+            let _ = retiring.remove(self); // what stays is found again by a later turn
+        }
+        Relief {
+            reclaim: self,
+            room,
+        }
+        .turn();
         if state.looked.is_none_or(|at| now.since(at) >= merging.look) {
             // What fails is tried again with the next look.
-            while let Ok(true) = self.gather(&mut state) {}
+            while let Ok(true) = self.gather(&mut state, room) {}
             state.looked = Some(now);
             state.upto = self.index.last();
             state
@@ -161,7 +205,8 @@ impl Segments {
     fn append_again(&self, sources: &Sources, as_young_as: &[SegmentStats]) -> Result<Reinserted> {
         let begun = self.shared.clock.now();
         let reinsertion = Reinsertion {
-            segments: self,
+            cache: &self.cache,
+            uses: &self.uses,
             sealed_ns: Some(sources.sealed_ns.saturating_add(1)),
             as_young_as,
             pace: &|bytes| self.pace(begun, bytes),
@@ -174,13 +219,13 @@ impl Segments {
     /// Waits until so many bytes may have been copied since `begun`; an error when the store closes
     /// or room runs out.
     fn pace(&self, begun: MonotonicTime, bytes: u64) -> Result<()> {
-        let span = u128::from(bytes) * 1_000_000_000 / u128::from(self.config.merging.rate.max(1));
+        let span = u128::from(bytes) * 1_000_000_000 / u128::from(self.config.rate.max(1));
         let until = begun.after(Duration::from_nanos(
             u64::try_from(span).unwrap_or(u64::MAX),
         ));
         loop {
-            let seen = self.reclaim.notify.seen();
-            self.unless_closing()?;
+            let seen = self.notify.seen();
+            self.files.unless_closing()?;
             if self.shared.space.usage().paused {
                 let text = "the medium is short of room; nothing is copied now";
                 return Err(Error::new(ErrorKind::Busy, text));
@@ -188,15 +233,14 @@ impl Segments {
             if self.shared.clock.now() >= until {
                 return Ok(());
             }
-            self.shared
-                .clock
-                .sleep(&self.reclaim.notify, seen, Some(until));
+            self.shared.clock.sleep(&self.notify, seen, Some(until));
         }
     }
 
     /// The same with the times that the file system has: others use them too.
     fn with_times(&self, mut segments: Vec<SegmentStats>) -> Result<Vec<SegmentStats>> {
-        let mut metas = self.look_at(&segments)?.into_iter();
+        let names = segments.iter().map(|segment| segment.name);
+        let mut metas = self.files.stat(names)?.into_iter();
         segments.retain_mut(|segment| {
             let Some(meta) = metas.next().flatten() else {
                 return false; // gone
@@ -208,15 +252,8 @@ impl Segments {
         Ok(segments)
     }
 
-    fn look_at(&self, segments: &[SegmentStats]) -> Result<Vec<Option<FileMeta>>> {
-        let path = |segment: &SegmentStats| self.shared.layout.segment(segment.name);
-        let paths: Vec<_> = segments.iter().map(path).collect();
-        self.shared
-            .call(self.step(), move |io| io.stat(&paths, false))
-    }
-
     /// Has these segments count as used at these times.
-    fn tell_used(&self, used: &[(SegmentStats, i64)]) -> Result<()> {
+    fn note_used(&self, used: &[(SegmentStats, i64)]) -> Result<()> {
         if used.is_empty() {
             return Ok(());
         }
@@ -226,21 +263,23 @@ impl Segments {
         };
         let files: Vec<_> = used.iter().map(file).collect();
         self.shared
-            .call(self.step(), move |io| io.touch(&files).map(|_| ()))
+            .call(self.files.step(), move |io| io.touch(&files).map(|_| ()))
     }
 
     /// The footer of a segment; `None` when it is gone or cannot be used.
     fn footer_of(&self, segment: &SegmentStats) -> Result<Option<Footer>> {
-        let (path, len) = (
-            self.shared.layout.segment(segment.name),
-            segment.len.min(TAIL),
-        );
-        let (mode, step) = (ReadMode::Default, self.step());
-        let Some(tail) = self.read_piece(path, segment.len - len, len as usize, mode, step)? else {
-            return Ok(None);
+        let name = segment.name;
+        let meta = BlobMeta {
+            blob: BlobName { sealed_ns: 0, name },
+            len: segment.len,
+            used_ns: segment.used_ns,
+            inode: 0,
         };
-        Ok(self
-            .footer(segment.name, &tail, segment.len, self.step())?
-            .ok())
+        let step = self.files.step();
+        match self.cache.footers(&[meta], ReadMode::Default, step).pop() {
+            Some(Ok(footer)) => Ok(footer.ok()),
+            Some(Err(error)) if error.kind() != ErrorKind::NotFound => Err(error),
+            _ => Ok(None),
+        }
     }
 }

@@ -9,8 +9,6 @@
 
 use std::collections::HashSet;
 use std::path::PathBuf;
-use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_infra::{LANE_SPACE, MonotonicTime};
@@ -18,14 +16,13 @@ use ucm_io::{FileMeta, Finish, IoJob, ReadMode};
 use ucm_quota::layout::SegmentName;
 use ucm_record::RecordMeta;
 
-use crate::segment::Segments;
+use super::uses::Uses;
+use crate::segment::cache::SegmentCache;
+use crate::segment::files::SegmentFiles;
 use crate::segment::format::{Entry, HEAD_LEN, Owner, encode_footer, encode_head, footer_len};
 use crate::segment::index::stats::SegmentStats;
 use crate::segment::index::{Known, SegmentNumber};
 use crate::segment::open::unsure;
-
-/// How long one step may take.
-const STEP: Duration = Duration::from_secs(30);
 
 /// A record to append again.
 pub(in crate::segment) struct Piece {
@@ -40,7 +37,8 @@ pub(in crate::segment) struct Piece {
 
 /// How the new segment is made.
 pub(in crate::segment) struct Reinsertion<'a> {
-    pub(in crate::segment) segments: &'a Segments,
+    pub(in crate::segment) cache: &'a SegmentCache<SegmentFiles>,
+    pub(in crate::segment) uses: &'a Uses,
     /// By which its records are told from other copies; `None`: now.
     pub(in crate::segment) sealed_ns: Option<u64>,
     /// It is as young as the youngest of these is when it gets its name; none: it is used now.
@@ -69,8 +67,8 @@ pub(in crate::segment) struct Reinserted {
 impl Reinsertion<'_> {
     /// Appends these records to a segment of our own and tells the index.
     pub(in crate::segment) fn append(&self, pieces: &[Piece]) -> Result<Reinserted> {
-        let (segments, space) = (self.segments, &self.segments.shared.space);
-        let name = segments.next_name();
+        let files = &self.cache.blobs;
+        let (name, space) = (files.next_name(), &files.shared.space);
         let records: u64 = pieces.iter().map(|piece| piece.entry.len).sum();
         let room = HEAD_LEN + records + footer_len(pieces.len());
         let reservation = match self.needed {
@@ -102,10 +100,10 @@ impl Reinsertion<'_> {
                 ));
             }
         } else {
-            let paths = [segments.private(name)];
+            let paths = [files.private(name)];
             let remove = move |io: &IoJob| io.remove(&paths).map(|_| ());
-            let until = segments.step();
-            segments.shared.io.job(LANE_SPACE, until, remove, |_| {}); // else swept by its age
+            let io = &files.shared.io;
+            io.job(LANE_SPACE, files.step(), remove, |_| {}); // else swept by its age
         }
         made.map(|_| done)
     }
@@ -118,10 +116,10 @@ impl Reinsertion<'_> {
         copies: &mut Vec<(&'p Piece, Entry)>,
         done: &mut Reinserted,
     ) -> Result<Option<Known>> {
-        let (segments, shared) = (self.segments, &self.segments.shared);
-        let (begun, path) = (segments.owner(name), segments.private(name));
+        let (files, shared) = (&self.cache.blobs, &self.cache.blobs.shared);
+        let (begun, path) = (files.owner(name), files.private(name));
         let head = encode_head(&begun, &shared.config.process);
-        segments.create_private(path.clone(), head, self.step())?;
+        files.create_private(path.clone(), head, self.step())?;
         let (mut end, mut first) = (HEAD_LEN, u32::MAX);
         for piece in pieces {
             let Some((meta, bytes)) = self.read(piece, done)? else {
@@ -173,12 +171,13 @@ impl Reinsertion<'_> {
 
     /// Its time of use, ns of Unix time.
     fn used(&self, name: SegmentName, ordinal: u32) -> Result<i64> {
-        let (segments, shared) = (self.segments, &self.segments.shared);
+        let (files, shared) = (&self.cache.blobs, &self.cache.blobs.shared);
         if self.as_young_as.is_empty() {
             let now = shared.clock.wall_ns();
             return Ok(shared.recency.published(name.as_id(), ordinal, now));
         }
-        let times = segments.look_at(self.as_young_as)?.into_iter().flatten();
+        let names = self.as_young_as.iter().map(|segment| segment.name);
+        let times = files.stat(names)?.into_iter().flatten();
         let known = self.as_young_as.iter().map(|segment| segment.used_ns);
         Ok(times
             .map(|meta| meta.mtime_ns)
@@ -189,7 +188,7 @@ impl Reinsertion<'_> {
 
     /// Tells the index, and which of the records are in use; the finder may have been faster.
     fn take_up(&self, known: &Known, copies: &[(&Piece, Entry)]) -> Option<SegmentNumber> {
-        let (index, uses) = (&self.segments.index, &self.segments.reclaim.uses);
+        let (index, uses) = (&self.cache.index, self.uses);
         let Some(number) = index.begin(*known) else {
             return index.number_of(known.name);
         };
@@ -212,9 +211,10 @@ impl Reinsertion<'_> {
         let Entry { id, offset, len } = piece.entry;
         for mode in [ReadMode::Default, ReadMode::FreshDirect] {
             let (from, step) = (piece.from.clone(), self.step());
-            let Some(bytes) = self
-                .segments
-                .read_piece(from, offset, len as usize, mode, step)?
+            let Some(bytes) =
+                self.cache
+                    .blobs
+                    .read_piece(from, offset, len as usize, mode, step)?
             else {
                 return Ok(None);
             };
@@ -235,51 +235,11 @@ impl Reinsertion<'_> {
         bytes: &[u8],
         len: u64,
     ) -> std::result::Result<RecordMeta, MissReason> {
-        Ok(self.segments.shared.verify(id, bytes, len)?.meta)
+        Ok(self.cache.blobs.shared.verify(id, bytes, len)?.meta)
     }
 
     /// Until when the next step may take.
     fn step(&self) -> MonotonicTime {
-        self.segments.step().min(self.until)
-    }
-}
-
-impl Segments {
-    /// Reads a piece of a file; `None` when the file is gone.
-    pub(in crate::segment) fn read_piece(
-        &self,
-        path: PathBuf,
-        offset: u64,
-        len: usize,
-        mode: ReadMode,
-        deadline: MonotonicTime,
-    ) -> Result<Option<Vec<u8>>> {
-        let read = move |io: &IoJob| io.read_piece(&path, offset, len, mode);
-        Ok(self.shared.call(deadline, read)?.map(|(bytes, _)| bytes))
-    }
-
-    /// Makes a private file with these first bytes.
-    pub(in crate::segment) fn create_private(
-        &self,
-        path: PathBuf,
-        head: Vec<u8>,
-        deadline: MonotonicTime,
-    ) -> Result<()> {
-        let mode = self.shared.config.modes.file;
-        self.shared
-            .call(deadline, move |io| io.create(&path, &head, 0, mode))
-    }
-
-    /// A name that was never used.
-    pub(in crate::segment) fn next_name(&self) -> SegmentName {
-        SegmentName {
-            writer: self.shared.config.writer,
-            sequence: self.shared.sequence.fetch_add(1, Ordering::Relaxed),
-        }
-    }
-
-    /// Until when the next step may take.
-    pub(in crate::segment) fn step(&self) -> MonotonicTime {
-        self.shared.clock.now().after(STEP)
+        self.cache.blobs.step().min(self.until)
     }
 }

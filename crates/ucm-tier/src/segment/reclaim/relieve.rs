@@ -10,9 +10,8 @@ use std::sync::atomic::Ordering;
 
 use ucm_core::{PAGE, Result, round_up};
 
-use super::Sources;
 use super::claim::Claim;
-use crate::segment::Segments;
+use super::{Reclaim, Sources};
 use crate::segment::index::stats::{CopyStatus, SegmentStats};
 
 /// Use of the limit, in percent, from which on room is short: a removal leaves little more than
@@ -21,18 +20,26 @@ const SHORT: u64 = 70;
 /// Part of the limit that is among the next to go: what one removal takes, and more.
 const NEXT: u64 = 4;
 
-impl Segments {
-    /// Looks whether room is short, and appends again what has to be.
-    pub(super) fn relieve(&self) {
-        let usage = self.shared.space.usage();
-        let quota = self.shared.config.rules.namespace_quota;
+/// The turn of a process whose room may be short.
+pub(super) struct Relief<'a> {
+    pub(super) reclaim: &'a Reclaim,
+    /// Bytes of the segment that records in use are appended to.
+    pub(super) room: u64,
+}
+
+impl Relief<'_> {
+    /// Checks whether room is short, and appends again what has to be.
+    pub(super) fn turn(&self) {
+        let (reclaim, shared) = (self.reclaim, &self.reclaim.shared);
+        let usage = shared.space.usage();
+        let quota = shared.config.rules.namespace_quota;
         let quota = quota.map_or(u64::MAX, |quota| quota.bytes(usage.capacity));
-        let mut all = self.index.stats();
+        let mut all = reclaim.index.stats();
         let stored: u64 = all.iter().map(|segment| segment.len).sum();
         let much = |limit: u64| limit / 100 * SHORT;
         let short = usage.counted && (usage.used >= much(usage.capacity) || stored >= much(quota));
-        let uses = &self.reclaim.uses;
-        uses.room_is_short(short, |segment| self.index.file_len(segment).is_some());
+        let uses = &reclaim.uses;
+        uses.room_is_short(short, |segment| reclaim.index.file_len(segment).is_some());
         if !short {
             return;
         }
@@ -41,37 +48,39 @@ impl Segments {
         all.retain(|segment| {
             let next = before < most || self.expires_soon(segment);
             before += segment.len;
-            next && segment.part == self.shared.config.part && uses.count(segment.number) > 0
+            next && segment.part == shared.config.part && uses.count(segment.number) > 0
         });
-        if all.is_empty() || self.unless_closing().is_err() {
+        if all.is_empty() || reclaim.files.unless_closing().is_err() {
             return;
         }
         // Several engines and ranks may use the same records, and know of it at the same time: one
         // of them copies.
-        let claim = Claim::take(self);
+        let claim = Claim::take(reclaim);
         let relieved =
             claim.and_then(|claim| claim.map_or(Ok(()), |_claim| self.relieve_these(&all)));
-        if relieved.is_err() && self.unless_closing().is_ok() {
+        if relieved.is_err() && reclaim.files.unless_closing().is_ok() {
             let _ = self.renew(&all); // what cannot be told either is removed for its age
         }
     }
 
     /// Whether half of the time after which it is removed for its age has passed.
     fn expires_soon(&self, segment: &SegmentStats) -> bool {
-        let expires = self.shared.config.rules.expire_after;
+        let expires = self.reclaim.shared.config.rules.expire_after;
         expires.is_some_and(|after| {
             let half = i64::try_from(after.as_nanos() / 2).unwrap_or(i64::MAX);
-            segment.used_ns < self.now_ns().saturating_sub(half)
+            let now = i64::try_from(self.reclaim.shared.clock.wall_ns()).unwrap_or(i64::MAX);
+            segment.used_ns < now.saturating_sub(half)
         })
     }
 
     fn relieve_these(&self, next: &[SegmentStats]) -> Result<()> {
-        let (uses, mut sources, mut room) = (&self.reclaim.uses, Sources::default(), self.room());
+        let (reclaim, mut sources, mut room) = (self.reclaim, Sources::default(), self.room);
+        let uses = &reclaim.uses;
         let known: HashMap<_, _> = next
             .iter()
             .map(|known| (known.number, known.used_ns))
             .collect();
-        for segment in self.with_times(next.to_vec())? {
+        for segment in reclaim.with_times(next.to_vec())? {
             let used_since = known
                 .get(&segment.number)
                 .is_some_and(|used| *used < segment.used_ns);
@@ -79,17 +88,17 @@ impl Segments {
             let footer = if used_since {
                 None
             } else {
-                self.footer_of(&segment)?
+                reclaim.footer_of(&segment)?
             };
             let Some(footer) = footer else {
                 uses.forget(segment.number);
                 continue;
             };
-            self.add_source(&mut sources, segment, footer, |entry| {
-                let status = self
+            reclaim.add_source(&mut sources, segment, footer, |entry| {
+                let status = reclaim
                     .index
                     .copy_status(entry.id, segment.number, entry.offset);
-                let fits = self.is_ours(entry.len) && entry.len <= room;
+                let fits = reclaim.lengths.is_ours(entry.len) && entry.len <= room;
                 let goes =
                     status == CopyStatus::Current && fits && uses.has(segment.number, entry.offset);
                 room -= if goes { entry.len } else { 0 };
@@ -97,8 +106,8 @@ impl Segments {
             });
         }
         if !sources.pieces.is_empty() {
-            let made = self.append_again(&sources, &[])?;
-            self.reclaim
+            let made = reclaim.append_again(&sources, &[])?;
+            reclaim
                 .reinserted
                 .fetch_add(made.records, Ordering::Relaxed);
             made.number
@@ -107,7 +116,7 @@ impl Segments {
         }
         // Those that found no room in this turn are among the next still, with the records that are
         // left.
-        if room >= round_up(self.shared.config.record.record_len() as u64, PAGE) {
+        if room >= round_up(reclaim.shared.config.record.record_len() as u64, PAGE) {
             sources
                 .segments
                 .iter()
@@ -118,7 +127,8 @@ impl Segments {
 
     /// Has these segments count as used whole.
     fn renew(&self, segments: &[SegmentStats]) -> Result<()> {
-        let (recency, wall) = (&self.shared.recency, self.shared.clock.wall_ns());
+        let shared = &self.reclaim.shared;
+        let (recency, wall) = (&shared.recency, shared.clock.wall_ns());
         let asked: Vec<_> = segments
             .iter()
             .map(|segment| (segment.name.as_id(), 0))
@@ -128,6 +138,7 @@ impl Segments {
             self.reclaim.uses.forget(segment.number);
             Some((*segment, *due.get(&segment.name.as_id())?))
         };
-        self.tell_used(&segments.iter().filter_map(time).collect::<Vec<_>>())
+        self.reclaim
+            .note_used(&segments.iter().filter_map(time).collect::<Vec<_>>())
     }
 }

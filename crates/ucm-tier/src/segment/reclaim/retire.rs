@@ -6,8 +6,7 @@ use std::collections::BTreeSet;
 use ucm_core::Result;
 use ucm_infra::MonotonicTime;
 
-use super::State;
-use crate::segment::Segments;
+use super::Reclaim;
 use crate::segment::index::SegmentNumber;
 use crate::segment::index::stats::SegmentStats;
 
@@ -19,47 +18,39 @@ pub(super) struct Retiring {
     pub(super) relied: BTreeSet<SegmentNumber>,
 }
 
-impl Segments {
-    /// Removes those whose time has come. What cannot be removed is found again by a later look:
-    /// nothing of it is needed.
-    pub(super) fn retire_due(&self, state: &mut State, now: MonotonicTime) {
-        for retiring in state
-            .retiring
-            .extract_if(.., |retiring| retiring.due <= now)
-        {
-            let _ = self.retire(&retiring);
-        }
-    }
-
-    fn retire(&self, retiring: &Retiring) -> Result<()> {
-        self.unless_closing()?;
-        self.shared.check_marker(self.step())?;
+impl Retiring {
+    /// Removes them. What cannot be removed is found again by a later turn: nothing of it is
+    /// needed.
+    pub(super) fn remove(&self, reclaim: &Reclaim) -> Result<()> {
+        let (files, shared) = (&reclaim.files, &reclaim.shared);
+        files.unless_closing()?;
+        shared.check_marker(files.step())?;
         // Somebody may have removed what the others were copied to: then these are all there is.
-        let mut relied = self.index.stats();
-        relied.retain(|segment| retiring.relied.contains(&segment.number));
-        let there = self.look_at(&relied)?;
+        let mut relied = reclaim.index.stats();
+        relied.retain(|segment| self.relied.contains(&segment.number));
+        let there = files.stat(relied.iter().map(|segment| segment.name))?;
         let times: Vec<i64> = there
             .into_iter()
             .zip(&relied)
             .filter_map(|(meta, known)| meta.filter(|meta| meta.len == known.len))
             .map(|meta| meta.mtime_ns)
             .collect();
-        if times.len() < retiring.relied.len() {
+        if times.len() < self.relied.len() {
             return Ok(());
         }
-        self.pass_on_use(retiring, relied, &times)?;
-        let before = self.shared.space.counts();
-        let path = |segment: &SegmentStats| self.shared.layout.segment(segment.name);
-        let paths: Vec<_> = retiring.segments.iter().map(path).collect();
-        let answers = self.shared.call(self.step(), move |io| io.remove(&paths))?;
+        self.pass_on_use(reclaim, relied, &times)?;
+        let before = shared.space.counts();
+        let path = |segment: &SegmentStats| shared.layout.segment(segment.name);
+        let paths: Vec<_> = self.segments.iter().map(path).collect();
+        let answers = shared.call(files.step(), move |io| io.remove(&paths))?;
         let mut freed = 0;
-        for (segment, answer) in retiring.segments.iter().zip(answers) {
+        for (segment, answer) in self.segments.iter().zip(answers) {
             let Ok(removed) = answer else { continue };
             freed += if removed { segment.len } else { 0 };
-            self.index.vanished(segment.number);
-            self.reclaim.uses.forget(segment.number);
+            reclaim.index.vanished(segment.number);
+            reclaim.uses.forget(segment.number);
         }
-        self.shared.space.deleted(freed, before);
+        shared.space.deleted(freed, before);
         Ok(())
     }
 
@@ -67,17 +58,14 @@ impl Segments {
     /// relied on.
     fn pass_on_use(
         &self,
-        retiring: &Retiring,
+        reclaim: &Reclaim,
         relied: Vec<SegmentStats>,
         times: &[i64],
     ) -> Result<()> {
-        let now = self.look_at(&retiring.segments)?.into_iter().flatten();
+        let names = self.segments.iter().map(|segment| segment.name);
+        let now = reclaim.files.stat(names)?.into_iter().flatten();
         let used = now.map(|meta| meta.mtime_ns).max().unwrap_or(i64::MIN);
-        let before = retiring
-            .segments
-            .iter()
-            .map(|segment| segment.used_ns)
-            .max();
+        let before = self.segments.iter().map(|segment| segment.used_ns).max();
         if before.is_none_or(|before| used <= before) {
             return Ok(());
         }
@@ -85,7 +73,7 @@ impl Segments {
             .into_iter()
             .zip(times)
             .filter(|(_, time)| **time < used);
-        self.tell_used(
+        reclaim.note_used(
             &older
                 .map(|(segment, _)| (segment, used))
                 .collect::<Vec<_>>(),

@@ -16,7 +16,8 @@ use ucm_core::{BlockId, PAGE};
 use ucm_infra::{LANE_SPACE, MonotonicTime};
 use ucm_io::IoJob;
 
-use crate::segment::Segments;
+use crate::segment::cache::SegmentCache;
+use crate::segment::files::SegmentFiles;
 use crate::segment::index::{Hit, SegmentNumber};
 
 /// Part of a segment's records that must be in use for the whole of it to count as used.
@@ -76,62 +77,61 @@ impl Uses {
     pub(super) fn forget(&self, segment: SegmentNumber) {
         self.pages.lock().remove(&segment);
     }
-}
 
-impl Segments {
-    /// Tells the file system, of every segment of which these records are and that was not told
-    /// this minute, that it was used. While room is short, only if much of it is in use.
+    /// Sets the time of every segment that these records are in and whose time was not set this
+    /// minute. While room is short, only if much of it is in use.
     pub(in crate::segment) fn touch(
-        self: &Arc<Self>,
+        &self,
+        cache: &SegmentCache<SegmentFiles>,
         ids: &[(BlockId, u32)],
         deadline: MonotonicTime,
     ) {
-        let (uses, short) = (&self.reclaim.uses, self.reclaim.uses.is_room_short());
+        let (index, shared) = (&cache.index, &cache.blobs.shared);
+        let short = self.is_room_short();
         // By the segment's name: a record of it, the least ordinal, and how many.
         let mut used: HashMap<BlockId, (Hit, u32, u64)> = HashMap::new();
         for &(id, ordinal) in ids {
-            let Some(hit) = self.index.find(id).filter(|hit| !hit.private) else {
+            let Some(hit) = index.find(id).filter(|hit| !hit.private) else {
                 continue;
             };
             if short {
-                uses.note(hit.segment, hit.offset);
+                self.note(hit.segment, hit.offset);
             }
             let (_, least, blocks) = used.entry(hit.name.as_id()).or_insert((hit, ordinal, 0));
             (*least, *blocks) = ((*least).min(ordinal), *blocks + 1);
         }
         used.retain(|_, (hit, _, _)| {
-            let whole =
-                !short || uses.count(hit.segment) * SHARE >= self.index.blocks_of(hit.segment);
+            let whole = !short || self.count(hit.segment) * SHARE >= index.blocks_of(hit.segment);
             if whole {
-                uses.forget(hit.segment); // it is about to be told
+                self.forget(hit.segment); // its time is about to be set
             }
             whole
         });
         let asked = used.iter().map(|(name, (_, ordinal, _))| (*name, *ordinal));
         let asked: Vec<_> = asked.collect();
-        let due = self.shared.recency.due(&asked, self.shared.clock.wall_ns());
+        let due = shared.recency.due(&asked, shared.clock.wall_ns());
         let (mut files, mut blocks) = (Vec::new(), Vec::new());
         for (id, time) in due {
             if let Some((hit, _, count)) = used.get(&id) {
-                self.index.used(hit.segment, time);
-                files.push((self.shared.layout.segment(hit.name), time));
+                index.used(hit.segment, time);
+                files.push((shared.layout.segment(hit.name), time));
                 blocks.push(*count);
             }
         }
         if files.is_empty() {
             return;
         }
-        let shared = Arc::clone(&self.shared);
+        let root = Arc::clone(shared);
         let touch = move |io: &IoJob| {
             let touched = io.touch(&files)?;
             let there = touched
                 .iter()
                 .zip(blocks)
                 .filter(|(file, _)| matches!(file, Ok(true)));
-            shared.recency.count(there.map(|(_, blocks)| blocks).sum());
+            root.recency.count(there.map(|(_, blocks)| blocks).sum());
             Ok(())
         };
-        self.shared.io.job(LANE_SPACE, deadline, touch, |_| {});
+        shared.io.job(LANE_SPACE, deadline, touch, |_| {});
     }
 }
 

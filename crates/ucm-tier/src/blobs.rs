@@ -1,0 +1,94 @@
+//! Named immutable bytes: the one shape that a directory and a bucket have in common.
+//!
+//! A medium that keeps segments implements [`Blobs`], which knows nothing of records. Reading,
+//! discovery and lookups stand once above it, in [`crate::segment`]. Every call blocks until its
+//! deadline at the latest. Names, clocks, retries and listings that lag are the medium's own.
+
+use std::ops::Range;
+
+use ucm_core::{Error, ErrorKind, Result};
+use ucm_infra::MonotonicTime;
+use ucm_io::{IoJob, ReadMode};
+use ucm_quota::layout::SegmentName;
+
+/// A segment as a medium names it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct BlobName {
+    /// When it was sealed, ns of Unix time. Names in a bucket begin with it; a directory's do not
+    /// have it.
+    pub(crate) sealed_ns: u64,
+    pub(crate) name: SegmentName,
+}
+
+/// A segment as a listing shows it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct BlobMeta {
+    pub(crate) blob: BlobName,
+    /// Bytes.
+    pub(crate) len: u64,
+    /// When it was last used, as far as a listing shows it, ns of Unix time.
+    pub(crate) used_ns: i64,
+    /// Another number for another file of the same name; 0 where the medium has none.
+    pub(crate) inode: u64,
+}
+
+/// Where a read begins.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ReadAt {
+    pub(crate) blob: BlobName,
+    /// It is still being written by this process, and has no name that others see.
+    pub(crate) open: bool,
+    /// Bytes from its beginning.
+    pub(crate) offset: u64,
+}
+
+/// What a read came to.
+pub(crate) struct Filled {
+    /// Bytes that arrived, from the first on.
+    pub(crate) bytes: usize,
+    /// Why no more did; none where the blob ends there, or all arrived.
+    pub(crate) failed: Option<Error>,
+}
+
+/// A piece of a blob in memory, and the blob's length; of a medium that does not return it the end
+/// of what was wanted.
+pub(crate) type BlobPiece = (Vec<u8>, u64);
+
+/// See the module.
+pub(crate) trait Blobs: Send + Sync + 'static {
+    /// Fewest and most bytes of one read for several records, as far as there are as many: so many
+    /// that reading takes longer than starting another thread.
+    const RUN: (usize, usize);
+    /// Parts of a record can be read by themselves.
+    const READS_PARTS: bool;
+    /// A name has the time at which its segment was sealed.
+    const NAMES_HAVE_TIMES: bool;
+
+    /// Reads one stretch into several buffers: `len` bytes for the first from `at` on, for the next
+    /// the bytes behind them, each into the start of its buffer. `NotFound` where there is no such
+    /// blob. Past every cache with [`ReadMode::FreshDirect`], where the medium has one; then there
+    /// is one buffer.
+    fn read(&self, io: &IoJob, at: ReadAt, into: Vec<(&mut [u8], usize)>, mode: ReadMode)
+    -> Filled;
+
+    /// Reads parts of a stretch to where they lie in it; the bytes that arrived. Called where
+    /// [`Blobs::READS_PARTS`].
+    fn read_parts(
+        &self,
+        _io: &IoJob,
+        _at: ReadAt,
+        _parts: &[Range<usize>],
+        _buf: &mut [u8],
+    ) -> Result<usize> {
+        Err(Error::new(ErrorKind::Unsupported, "it is read whole"))
+    }
+
+    /// Reads a piece of each of these blobs, as many at once as is good for the medium: an answer
+    /// for each, in the same order. For threads that are not a pool's own.
+    fn read_pieces(
+        &self,
+        pieces: Vec<(BlobName, Range<u64>)>,
+        mode: ReadMode,
+        deadline: MonotonicTime,
+    ) -> Vec<Result<BlobPiece>>;
+}

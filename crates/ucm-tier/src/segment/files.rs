@@ -1,0 +1,231 @@
+//! The segments of a root as files: where they lie, and the calls on them.
+
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use ucm_core::{Error, ErrorKind, Result};
+use ucm_infra::{LANE_LOOKUP, MonotonicTime};
+use ucm_io::{FileMeta, IoJob, ReadMode};
+use ucm_quota::layout::SegmentName;
+
+use super::format::Owner;
+use crate::blobs::{BlobMeta, BlobName, BlobPiece, Blobs, Filled, ReadAt};
+use crate::reading::explain;
+use crate::shared::Shared;
+
+/// How long one step of a background thread may take.
+const STEP: Duration = Duration::from_secs(30);
+
+/// See the module.
+pub(crate) struct SegmentFiles {
+    pub(crate) shared: Arc<Shared>,
+    closing: AtomicBool,
+}
+
+impl SegmentFiles {
+    pub(crate) fn new(shared: Arc<Shared>) -> Self {
+        Self {
+            shared,
+            closing: AtomicBool::new(false),
+        }
+    }
+
+    /// Where a segment lies that is being written, or that others see.
+    fn path(&self, name: SegmentName, open: bool) -> PathBuf {
+        if open {
+            self.private(name)
+        } else {
+            self.shared.layout.segment(name)
+        }
+    }
+
+    pub(super) fn private(&self, name: SegmentName) -> PathBuf {
+        self.shared.layout.private(name.writer, name.sequence)
+    }
+
+    /// A name that was never used.
+    pub(super) fn next_name(&self) -> SegmentName {
+        SegmentName {
+            writer: self.shared.config.writer,
+            sequence: self.shared.sequence.fetch_add(1, Ordering::Relaxed),
+        }
+    }
+
+    /// What a segment of this name that begins now says of itself.
+    pub(super) fn owner(&self, name: SegmentName) -> Owner {
+        Owner {
+            name,
+            namespace: *self.shared.config.identity.digest(),
+            part: self.shared.config.part,
+            time_ns: self.shared.clock.wall_ns(),
+        }
+    }
+
+    /// Until when the next step of a background thread may take.
+    pub(super) fn step(&self) -> MonotonicTime {
+        self.shared.clock.now().after(STEP)
+    }
+
+    /// From now on background work ends at its next step.
+    pub(super) fn close(&self) {
+        self.closing.store(true, Ordering::Release);
+    }
+
+    pub(super) fn is_closing(&self) -> bool {
+        self.closing.load(Ordering::Acquire)
+    }
+
+    /// An error once the store closes.
+    pub(super) fn unless_closing(&self) -> Result<()> {
+        if self.is_closing() {
+            return Err(Error::new(ErrorKind::Closed, "the store is closed"));
+        }
+        Ok(())
+    }
+
+    /// Reads a piece of a file; `None` when the file is gone.
+    pub(super) fn read_piece(
+        &self,
+        path: PathBuf,
+        offset: u64,
+        len: usize,
+        mode: ReadMode,
+        deadline: MonotonicTime,
+    ) -> Result<Option<Vec<u8>>> {
+        let read = move |io: &IoJob| io.read_piece(&path, offset, len, mode);
+        Ok(self.shared.call(deadline, read)?.map(|(bytes, _)| bytes))
+    }
+
+    /// Makes a private file with these first bytes.
+    pub(super) fn create_private(
+        &self,
+        path: PathBuf,
+        head: Vec<u8>,
+        deadline: MonotonicTime,
+    ) -> Result<()> {
+        let mode = self.shared.config.modes.file;
+        let create = move |io: &IoJob| io.create(&path, &head, 0, mode);
+        self.shared.call(deadline, create)
+    }
+
+    /// Metadata of segments; none of one that is gone.
+    pub(super) fn stat(
+        &self,
+        names: impl Iterator<Item = SegmentName>,
+    ) -> Result<Vec<Option<FileMeta>>> {
+        let paths: Vec<_> = names.map(|name| self.shared.layout.segment(name)).collect();
+        self.shared
+            .call(self.step(), move |io| io.stat(&paths, false))
+    }
+
+    /// The time of the file server: that of a file made just now.
+    pub(super) fn server_time(&self, deadline: MonotonicTime) -> Result<i64> {
+        let path = self.private(self.next_name());
+        let mode = self.shared.config.modes.file;
+        let stat = move |io: &IoJob| {
+            io.create(&path, &[0], 0, mode)?;
+            let meta = io.look(path.clone());
+            let _ = io.remove(&[path]); // a file that stays is swept by its age
+            meta
+        };
+        match self.shared.call(deadline, stat)? {
+            Some(meta) => Ok(meta.mtime_ns),
+            None => {
+                let text = "a private file of our own is gone";
+                Err(Error::new(ErrorKind::NotFound, text))
+            }
+        }
+    }
+}
+
+impl BlobMeta {
+    /// A segment's file as it was listed.
+    pub(super) fn of_file(name: SegmentName, meta: &FileMeta) -> Self {
+        Self {
+            blob: BlobName { sealed_ns: 0, name },
+            len: meta.len,
+            used_ns: meta.mtime_ns,
+            inode: meta.ino,
+        }
+    }
+}
+
+impl Blobs for SegmentFiles {
+    /// Four blocks of 256 KiB with their headers at most: they are still in a cache of the
+    /// processor when the thread that has read them verifies them.
+    const RUN: (usize, usize) = (256 << 10, 5 << 18);
+    const READS_PARTS: bool = true;
+    const NAMES_HAVE_TIMES: bool = false;
+
+    fn read(
+        &self,
+        io: &IoJob,
+        at: ReadAt,
+        mut into: Vec<(&mut [u8], usize)>,
+        mode: ReadMode,
+    ) -> Filled {
+        let mut open = at.open;
+        loop {
+            let path = self.path(at.blob.name, open);
+            let read = match (&mut into[..], mode) {
+                ([(bytes, len)], ReadMode::FreshDirect) => io
+                    .read(&path, at.offset, *len, bytes, mode)
+                    .map(|read| read.bytes),
+                (buffers, _) => {
+                    let into = buffers.iter_mut().map(|(bytes, len)| (&mut **bytes, *len));
+                    io.read_into(&path, at.offset, into.collect(), !open)
+                }
+            };
+            let failed = match read {
+                Ok(bytes) => {
+                    return Filled {
+                        bytes,
+                        failed: None,
+                    };
+                }
+                // Sealed since it was found, or about to be.
+                Err(error) if open && error.kind() == ErrorKind::NotFound => {
+                    open = false;
+                    continue;
+                }
+                Err(error) => Some(explain(io, path, error)),
+            };
+            return Filled { bytes: 0, failed };
+        }
+    }
+
+    fn read_parts(
+        &self,
+        io: &IoJob,
+        at: ReadAt,
+        parts: &[Range<usize>],
+        buf: &mut [u8],
+    ) -> Result<usize> {
+        let path = self.path(at.blob.name, at.open);
+        io.read_parts(&path, at.offset, parts, buf, !at.open)
+    }
+
+    fn read_pieces(
+        &self,
+        pieces: Vec<(BlobName, Range<u64>)>,
+        mode: ReadMode,
+        deadline: MonotonicTime,
+    ) -> Vec<Result<BlobPiece>> {
+        let reads: Vec<_> = pieces
+            .into_iter()
+            .map(|(blob, range)| {
+                let path = self.shared.layout.segment(blob.name);
+                let len = (range.end - range.start) as usize;
+                let read = move |io: &IoJob| match io.read_piece(&path, range.start, len, mode)? {
+                    Some(piece) => Ok(piece),
+                    None => Err(Error::new(ErrorKind::NotFound, "this segment is gone")),
+                };
+                self.shared.io.begin(LANE_LOOKUP, deadline, read)
+            })
+            .collect();
+        reads.into_iter().map(|read| read.wait()).collect()
+    }
+}
