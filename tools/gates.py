@@ -1,7 +1,7 @@
-"""Checks that the house keeps its shape; ``make lint`` runs it.
+"""Checks the structure of the repository; ``make lint`` runs it.
 
-Each gate prints every place that fails. What is known and allowed stands in ``gates.toml`` beside
-this file, with the reason; an entry that is no longer needed fails too.
+Each gate prints every place that fails. Exceptions are in ``gates.toml`` beside this file, with
+reasons; an entry that is no longer needed fails too.
 
 ====== =====================================================================================
 gate   rule
@@ -31,7 +31,7 @@ from lines import rust_sources
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES, METHODS, COLUMNS = 2, 40, 100
-#: Lines that may be longer: tables, addresses, and what a tool reads at the end of a line.
+#: Lines that may be longer: tables, addresses, and directives for tools at the end of a line.
 FREE = re.compile(r"^[ >/!]*\||https?://|# (noqa|type:)")
 TYPE = re.compile(r"^\s*pub(?:\(crate\))? (?:struct|enum|union|trait|type) (\w+)")
 IMPL = re.compile(r"^(\s*)(?:unsafe )?impl(?:<.*?>)? (?:.*? for )?(?:[\w:]*::)?(\w+)")
@@ -58,7 +58,7 @@ def rust() -> dict[Path, list[str]]:
 
 
 def impls(sources: dict[Path, list[str]]) -> Iterator[tuple[str, str]]:
-    """Types whose functions are too many, or stand in too many files."""
+    """Types with too many functions, or with functions in too many files."""
     types = defaultdict(set)
     for path, lines in sources.items():
         for line in lines:
@@ -69,7 +69,7 @@ def impls(sources: dict[Path, list[str]]) -> Iterator[tuple[str, str]]:
         crate, owner, depth = path.parts[1], "", ""
         for number, line in enumerate(lines):
             if found := IMPL.match(line):
-                # The functions of a trait are the trait's, wherever they stand.
+                # The functions of a trait belong to the trait.
                 depth, owner = found[1], "" if " for " in line.split("{")[0] else found[2]
             elif owner and line == depth + "}":
                 owner = ""
@@ -91,7 +91,7 @@ def impls(sources: dict[Path, list[str]]) -> Iterator[tuple[str, str]]:
 
 
 def names(sources: dict[Path, list[str]]) -> Iterator[tuple[str, str]]:
-    """Type names that stand for several things."""
+    """Type names that are used for several types."""
     places = defaultdict(list)
     for path, lines in sources.items():
         for number, line in enumerate(lines):
@@ -107,7 +107,7 @@ def names(sources: dict[Path, list[str]]) -> Iterator[tuple[str, str]]:
 
 def rust_imports(sources: dict[Path, list[str]]) -> dict[str, set[str]]:
     """The files that each file of a crate imports from. Names that a parent re-exports count for
-    the file that has them, and ``mod`` and ``pub use`` of a parent count for nothing."""
+    their own file; ``mod`` and ``pub use`` of a parent do not count."""
     modules = {}
     for path in sources:
         inside = path.relative_to(Path(*path.parts[:3])).with_suffix("").parts
@@ -233,7 +233,8 @@ def at_import(body: Iterable[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]
 
 
 def circles(edges: dict[str, set[str]]) -> Iterator[tuple[str, str]]:
-    """Files that import each other: one circle after the other, each without its edges then."""
+    """Files that import each other: one circle after the other, each without the edges of the
+    earlier ones."""
     left = {node: set(others) for node, others in edges.items()}
     while True:
         try:
@@ -273,8 +274,8 @@ def prose() -> Iterator[tuple[Path, str]]:
 
 
 def words(banned: dict[str, str]) -> tuple[int, int, dict[Path, Counter[str]]]:
-    """How many words of prose there are, how many of them are private ones, and which stand
-    where."""
+    """The number of words of prose, the number of private ones among them, and the latter by
+    file."""
     pattern = re.compile(r"\b(" + "|".join(banned) + r")\b", re.IGNORECASE)
     total, where = 0, {}
     for path, text in prose():

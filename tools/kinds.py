@@ -1,9 +1,9 @@
 """Writes the tables of docs/configuration.md that come from the registry of kinds of tiers: the
 stores, and the keys of each kind.
 
-Run it after a kind or one of its options changed, with the core built; with ``--check`` it only
-says whether the page is as it should be (a test does that). A table stands between ``<!-- <name>:
-made by tools/kinds.py -->`` and ``<!-- end -->``; every kind that has keys needs one.
+Run it after a change of a kind or one of its options, with the core built; with ``--check`` it only
+checks that the page is up to date (a test does that). A table stands between ``<!-- <name>: made by
+tools/kinds.py -->`` and ``<!-- end -->``; every kind that has keys needs one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 TABLE = re.compile(
     r"(<!-- (?P<name>[^:>]+): made by tools/kinds\.py -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL
 )
-#: What may be written for a value of each format, where the option names no unit itself.
+#: The unit of a value of each format, if the option has none itself.
 UNITS = {
     "directories": "path",
     "size": "size",
@@ -59,12 +59,12 @@ def keys(kind: Kind, section: str = "") -> Iterator[str]:
 
 
 def keys_of(kind: Kind) -> dict[str, Any]:
-    """The keys of a kind with their defaults, but for those of every store."""
+    """The keys of a kind with their defaults, except those of every store."""
     return dict(kind.defaults) if kind is COMMON else own_keys(kind)
 
 
 def default_of(schema: Schema, default: Any) -> str:
-    """A default as it would be written."""
+    """A default in its written form."""
     if default is None or default == []:
         return str(schema.get("unset", "none"))
     if isinstance(default, bool):
@@ -77,7 +77,7 @@ def default_of(schema: Schema, default: Any) -> str:
 
 
 def unit_of(schema: Schema) -> str:
-    """What may be written for an option, with its bounds."""
+    """The unit of an option, with its bounds."""
     if several := choices(schema):
         return ", ".join(several)
     unit = (
@@ -101,7 +101,7 @@ def unit_of(schema: Schema) -> str:
 
 
 def meaning_of(schema: Schema) -> str:
-    """What an option is for, and its other spellings."""
+    """The meaning of an option, and its other spellings."""
     others = [f"`{name}`" for name in (*schema.get("aliases", ()), *schema.get("env", ()))]
     others += [f"`{name}` (a number of GiB)" for name in schema.get("aliases_gib", ())]
     meaning = " ".join(schema["description"].split()).replace("|", "\\|")
@@ -122,8 +122,7 @@ def tables() -> dict[str, str]:
 
 
 def written(page: str) -> str:
-    """The page with its tables made anew. Raises LookupError where one is missing, or is none of
-    ours."""
+    """The page with new tables. Raises LookupError if one is missing or unknown."""
     made = tables()
     standing = [found["name"] for found in TABLE.finditer(page)]
     if sorted(standing) != sorted(made):
@@ -136,7 +135,7 @@ def written(page: str) -> str:
 
 
 def main() -> int:
-    """Writes the page, or says whether it is as it should be."""
+    """Writes the page, or checks that it is up to date."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0] if __doc__ else None)
     parser.add_argument(
         "--check", action="store_true", help="write nothing; fail if the page is out of date"

@@ -1,9 +1,9 @@
-"""Writes THIRD-PARTY-LICENSES.txt: the licences of everything from others that is linked into the
+"""Writes THIRD-PARTY-LICENSES.txt: the licences of all third-party code that is linked into the
 wheel.
 
-Run it by hand after a change of Cargo.lock; with ``--check`` it only says whether the file is as it
-should be (a test does that). Needs cargo and the sources of the crates, which every build has
-fetched, and no network.
+Run it by hand after a change of Cargo.lock; with ``--check`` it only checks that the file is up to
+date (a test does that). Needs cargo and the crates' sources, which every build has fetched, and no
+network.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "THIRD-PARTY-LICENSES.txt"
-#: What wheels are built for, and the crate that they are built from.
+#: Targets of wheels, and their crate.
 TARGETS = ("x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu")
 FEATURES = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["maturin"][
     "features"
 ]
 CRATE = ["--package", "ucm-py", "--features", ",".join(FEATURES)]
-#: The standard library is linked too; compilers come with and without its texts, so it stands here.
+#: The standard library is linked too; not every compiler ships its texts, so they are here.
 STD = "Copyright (c) The Rust Project Contributors"
 
 MIT = """Permission is hereby granted, free of charge, to any person obtaining a copy of this software and associated
@@ -46,13 +46,13 @@ choice (OR) it is used under the licence whose text is given. Made by tools/lice
 
 
 def cargo(*arguments: str) -> str:
-    """The output of cargo, which fetches nothing."""
+    """The output of cargo, offline."""
     command = ["cargo", *arguments, "--locked", "--offline"]
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
 def linked() -> set[tuple[str, str]]:
-    """Names and versions of the crates from others that end up in the module, on any target."""
+    """Names and versions of the third-party crates in the module, on any target."""
     asked = [
         "tree",
         *CRATE,
@@ -71,7 +71,7 @@ def linked() -> set[tuple[str, str]]:
 
 
 def texts(package: dict[str, str]) -> list[str]:
-    """The licence texts of a package, without those that nobody has to choose."""
+    """The licence texts of a package, without unneeded alternatives."""
     where = Path(package["manifest_path"]).parent
     files = sorted(
         path for path in where.iterdir() if re.match(r"(?i)licen[cs]e|copying|notice", path.name)
@@ -86,7 +86,7 @@ def texts(package: dict[str, str]) -> list[str]:
     ]
     if not found:
         raise SystemExit(
-            f"{package['name']}: no licence text in its package; say in tools/licences.py where"
+            f"{package['name']}: no licence text in its package; add its source to tools/licences.py"
             " one is"
         )
     return [re.sub(r"[ ]+$", "", text, flags=re.MULTILINE) for text in found]

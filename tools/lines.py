@@ -1,12 +1,12 @@
-"""Prints how many lines there are; with ``--budget`` fails where they are too many.
+"""Prints the number of lines; with ``--budget`` fails if there are too many.
 
 * Rust: every line of ``crates/*/src`` without ``ucm-testkit``, without files of tests
-  (``tests.rs``, ``tests_*.rs``, ``tests/``) and without modules under ``#[cfg(test)]``, in files
-  of their own too.
-* Python: every line of ``python/ucm``, without files of at most 5 lines, which re-export.
+  (``tests.rs``, ``tests_*.rs``, ``tests/``) and without modules under ``#[cfg(test)]``, including
+  those in files of their own.
+* Python: every line of ``python/ucm``, without re-exporting files of at most 5 lines.
 * Benches: every line of Rust and Python in ``benches``.
 
-The share of lines that are comments, docstrings among them, is counted for the first two.
+The share of comment lines, including docstrings, is counted for the first two.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LEAST_COMMENTS = 13.0
 #: Longest file of Python that only re-exports.
 RE_EXPORT = 5
 
-#: Begins a module of tests, and names one that is a file.
+#: Matches the begin of a module of tests, or the name of one in a file.
 TEST_MODULE = re.compile(r"\s*#\[cfg\((?:all\()?test\b")
 TEST_FILE = re.compile(TEST_MODULE.pattern + r".*\n\s*(?:pub(?:\(.*\))? )?mod (\w+);")
 
@@ -39,8 +39,8 @@ def is_test(path: Path) -> bool:
 
 
 def rust_sources() -> dict[Path, list[str | None]]:
-    """The files of Rust that are built, below the root. Each has None for the lines of a module of
-    tests, which ends with the brace that stands where it began."""
+    """The files of Rust that are built, below the root. The lines of a module of tests are None; it
+    ends with the brace of its indentation."""
     texts = {
         path: path.read_text()
         for path in sorted((ROOT / "crates").glob("*/src/**/*.rs"))
@@ -87,7 +87,7 @@ def comments(path: Path, lines: Iterable[str]) -> int:
 
 
 def main() -> int:
-    """Prints the table, and with ``--budget`` the names of what is over."""
+    """Prints the table, and with ``--budget`` the exceeded budgets."""
     rust: dict[str, int] = {}
     counted = dict.fromkeys(BUDGETS, 0)
     commented = {"Rust": 0, "Python": 0}

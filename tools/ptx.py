@@ -1,13 +1,12 @@
 """Makes kernels/copy.ptx from kernels/copy.cu with NVIDIA's run-time compiler, which comes as a
 wheel.
 
-Run it by hand after a change of the source; with ``--check`` it only says whether the committed
-file is what it would write (a test does that). Needs neither a CUDA toolkit nor a GPU: only the
-wheel, at the version that ``requirements/dev.txt`` names, because another version writes other
-text.
+Run it by hand after a change of the source; with ``--check`` it only checks that the committed file
+is up to date (a test does that). Needs neither a CUDA toolkit nor a GPU: only the wheel, at the
+version in ``requirements/dev.txt``, because other versions write other text.
 
-The compiler writes PTX of its own version. Nothing in the kernels needs more than the first version
-of their target that drivers in use read, so the file says that one; the tests have it assembled.
+The compiler writes PTX of its own version. The kernels need no more than the first version of their
+target that current drivers read, so the file declares that one; the tests assemble it.
 """
 
 from __future__ import annotations
@@ -41,14 +40,13 @@ def compiler() -> ctypes.CDLL:
         for file in wheel.files or []
         if ".so" in file.name
     }
-    # The compiler asks for its built-in headers by name only: they are found where they are loaded
-    # already.
+    # The compiler loads its built-in headers by name only, so they are loaded first.
     ctypes.CDLL(libraries["libnvrtc-builtins"])
     return ctypes.CDLL(libraries["libnvrtc"])
 
 
 def compiled(source: str) -> str:
-    """What the compiler makes of a source."""
+    """The compiler's output for a source."""
     nvrtc = compiler()
     program = ctypes.c_void_p()
 
@@ -70,12 +68,12 @@ def compiled(source: str) -> str:
 
 
 def tidied(ptx: str) -> str:
-    """The same without comments, which name the build of the compiler, and with the version that is
-    asked for."""
+    """The same without comments, which name the build of the compiler, and with the requested
+    version."""
     ptx = re.sub(r"[ \t]*(//.*)?$", "", ptx, flags=re.MULTILINE)
     ptx, versions = re.subn(r"^\.version .*$", f".version {VERSION}", ptx, flags=re.MULTILINE)
     if versions != 1:
-        raise SystemExit(f"{versions} lines say a version")
+        raise SystemExit(f"{versions} lines have a version")
     return HEAD + re.sub(r"\n{2,}", "\n\n", ptx).strip() + "\n"
 
 
@@ -85,7 +83,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--check", action="store_true", help="only say whether the file is as it should be"
+        "--check", action="store_true", help="only check that the file is up to date"
     )
     arguments = parser.parse_args()
     text = tidied(compiled(SOURCE.read_text(encoding="utf-8")))

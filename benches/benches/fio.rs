@@ -1,4 +1,5 @@
-//! The same beside fio on one preallocated file: see [`ucm_benches::store`].
+//! Loads and dumps of a store compared with fio on one preallocated file: see
+//! [`ucm_benches::store`].
 //!
 //! `cargo bench -p ucm-benches -- fio`, with the options of [`ucm_benches::store::Options`].
 

@@ -1,12 +1,12 @@
 //! Cost of block keys from a token array, as a ratio to the raw compressions of the same hash in
 //! the same run.
 //!
-//! The yardstick runs the compression function alone over `ceil((16 + 4 * block_size + 9) / 64)`
-//! pieces per block, the least any implementation of the chain can do. The state goes on from block
-//! to block, as in one long message, since in a chain every compression waits for the one before.
-//! The goal for sha256 and md5 is a ratio of at most 1.3.
+//! The reference runs the compression function alone over `ceil((16 + 4 * block_size + 9) / 64)`
+//! pieces per block, the minimum of any implementation of the chain. The state continues from block
+//! to block, as in one long message, because in a chain every compression waits for the previous
+//! one. The goal for sha256 and md5 is a ratio of at most 1.3.
 //!
-//! BLAKE3 offers no compression function; its yardstick is one hash of a message of the block's
+//! BLAKE3 has no public compression function; its reference is one hash of a message of the block's
 //! length.
 #![allow(clippy::print_stdout, reason = "a bench prints its table")]
 
@@ -57,7 +57,7 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// The bare work behind the keys of all blocks; the state goes on from block to block.
+/// The raw compressions of the keys of all blocks; the state continues from block to block.
 fn raw(method: HashMethod, block_size: usize) -> Box<dyn FnMut()> {
     let blocks = TOKENS / block_size;
     let len = 16 + 4 * block_size;

@@ -1,6 +1,6 @@
-//! The memory tier beside memcpy: keeping a record, copying one out of the own region and out of
-//! another process's (here: another store of this one, mapped read-only), and looking ids up.
-//! Ratios of time, memcpy = 1, taken in turns.
+//! The memory tier compared with memcpy: storing a record, copying one out of the own region and
+//! out of another process's (here: another store of this one, mapped read-only), and looking up
+//! ids. Ratios of time, memcpy = 1, measured in turns.
 #![allow(
     clippy::print_stdout,
     clippy::unwrap_used,
@@ -20,7 +20,7 @@ use ucm_record::RecordLayout;
 use ucm_tier::backend::Backend;
 use ucm_tier::memory::{MemoryBackend, MemoryConfig};
 
-/// Bytes of records that take turns: more than the caches of most processors.
+/// Bytes of the records in rotation: more than the caches of most processors.
 const BYTES: usize = 256 << 20;
 /// Records moved in one turn.
 const AT_ONCE: usize = 16;
@@ -67,11 +67,12 @@ fn main() {
         fill(&own, count as u64, &record);
         let reader = tier(dir.path(), &layout, None);
         assert!(reader.contains(id(0)), "the reader sees it");
-        // As the engine's slots lie: memcpy likes no other offset in a page on some processors.
+        // Aligned like the engine's slots: on some processors memcpy is slower at other offsets in
+        // a page.
         let slots =
             SlotPool::with_slots(HostArena::new(BYTES + 2 * len).unwrap(), len, count + 1).unwrap();
         let mut sources: Vec<Slot> = std::iter::from_fn(|| slots.try_acquire_above(1)).collect();
-        // Written, or all of them would be one page of zeroes that is always in a cache.
+        // Written once; otherwise all of them would be one cached page of zeroes.
         sources
             .iter_mut()
             .for_each(|source| source.as_mut_slice().fill(2));
@@ -79,7 +80,7 @@ fn main() {
         let out = &mut slot.as_mut_slice()[..len];
         out.fill(1);
         assert_eq!(sources.len(), count);
-        // A turn of the first three goes on where the one before it ended.
+        // A turn of the first three continues where the previous one ended.
         let out = RefCell::new(out);
         let turns: [Cell<usize>; 3] = Default::default();
         let ids = |turn: &Cell<usize>| {
@@ -101,7 +102,7 @@ fn main() {
             &mut || copied(&own, &turns[1]),
             &mut || copied(&reader, &turns[2]),
         ]);
-        // Keeping takes slots away, so it comes last.
+        // Storing uses up slots, so it is last.
         let mut next = count as u64;
         let [memcpy, keep] = in_turns([
             &mut || {

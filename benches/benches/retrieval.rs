@@ -1,13 +1,12 @@
-//! Sparse retrieval on a CPU: every kernel on every instruction set of this machine, beside plain
-//! Rust and beside one copy of the same bytes by `memcpy`, all on one thread.
+//! Sparse retrieval on a CPU: every kernel on every instruction set of this machine, compared with
+//! plain Rust and with one `memcpy` of the same bytes, all on one thread.
 //!
-//! The shape is that of a model with 8 KV heads of size 128 and blocks of 128 tokens, which lie
-//! anywhere. A round reads one layer again and again, which stays in the caches as far as it fits
-//! there and shows the kernel; or the layers of a small model in turn, so that what is read comes
-//! from where it would come in a decode step, which shows the memory. Goals, for the best set of
-//! this machine: products of bf16 at least 10 times as fast as plain Rust, and with 32 K tokens
-//! hash codes read at half of memcpy's bandwidth or more. Whether each is met stands behind its
-//! figures.
+//! The shape is that of a model with 8 KV heads of size 128 and scattered blocks of 128 tokens. A
+//! round reads one layer repeatedly, which stays in the caches as far as it fits and measures the
+//! kernel; or the layers of a small model in turn, as in a decode step, which measures the memory.
+//! Goals, for the best set of this machine: products of bf16 at least 10 times as fast as plain
+//! Rust, and with 32 K tokens hash codes read at half of memcpy's bandwidth or more. Each row
+//! states whether its goal is met.
 #![allow(clippy::print_stdout, reason = "a bench prints its table")]
 
 use std::hint::black_box;
@@ -24,7 +23,7 @@ const BLOCK: usize = 128;
 const CODE: usize = 16;
 const LAYERS: usize = 8;
 
-/// What is measured beside one copy of the bytes that it reads.
+/// A kernel, measured beside one copy of the bytes that it reads.
 struct Case<'a> {
     name: &'static str,
     tokens: usize,
@@ -34,7 +33,7 @@ struct Case<'a> {
     goal: Option<Goal>,
 }
 
-/// How fast a kernel is to be at least, by which of the ratios: x scalar, x memcpy.
+/// The goal of a kernel, by one of the ratios: x scalar, x memcpy.
 type Goal = (f64, &'static str);
 
 fn main() -> ExitCode {
@@ -130,7 +129,7 @@ fn bench() -> Result<()> {
 }
 
 impl Case<'_> {
-    /// Runs a kernel over one layer again and again, and over all in turn.
+    /// Runs a kernel over one layer repeatedly, and over all in turn.
     fn measure(&self, sets: &[Isa], mut run: impl FnMut(&[u8], Isa) -> Result<()>) -> Result<()> {
         for layers in [&self.layers[..1], self.layers] {
             Case { layers, ..*self }.measure_layers(sets, &mut run)?;
@@ -203,7 +202,7 @@ fn micros(time: Duration) -> f64 {
     time.as_secs_f64() * 1e6
 }
 
-/// Every number below `count`, in an order that looks like none.
+/// Every number below `count`, in a pseudo-random order.
 fn scattered(count: usize) -> Vec<i32> {
     (0..count as u64)
         .map(|i| (i * 0x9e37_79b1 % count.next_power_of_two() as u64) as i32 % count as i32)

@@ -1,4 +1,4 @@
-//! Loads and dumps of a store beside plain system calls: see [`ucm_benches::store`].
+//! Loads and dumps of a store compared with plain system calls: see [`ucm_benches::store`].
 //!
 //! `cargo bench -p ucm-benches -- store`, with the options of [`ucm_benches::store::Options`].
 

@@ -1,5 +1,5 @@
-"""An arm's process, from the driver's side: requests with a deadline, and the reason when there is
-no answer."""
+"""An arm's process, from the driver's side: requests with a deadline, and the reason of a
+failure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ START_SECONDS = 300.0
 
 
 class ArmProcess:
-    """One arm, started; ``version`` and ``threads`` once it said hello, ``reason`` when it cannot
+    """One started arm; ``version`` and ``threads`` after its first message, ``reason`` if it cannot
     run."""
 
     def __init__(self, arm: Arm, python: str, environment: dict[str, str], directory: Path) -> None:
@@ -53,7 +53,7 @@ class ArmProcess:
         )
 
     def greet(self) -> None:
-        """Wait until the arm is ready or says why it is not."""
+        """Wait until the arm is ready or reports why it is not."""
         if self._process is None:
             return
         hello = self._answer(START_SECONDS)
@@ -70,11 +70,11 @@ class ArmProcess:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
         except OSError as error:
-            return self._gone(f"its process is gone: {error}")
+            return self._gone(f"its process has ended: {error}")
         return self._answer(seconds)
 
     def stop(self) -> None:
-        """End the process; what it still does is of no interest."""
+        """End the process at once."""
         if self._process is None:
             return
         process, self._process = self._process, None
@@ -105,9 +105,9 @@ class ArmProcess:
         return answer
 
     def _gone(self, reason: str) -> dict[str, Any]:
-        """The process is of no use any more: why, with the last line it printed."""
+        """The reason why the process cannot be used any more, with its last line."""
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         self.stop()
-        self.reason = f"{reason}; its last words: {lines[-1].strip()}" if lines else reason
+        self.reason = f"{reason}; its last line: {lines[-1].strip()}" if lines else reason
         return {"failed": self.reason}

@@ -1,4 +1,4 @@
-"""The arms of the comparison: one line for each way of storing blocks that is measured."""
+"""The arms of the comparison: one line for each measured variant."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm: which class measures it, with which options, and in which environment."""
+    """One arm: its class, its options and its environment."""
 
     name: str
     module: str
@@ -19,16 +19,16 @@ class Arm:
     own: bool = False
     #: Runs in the environment for CPython 3.12.
     python312: bool = False
-    #: A program that answers as ``child.py`` does, called with ``kind``, in place of a class.
+    #: A program with the protocol of ``child.py``, called with ``kind``, instead of a class.
     program: str = ""
 
 
-#: Blocks are published as soon as nothing more is being written: a round ends when all of its
-#: blocks are.
+#: Blocks are published when nothing more is being written: a round ends when all of its blocks are
+#: published.
 _SEGMENTS = {"layout": "segment"}
 
-#: Of ucm's own, the first is what others are set in relation to. Files and segments, in this order,
-#: for both ends of a load: in the caller's memory, and in the slot that was read and verified.
+#: ucm's arms; the first is the reference. Files and segments, in this order, for both ends of a
+#: load: in the caller's memory, and in the verified slot.
 ARMS = (
     Arm("ucm, files", "peer_ucm", "Ucm", {"config": {"layout": "file"}}, own=True),
     Arm("ucm, segments", "peer_ucm", "Ucm", {"config": _SEGMENTS}, own=True),

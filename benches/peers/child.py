@@ -1,10 +1,9 @@
 """One arm in a process of its own: ``python child.py MODULE CLASS OPTIONS``, driven by ``run.py``.
 
-Requests and answers are lines of JSON on standard input and on what was standard output; whatever
-the arm itself prints goes to standard error. A round is: open a store in an empty directory, dump
-and load as many other blocks as will be measured (threads, buffers and directories are warm then),
-then dump, load and look up the blocks that count. Every round compares what was loaded with what
-was dumped.
+Requests and replies are lines of JSON on standard input and the original standard output; output of
+the arm itself goes to standard error. A round opens a store in an empty directory, dumps and loads
+the same number of other blocks (to warm up threads, buffers and directories), then dumps, loads and
+looks up the measured blocks. Every round compares the loaded with the dumped bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any, TextIO
 import numpy as np
 from peer import Blocks, Peer, UnavailableError
 
-#: A lookup is over in microseconds: the median of so many calls counts.
+#: A lookup takes microseconds: the median of this number of calls counts.
 LOOKUPS = 7
 
 
@@ -36,7 +35,7 @@ def pages(count: int, block_bytes: int) -> Blocks:
 
 
 def timed(call: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
-    """Seconds that a call took, and what it returned."""
+    """Seconds of a call, and its result."""
     start = time.perf_counter()
     answer = call(*arguments)
     return time.perf_counter() - start, answer
@@ -52,7 +51,7 @@ def lookup_us(peer: Peer, names: Any, expected: bool, count: int) -> float | Non
             return None
         if [bool(answer) for answer in found] != [expected] * count:
             raise RuntimeError(
-                f"lookup says {sum(map(bool, found))} of {count} are there, expected {expected}"
+                f"lookup found {sum(map(bool, found))} of {count}, expected {expected}"
             )
         peer.after_lookup(names)
         took.append(seconds / count * 1e6)
@@ -62,8 +61,8 @@ def lookup_us(peer: Peer, names: Any, expected: bool, count: int) -> float | Non
 def one_ms(
     peer: Peer, ids: list[bytes], source: Any, target: Any
 ) -> tuple[float | None, float | None]:
-    """Milliseconds that a dump and a load take for one block, the medians of so many ids; None
-    without any."""
+    """Milliseconds of a dump and a load of one block, the medians over these ids; None without
+    any."""
     if not ids:
         return None, None
     names = peer.name_blocks(ids)
@@ -83,7 +82,7 @@ def one_round(
     singles: int = 0,
 ) -> dict[str, Any]:
     """The figures of one round: GB/s (10^9 bytes) of dump and load, microseconds per id of lookups;
-    milliseconds for one block, of so many ``singles``, for a peer whose names and memory are
+    milliseconds for one block over ``singles`` blocks, for a peer whose names and memory are
     sequences of blocks."""
     random = np.random.default_rng(seed)
     warm, ids, absent, alone = ([random.bytes(16) for _ in range(count)] for _ in range(4))
@@ -102,13 +101,13 @@ def one_round(
         peer.dump(names_warm, from_memory)
         peer.load(names_warm, to_memory)
         target[:] = 0
-        os.sync()  # nobody's write-back falls into what is timed
+        os.sync()  # no write-back falls into the timed part
         dump_s, _ = timed(peer.dump, names, from_memory)
         os.sync()
         load_s, _ = timed(peer.load, names, to_memory)
         peer.fetch(names, to_memory)
         if not np.array_equal(source, target):
-            raise RuntimeError("what was loaded differs from what was dumped")
+            raise RuntimeError("loaded bytes differ from the dumped ones")
         present_us = lookup_us(peer, names, True, count)
         absent_us = lookup_us(peer, names_absent, False, count)
         dump_ms, load_ms = one_ms(peer, alone[:singles], from_memory, to_memory)
@@ -135,9 +134,9 @@ def answer(out: TextIO, message: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Answers requests until standard input ends."""
+    """Serves requests until standard input ends."""
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries is no reply
     module, name, options = sys.argv[1:]
     try:
         peer: Peer = getattr(importlib.import_module(module), name)(json.loads(options))

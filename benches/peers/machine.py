@@ -1,5 +1,5 @@
-"""On what was measured, without naming it: cores, processor, kernel and file system, no host and no
-path."""
+"""The machine of a measurement: cores, processor, kernel and file system, without host names and
+paths."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from typing import Any
 
 
 def file_system(directory: Path) -> str:
-    """The type of the file system that holds a directory, ``unknown`` where the kernel does not
-    say."""
+    """The type of a directory's file system, ``unknown`` if the kernel does not report it."""
     command = ["findmnt", "--noheadings", "--output", "FSTYPE", "--target", str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
@@ -33,14 +32,14 @@ def processor() -> str:
 
 
 def commit() -> str:
-    """What is measured, as Git names it."""
+    """The measured revision, by Git's name."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
 
 
 def describe(directory: Path) -> dict[str, Any]:
-    """What the report says of the machine."""
+    """The machine's entry in the report."""
     return {
         "cores": len(os.sched_getaffinity(0)),
         "processor": processor(),
@@ -52,7 +51,7 @@ def describe(directory: Path) -> dict[str, Any]:
 
 
 def head(directory: Path, chosen: argparse.Namespace) -> dict[str, Any]:
-    """How the results of a run begin: when, what, where, and how much."""
+    """The head of a run's results: date, revision, machine and amount."""
     return {
         "date": dt.datetime.now(dt.UTC).strftime("%Y-%m-%d"),
         "commit": commit(),
@@ -70,5 +69,5 @@ def sentence(head: Mapping[str, Any]) -> str:
         f" {about['file_system']}; {settings['mib']} MiB in each of {settings['rounds']} rounds,"
         f" load average {about['load_before']} before."
     )
-    quick = " A quick run: it shows that every arm runs, and no speed."
+    quick = " A quick run: it checks that every arm runs; its speeds mean nothing."
     return text + quick if settings["quick"] else text

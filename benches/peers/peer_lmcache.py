@@ -45,7 +45,7 @@ class LMCacheL2(Peer):
         self._adapter = create_l2_adapter(parsed.adapters[0])
 
     def _spec(self, directory: str, direct: bool) -> dict[str, Any]:
-        """What the adapter is told."""
+        """The adapter's configuration."""
         spec: dict[str, Any] = {
             "type": self.options["type"],
             "base_path": directory,
@@ -112,7 +112,7 @@ class LMCacheL2(Peer):
         self._adapter.submit_unlock(names)
 
     def _bitmaps(self, tasks: list[Any], event: int, query: Callable[[Any], Any]) -> list[Any]:
-        """The answer of every task, each of which is given once."""
+        """The result of every task, each of which is returned once."""
         done: dict[Any, Any] = {}
 
         def collect() -> bool:
@@ -125,12 +125,12 @@ class LMCacheL2(Peer):
         return [done[task] for task in tasks]
 
     def _wait(self, event: int, collect: Callable[[], bool]) -> None:
-        """Collects whenever the adapter signals, until everything is there."""
+        """Collects results at the adapter's signals, until all have arrived."""
         poller = select.poll()
         poller.register(event, select.POLLIN)
         while not collect():
             if not poller.poll(PATIENCE * 1000):
-                raise TimeoutError(f"no answer within {PATIENCE:.0f} s")
+                raise TimeoutError(f"no result within {PATIENCE:.0f} s")
             consume_fd(event)
 
     def close(self) -> None:
@@ -140,8 +140,8 @@ class LMCacheL2(Peer):
 
 
 class LMCacheRedis(LMCacheL2):
-    """The adapter for Redis, with as many requests at once as the stores of ucm have; the directory
-    of a round is the server's address."""
+    """The adapter for Redis, with the concurrency of ucm's stores; the directory of a round is the
+    server's address."""
 
     threads = "16"
 

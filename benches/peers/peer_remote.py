@@ -1,7 +1,7 @@
 """Stores of the network, for ``make bench-remote``: ucm over a server, and Mooncake's own client
 over the same pool.
 
-The directory of a round is the address of its server here, which is empty.
+Here the directory of a round is the address of its empty server.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from ucm.store.posix import UcmPosixStore
 
 
 class UcmRemote(Ucm):
-    """Options: ``store``, the class; ``keys``, of the store, in which ``{at}`` stands for the
-    address."""
+    """Options: ``store``, the class; ``keys``, the store's keys, with ``{at}`` for the address."""
 
     threads = "the store's defaults"
 
@@ -46,10 +45,10 @@ class UcmRemote(Ucm):
 
 
 class MooncakeAlone(Peer):
-    """Mooncake's Python client, driven as the store drives it: registered memory, one call for some
+    """Mooncake's Python client, used as in the store: registered memory, one call for some
     megabytes."""
 
-    threads = "one calls, Mooncake's own move bytes"
+    threads = "one for calls, Mooncake's own for bytes"
     #: Bytes of one call, as in the store.
     BATCH = 8 << 20
 
@@ -72,7 +71,7 @@ class MooncakeAlone(Peer):
         self._client = self._make()
         code = self._client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", directory)
         if code != 0:
-            raise RuntimeError(f"Mooncake's client answers {code} to its setup")
+            raise RuntimeError(f"Mooncake's client returns {code} from its setup")
 
     def name_blocks(self, ids: Sequence[bytes]) -> list[str]:
         return [key.hex() for key in ids]
@@ -80,9 +79,7 @@ class MooncakeAlone(Peer):
     def wrap(self, blocks: Blocks) -> Blocks:
         code = self._client.register_buffer(blocks.ctypes.data, blocks.nbytes)
         if code != 0:
-            raise RuntimeError(
-                f"Mooncake's client answers {code} to memory that is to be registered"
-            )
+            raise RuntimeError(f"Mooncake's client returns {code} from the registration of memory")
         return blocks
 
     def _batches(
@@ -98,13 +95,13 @@ class MooncakeAlone(Peer):
         for keys, addresses, lengths in self._batches(names, memory):
             codes = self._client.batch_put_from(keys, addresses, lengths)
             if any(code != 0 for code in codes):
-                raise RuntimeError(f"a put is answered {codes}")
+                raise RuntimeError(f"a put returned {codes}")
 
     def load(self, names: list[str], memory: Blocks) -> None:
         for keys, addresses, lengths in self._batches(names, memory):
             came = self._client.batch_get_into(keys, addresses, lengths)
             if came != lengths:
-                raise RuntimeError(f"a get is answered {came}")
+                raise RuntimeError(f"a get returned {came}")
 
     def lookup(self, names: list[str]) -> Sequence[bool]:
         return [found == 1 for found in self._client.batch_is_exist(names)]

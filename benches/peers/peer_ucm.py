@@ -19,7 +19,7 @@ PATIENCE = 60.0
 
 
 class Ucm(Peer):
-    """Options: ``config``, keys of the store beside those that every arm is given."""
+    """Options: ``config``, keys of the store in addition to those of every arm."""
 
     threads = (
         f"{THREADS} for I/O (half of them for dumps), 3 that gather: two write too, the third where"
@@ -41,7 +41,7 @@ class Ucm(Peer):
             "shard_size": block_bytes,
             "block_size": block_bytes,
             "io_direct": direct,
-            # As much as a user gives it: a segment is never longer than a 64th of the limit.
+            # A realistic limit: a segment is never longer than a 64th of it.
             "storage_capacity": "64GiB",
             "free_space_floor": "1%",
             # All blocks are staged at once; a quarter of the slots is kept for loads, and a slot
@@ -61,8 +61,8 @@ class Ucm(Peer):
         self._counted(self._store)
 
     def _counted(self, store: UcmPosixStore) -> None:
-        """Wait until the store knows what lies below its root: before, it takes a few hundred
-        blocks and no more."""
+        """Wait until the store has counted its root: before that it accepts only a few hundred
+        blocks."""
         end = time.monotonic() + PATIENCE
         while not store.stats().get("storage_counted", 1):
             if time.monotonic() > end:
@@ -93,8 +93,8 @@ class Ucm(Peer):
 
 
 class UcmToSlot(Ucm):
-    """The same store, loads alone, up to where those of the peers end: in host memory, which here
-    is the store's own.
+    """The same store, loads only, up to the end of the peers' loads: in host memory, here the
+    store's own.
 
     Every block is read and verified as for any load, in the slot from which it would be copied to
     an accelerator.

@@ -1,9 +1,8 @@
-"""UCM 0.8.1, the project that ucm is an answer to: its store pipeline ``Posix``, from its own
-wheel.
+"""UCM 0.8.1, the original project: its store pipeline ``Posix``, from its own wheel.
 
-The wheel is for CPython 3.12 and its package is called ``ucm`` as well, so this runs in an
-environment of its own. It imports torch for the annotations of two methods that are not used here:
-an empty module stands in for 5 GB of it.
+The wheel is for CPython 3.12 and its package is also called ``ucm``, so this runs in an environment
+of its own. It imports torch (5 GB) for the annotations of two unused methods: an empty module
+replaces it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""vLLM's own file tier: the C extension that its ``fs`` tier reads, writes and looks up with, and
-its file names.
+"""vLLM's own file tier: the C extension of its ``fs`` tier and its file names.
 
-The tier itself (``OffloadingConnector``) refuses to start without an accelerator, so what it would
-hand to its threads is handed to as many threads here: a batch of blocks each, one file a block, a
+The tier itself (``OffloadingConnector``) refuses to start without an accelerator, so this module
+runs the same work on the same number of threads: a batch of blocks each, one file a block, a
 private name and a rename.
 """
 
@@ -56,7 +55,7 @@ class VllmFs(Peer):
         )
 
     def _each(self, task: Callable[[slice], None], count: int) -> None:
-        """One job for each thread; raises what one of them raised."""
+        """Run one job on each thread; raises the first exception."""
         assert self._pool is not None
         for _ in self._pool.map(task, split(count, THREADS)):
             pass

@@ -1,8 +1,8 @@
-"""From the rounds of every arm to rows, ratios, goals and tables. Needs no peer and no store.
+"""Computes rows, ratios, goals and tables from the rounds of every arm. Needs no peer and no store.
 
-A ratio says how many times as fast an arm is as another, taken round by round (the two were
-measured right after each other) and then the median: above 1 is faster, for lookups too, where the
-figure itself is a time.
+A ratio is the speed of an arm relative to another. It is computed round by round (the two were
+measured one after the other), and the median is reported: above 1 is faster, also for lookups,
+whose figure is a time.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Row:
     mode: str
     arm: str
     rounds: list[float]
-    #: Times as fast as ucm's first arm.
+    #: Speed relative to ucm's first arm.
     to_ours: float | None
-    #: Times as fast as the best peer of this case, and which that is.
+    #: Speed relative to the best peer of this case, and that peer.
     to_best: float | None
     best: str | None
 
@@ -49,7 +49,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Goal:
-    """A promise, and its figure: ``met`` is None where it could not be measured."""
+    """A goal and its figure: ``met`` is None if it could not be measured."""
 
     text: str
     case: str
@@ -58,13 +58,13 @@ class Goal:
 
 
 def _figures(rounds: Sequence[Mapping[str, float | None]], operation: str) -> list[float]:
-    """The figure of every round, or none where one is missing."""
+    """The figure of every round, or none if one is missing."""
     values = [value for entry in rounds if (value := entry.get(operation)) is not None]
     return values if len(values) == len(rounds) else []
 
 
 def _ratio(mine: Sequence[float], other: Sequence[float] | None, more: bool) -> float | None:
-    """How many times as fast, the median of the rounds; None where there is no other."""
+    """The median ratio of the rounds; None if there is no other arm."""
     if other is None:
         return None
     pairs = zip(mine, other, strict=False)
@@ -99,9 +99,9 @@ def cases(found: Any) -> list[Case]:
 
 
 def goals(measured: Sequence[Row], files: str, segments: str, to_slot: Sequence[str]) -> list[Goal]:
-    """The goals for this comparison, one line for each case in which they can be judged.
+    """The goals of this comparison, one line for each case with the needed figures.
 
-    ``to_slot``: the arms whose loads end in the verified slot, where the peers' end.
+    ``to_slot``: the arms whose loads end in the verified slot, like the peers'.
     """
     found = {(row.operation, row.block_bytes, row.mode, row.arm): row for row in measured}
     result = []
@@ -124,7 +124,7 @@ def goals(measured: Sequence[Row], files: str, segments: str, to_slot: Sequence[
 
 
 def size(count: int) -> str:
-    """Bytes in the largest unit that leaves no rest."""
+    """Bytes in the largest unit without a remainder."""
     for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
         if count % unit == 0:
             return f"{count // unit} {name}"
@@ -157,7 +157,7 @@ def table(measured: Sequence[Row], operation: str) -> list[str]:
 def markdown(
     sentence: str, head: Mapping[str, Any], measured: Sequence[Row], judged: Sequence[Goal]
 ) -> str:
-    """The whole report; ``sentence`` says where it was measured, ``head`` has arms and notes."""
+    """The whole report; ``sentence`` describes the machine, ``head`` has arms and notes."""
     lines = [sentence, "", "| arm | version | threads | state |", "|---|---|---|---|"]
     lines += [
         f"| {arm['name']} | {arm['version'] or '-'} | {arm['threads'] or '-'} | {arm['state']} |"

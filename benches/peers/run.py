@@ -1,9 +1,8 @@
-"""ucm beside what a user would use instead, in one run: ``make bench-peers`` (README.md says how it
-is measured).
+"""ucm beside its alternatives, in one run: ``make bench-peers`` (README.md has the method).
 
 Every arm of ``arms.py`` runs in a process of its own. They take turns round by round, in a random
-order each round, so that what else happens on the machine falls on all of them. Prints the tables,
-and writes them and every figure to ``--json`` and beside it.
+order each round, so that other load on the machine affects all of them. Prints the tables, and
+writes them and every figure to ``--json`` and beside it.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ def arguments() -> argparse.Namespace:
         "--python312", default="", help="interpreter of the environment with UCM's wheel"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="2 MiB, one round: shows that everything runs"
+        "--quick", action="store_true", help="2 MiB, one round: checks that everything runs"
     )
     chosen = parser.parse_args()
-    if chosen.python312:  # not resolved: what lies behind the link is not the environment
+    if chosen.python312:  # not resolved: the link's target is not the environment
         chosen.python312 = os.path.abspath(chosen.python312)
     if chosen.quick:
         chosen.mib, chosen.rounds = 2, 1
@@ -60,8 +59,8 @@ def arguments() -> argparse.Namespace:
 
 
 def environment(arm: Arm) -> dict[str, str]:
-    """What the process of an arm sees: ucm from this source tree, the others from what is installed
-    alone."""
+    """The environment of an arm's process: ucm from this source tree, the others only as
+    installed."""
     values = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "UCM_"))
     }

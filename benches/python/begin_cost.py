@@ -1,8 +1,8 @@
-"""What beginning a load or a dump costs the thread that computes, in microseconds.
+"""Cost of beginning a load or a dump on the computing thread, in microseconds.
 
-Drives the worker side's own ``Loads`` and ``Dumps`` over a real store, with the KV of a model of 32
-layers whose block has 64 pieces of 16 KiB. Prints the median and the tail of the call that begins,
-by the number of blocks. Run: ``python benches/python/begin_cost.py``.
+Uses the worker side's own ``Loads`` and ``Dumps`` over a real store, with the KV of a model of 32
+layers whose block has 64 pieces of 16 KiB. Prints the median and the tail of the call, by the
+number of blocks. Run: ``python benches/python/begin_cost.py``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MASK = bytes(16)
 
 
 def caches(blocks: int) -> dict[str, torch.Tensor]:
-    """As vLLM registers them: ``[block, head, token, element]``, K and V of a head in two runs."""
+    """In vLLM's layout: ``[block, head, token, element]``, K and V of a head in two runs."""
     both = {}
     for layer in range(LAYERS):
         whole = torch.empty(2, blocks, PIECE // 2, dtype=torch.bfloat16)
@@ -73,7 +73,7 @@ def main() -> None:
     arguments.add_argument("--layouts", nargs="*", default=["segment", "file"])
     chosen = arguments.parse_args()
     most = max(chosen.blocks)
-    kv = caches(most)  # the layout knows its addresses only
+    kv = caches(most)  # the layout has only its addresses
     layout = KVLayout(kv, [])
     print(
         f"{'':5s} {'layout':8s} {'blocks':>5s} {'median us':>10s} {'a block':>10s} {'most us':>10s}"

@@ -1,15 +1,14 @@
-"""This tree beside another revision, in turns: ``python benches/python/beside.py 69ca9d4 --json
-beside.json``.
+"""Compares this tree with another revision, in turns: ``python benches/python/beside.py 69ca9d4
+--json beside.json``.
 
 Both are built the same way in the same run (``builds.py``) and measured by the same programs
 through the public API, in processes of their own: old and new, then new and old, and so on, at
 least seven pairs. Rows are ``load`` and ``dump`` (GB/s of blocks of three sizes, through the page
-cache and past it, as files and in segments), ``lookup`` (1000 ids that are there, 1000 that are
-not), ``ttft`` (first token of an engine of vLLM that was started over what one before it stored)
-and ``idle`` (a store that has nothing to do). By row: the median of the pairs' ratios, its interval
-(``paired.py``), and whether the row fails, that is lies below 0.95 with all of its interval. The
-exit status is 1 when one does, 2 when something could not be measured. A measurement is worth
-something on a machine with nothing else to do.
+cache and past it, as files and in segments), ``lookup`` (1000 present ids, 1000 absent ones),
+``ttft`` (first token of a vLLM engine on blocks of an earlier one) and ``idle`` (an idle store).
+For each row: the median of the pairs' ratios, its interval (``paired.py``), and whether the row
+fails: its whole interval is below 0.95. The exit status is 1 if a row fails, 2 if something could
+not be measured. Measure only on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -47,25 +46,25 @@ ROWS = ("load", "dump", "lookup", "ttft", "idle")
 LAYOUTS = {"file": "files", "segment": "segments"}
 MODES = {"buffered": "page cache", "direct": "O_DIRECT"}
 BLOCKS_KIB = (256, 1024, 2048)
-#: Prompts that a restarted engine is asked at most until it finds one of them.
+#: Most prompts sent to a restarted engine until it finds one of them.
 EARLY = 6
-#: Blocks of the lookup rows: their size does not matter to a lookup, and so many are dumped fast.
+#: Blocks of the lookup rows: their size does not affect a lookup, and small ones are dumped fast.
 SMALL = 4096
-#: Those of idle.py that both are asked about; stores that only look up use too little to be
-#: compared.
+#: The stores of idle.py to compare; lookup-only ones use too little.
 PRESETS = ("Posix, files", "Posix, segments", "Cache|Posix")
-#: With fewer pairs an interval is hardly better than all that was seen.
+#: With fewer pairs an interval is hardly narrower than the whole range.
 LEAST_PAIRS = 7
 
 Figures = Mapping[str, float]
 
 
 class FailedError(Exception):
-    """It could not be measured; the text says what and why."""
+    """A failed measurement, with its reason."""
 
 
 class Case(ABC):
-    """What one program measures at once: its rows, as (name, unit, which is better), and how."""
+    """One program with several measurements: its rows, as (name, unit, better direction), and its
+    call."""
 
     label: str
     rows: Sequence[tuple[str, str, paired.Better]]
@@ -120,7 +119,7 @@ class StoreCase(Case):
 
 
 class IdleCase(Case):
-    """``idle.py``: processor time and wake-ups of a store that nobody asks anything."""
+    """``idle.py``: processor time and wake-ups of an idle store."""
 
     rows = (("idle, processor", "% of a core", "less"), ("idle, wake-ups", "a second", "less"))
 
@@ -136,7 +135,7 @@ class IdleCase(Case):
 
 
 class RestartCase(Case):
-    """An engine of vLLM that finds what one before it stored; each side has its own root, filled
+    """An engine of vLLM on the blocks of an earlier one; each side has its own root, filled
     once."""
 
     def __init__(self, layout: str, tokens: int, prompts: int, kept: Path) -> None:
@@ -155,15 +154,15 @@ class RestartCase(Case):
         answers = self._life(build, root, work / "engine.log", stored=True)
         reused = [tokens for _, tokens in answers]
         missed = sum(tokens < self.tokens - 2 * BLOCK for tokens in reused)
-        if 4 * missed > len(reused):  # a median does not mind a prompt that was not found in time
+        if 4 * missed > len(reused):  # the median tolerates a prompt that was not found in time
             raise FailedError(f"the restarted engine reused {reused} of {self.tokens} tokens each")
         return {"ttft": statistics.median(first for first, _ in answers)}
 
     def _life(
         self, build: Build, root: Path, log: Path, *, stored: bool
     ) -> list[tuple[float, int]]:
-        """An engine from its start to its end: of each prompt the seconds to its first token, and
-        the tokens reused."""
+        """One engine's life: for each prompt the seconds to its first token, and the reused
+        tokens."""
         model = self.kept.parent / "model"
         if not model.exists():
             demo_model.write(model)
@@ -188,11 +187,11 @@ class RestartCase(Case):
         return answers
 
     def _await_opened(self, running: Engine) -> None:
-        """Asks for prompts that were stored too, each once, until one is found.
+        """Sends other stored prompts, each once, until one is found.
 
-        A cache opens in the background, and until then an engine misses. What a prompt that is
-        asked again finds may be the engine's own; and to empty the engine's own begins a new
-        generation of the cache, which has to open again.
+        A cache opens in the background, and until then an engine misses. A repeated prompt may hit
+        the engine's own cache; and emptying that begins a new generation of ucm's cache, which must
+        open again.
         """
         for tokens in self.early:
             found = running.ask(tokens, 1).cached > 0
@@ -203,7 +202,7 @@ class RestartCase(Case):
 
 
 def cases(chosen: argparse.Namespace, kept: Path) -> Iterator[Case]:
-    """What is measured, in this order."""
+    """The measurements, in order."""
     if moves := [row for row in ("load", "dump") if row in chosen.rows]:
         for layout in LAYOUTS:
             for kib in BLOCKS_KIB:
@@ -286,10 +285,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help=(
-            "two pairs of tiny sizes, and of engines those over files only: shows that everything"
-            " runs, and no more"
-        ),
+        help=("two pairs of tiny sizes, and engines over files only: checks that everything runs"),
     )
     chosen = parser.parse_args()
     chosen.rows = [row.strip() for row in chosen.rows.split(",") if row.strip()]
@@ -346,10 +342,10 @@ def run(chosen: argparse.Namespace) -> int:
     print(paired.table(rows))
     failed = [row for row in rows if paired.judged(row.ratios) == "fails"]
     if chosen.quick:
-        print("\nA quick run: it shows that everything runs, and nothing about speed.")
+        print("\nA quick run: it checks that everything runs; its speeds mean nothing.")
     else:
         print(
-            f"\n{len(failed)} of {len(rows)} rows fail: surely below {paired.FLOOR} of the old"
+            f"\n{len(failed)} of {len(rows)} rows fail: certainly below {paired.FLOOR} of the old"
             " build."
         )
     if missing:
@@ -358,7 +354,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    """Says why where it cannot be measured."""
+    """Prints the reason if it cannot be measured."""
     chosen = arguments()
     try:
         status = run(chosen)

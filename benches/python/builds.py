@@ -1,9 +1,8 @@
-"""Builds of ucm to be measured beside one another: this tree's, and that of a revision, each a
-wheel, unpacked.
+"""Builds of ucm to compare: this tree's and that of a revision, each an unpacked wheel.
 
-Both are made the same way, by the same compiler, as users get them. The revision is checked out in
-a Git worktree below ``target/beside``, with what was compiled beside it, so that the next run finds
-it there. Each lies in a directory of its own that goes to ``PYTHONPATH``, before what is installed.
+Both are made in the same way, by the same compiler, like released wheels. The revision is checked
+out in a Git worktree below ``target/beside`` and keeps its compiled files for the next run. Each
+has a directory of its own in ``PYTHONPATH``, before installed packages.
 """
 
 from __future__ import annotations
@@ -19,24 +18,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACE = ROOT / "target" / "beside"
-#: Of the log of a build that failed, lines that are shown.
+#: Lines to show of a failed build's log.
 SHOWN = 30
 
 
 class BuildError(Exception):
-    """There is no such build; the text says why."""
+    """There is no such build; the text has the reason."""
 
 
 @dataclass(frozen=True)
 class Build:
-    """A build that can be imported: what Git calls it, and the directory for ``PYTHONPATH``."""
+    """An importable build: Git's name, and the directory for ``PYTHONPATH``."""
 
     name: str
     site: Path
 
     def environment(self, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """The environment of a process that imports this build, and none of what is set for
-        another."""
+        """The environment of a process that imports this build and no other."""
         kept = {
             name: value for name, value in base.items() if not name.startswith(("PYTHON", "UCM_"))
         }
@@ -69,13 +67,13 @@ def of_revision(revision: str) -> Build:
     tree = place / "tree"
     if not (tree / ".git").exists():
         place.mkdir(parents=True, exist_ok=True)
-        # Twice --force: also where one was there and its directory was removed.
+        # Twice --force: also if one existed and its directory was removed.
         _git("worktree", "add", "--force", "--force", "--detach", str(tree), commit)
     return _built(_git("describe", "--always", commit), tree, place, place / "cargo")
 
 
 def of_this_tree() -> Build:
-    """The build of the working tree as it is now, with what is not committed."""
+    """The build of the current working tree, with uncommitted changes."""
     place = PLACE / "this-tree"
     return _built(_git("describe", "--always", "--dirty"), ROOT, place, ROOT / "target")
 
@@ -122,7 +120,7 @@ def _built(name: str, tree: Path, place: Path, compiled: Path) -> Build:
 def _logged(
     command: Sequence[str], log: Path, failure: str, folder: Path, more: Mapping[str, str]
 ) -> None:
-    """Runs a command; what it said is in the log, and its end in the error."""
+    """Runs a command; its output is in the log, and the end of it in the error."""
     with log.open("w") as out:
         done = subprocess.run(
             command,

@@ -1,10 +1,10 @@
 """A chat of many turns over a real server: ``python benches/python/chat.py --json chat.json``.
 
-Some clients talk to a server of vLLM at the same time; every turn sends the whole history and adds
-to it. vLLM's own cache is too small for all of them, so that without ucm a turn computes most of
-its history anew. By turn: time to first token, tokens that were not computed, memory, descriptors
-and threads of the server, without those of the processes that a connector of others has beside it.
-Ends with what grew after warm-up.
+Several clients talk to a vLLM server at the same time; every turn sends the whole history and adds
+to it. vLLM's own cache is too small for all of them, so without ucm a turn computes most of its
+history again. For each turn: time to first token, reused tokens, memory, descriptors and threads of
+the server (without helper processes of other connectors). The last line has the growth after
+warm-up.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import model as demo_model
 
 
 def words(client: int, turn: int, count: int) -> str:
-    """What a client says in a turn; nobody says the same."""
+    """A client's text in a turn; all texts differ."""
     source = random.Random(1000 * client + turn)
     return " ".join(
         f"w{source.randrange(len(SPECIAL), demo_model.VOCABULARY)}" for _ in range(count)
@@ -37,8 +37,7 @@ def words(client: int, turn: int, count: int) -> str:
 
 
 def talk(server: Server, chosen: argparse.Namespace) -> dict[str, Any]:
-    """All turns of all clients; a client that gets no answer is an error and is silent from then
-    on."""
+    """All turns of all clients; a client without a reply is an error and sends nothing more."""
     chats: dict[int, list[dict[str, str]]] = {client: [] for client in range(chosen.clients)}
     turns: list[dict[str, Any]] = []
     errors: list[str] = []
@@ -80,8 +79,7 @@ def talk(server: Server, chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def growth(turns: list[dict[str, Any]]) -> dict[str, float] | None:
-    """What the last turns hold more than those right after warm-up (the first fifth), as a share of
-    it."""
+    """The growth of the last turns relative to those right after warm-up (the first fifth)."""
     warm = max(1, len(turns) // 5)
     settled = turns[warm:]
     part = max(1, len(settled) // 4)
@@ -122,7 +120,7 @@ def main() -> None:
     arguments.add_argument("--json", type=Path)
     chosen = arguments.parse_args()
     history = chosen.turns * (chosen.words + chosen.answer)
-    # A word is up to six characters with its space; vLLM refuses text of more than five for each
+    # A word has up to six characters with its space; vLLM refuses text of more than five for each
     # token it could read.
     length = (history * 6 // 5 // BLOCK + 2) * BLOCK
     if length > demo_model.MAX_TOKENS:

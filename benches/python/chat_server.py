@@ -1,8 +1,8 @@
-"""A real server of vLLM over the demo's model, for ``chat.py``: its start, what its processes hold,
-one streamed answer.
+"""A real vLLM server over the demo's model, for ``chat.py``: its start, its resources, one streamed
+answer.
 
-The model gets a tokenizer in which every token is a word, so that what it answers can be part of
-the next prompt.
+The model gets a tokenizer in which every token is a word, so that its answer can be part of the
+next prompt.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 START, ANSWER, STOP = 600.0, 600.0, 60.0
 
 NAME = "chat"
-#: Begin and end of text, and a word that is none; ``chat.py`` uses the others.
+#: Begin and end of text, and an unknown word; ``chat.py`` uses the others.
 SPECIAL = ("<s>", "</s>", "<unk>")
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
 def write_tokenizer(directory: Path, words: int) -> None:
-    """A tokenizer whose token ``n`` is the word ``wn``, and a chat template that puts the messages
-    side by side.
+    """A tokenizer whose token ``n`` is the word ``wn``, and a chat template that concatenates the
+    messages.
 
-    The first three are special, and found inside of words too: no other word contains their names.
+    The first three are special and also match inside of words, so no other word contains their
+    names.
     """
     vocabulary = {f"w{number}": number for number in range(len(SPECIAL), words)}
     vocabulary |= {name: number for number, name in enumerate(SPECIAL)}
@@ -59,7 +60,7 @@ def write_tokenizer(directory: Path, words: int) -> None:
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer: seconds to its first word, and what the server counted."""
+    """One answer: seconds to its first word, and the server's counts."""
 
     first_s: float
     text: str
@@ -75,7 +76,7 @@ class Server:
         self.port = port
 
     def alive(self) -> bool:
-        """Whether it runs and answers."""
+        """True if it runs and responds."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
         try:
             connection.request("GET", "/health")
@@ -86,8 +87,7 @@ class Server:
             connection.close()
 
     def ask(self, messages: list[dict[str, str]], tokens: int) -> Answer:
-        """The answer to a chat of so many tokens, streamed. Raises OSError or EngineError when
-        there is none."""
+        """The streamed answer to a chat. Raises OSError or EngineError if there is none."""
         body = {
             "model": NAME,
             "messages": messages,
@@ -131,8 +131,8 @@ class Server:
         return Answer(first, text, usage["prompt_tokens"], cached)
 
     def usage(self) -> dict[str, float]:
-        """What its processes hold together: memory in MiB (shared pages by share), open
-        descriptors, threads."""
+        """Resources of all its processes: memory in MiB (shared pages by share), open descriptors,
+        threads."""
         memory, descriptors, threads = 0, 0, 0
         for process in _group(self.process.pid):
             with contextlib.suppress(OSError):
@@ -165,7 +165,7 @@ def _group(leader: int) -> list[Path]:
 def serve(
     variant: str, model: Path, root: Path, blocks: int, length: int, log: Path
 ) -> Iterator[Server]:
-    """A server that is the only engine of the machine meanwhile."""
+    """A server that is the only engine of the machine during its life."""
     with (
         machine_lock(),
         variants.engine(variant, model, root, blocks, length) as spec,

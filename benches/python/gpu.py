@@ -1,17 +1,18 @@
-"""How fast small pieces go between a device and the host, by each method, beside one large copy and
-torch's own ways.
+"""Speed of small pieces between a device and the host, by each method, compared with one large copy
+and torch's methods.
 
 Run: ``python benches/python/gpu.py`` on a machine with a GPU, torch, NumPy and the wheel of ucm;
-neither Rust nor a network is needed. Where there is no GPU it says so and ends with 0. ``--device
-host`` copies on the host instead, ``--quick`` runs a few points, ``--json FILE`` keeps the figures.
+neither Rust nor a network is needed. Without a GPU it prints that and exits with 0. ``--device
+host`` copies on the host instead, ``--quick`` runs a few points, ``--json FILE`` writes the
+figures.
 
-Pieces of one size lie in a random order on the device and side by side in pinned memory of the
-host. Every figure is a ratio: the time of one large copy of as many bytes (torch's, or where torch
-has no such device ucm's own) by the time of the method, the median of rounds in which all take
-turns. 1.0 is as fast as the bus; more is noise. ``index`` is torch's ``index_select`` or
+Pieces of one size are in random order on the device and contiguous in pinned memory of the host.
+Every figure is a ratio: the time of one large copy of the same bytes (torch's, or ucm's if torch
+does not support the device) divided by the time of the method, the median of rounds in which all
+take turns. 1.0 is the speed of the bus; more is noise. ``index`` is torch's ``index_select`` or
 ``index_copy_`` with one copy, ``loop`` a ``copy_`` for each piece. A second table is a store in the
-host's memory, which checks every byte: blocks of 64 layers that are dumped and loaded, beside one
-large copy of as many bytes.
+host's memory, which checks every byte: dumps and loads of blocks of 64 layers, compared with one
+large copy of the same bytes.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ COUNTS = [16, 256, 4096]
 MOST_BYTES = 256 << 20
 #: Blocks of the second table: bytes of a piece, pieces of a block, blocks.
 BLOCKS = [(16_384, 64, 256), (32_768, 64, 128), (65_536, 64, 64), (262_144, 64, 16)]
-#: Dumps before dumps are measured: memory that no one had touched is slow, once.
+#: Dumps before the measured ones: the first touch of memory is slow.
 WARM = 4
 
-#: Something that copies, and waits until it has.
+#: A copy that waits for its end.
 Work = Callable[[], object]
 
 
@@ -72,7 +73,7 @@ class Point:
         self.addresses = np.uint64(first) + self.order.astype(np.uint64) * np.uint64(size)
 
     def works(self, to_device: bool) -> dict[str, Work]:
-        """What takes turns, the yardstick first."""
+        """The contenders, the reference first."""
         streams = {method: self.device.make_stream(method) for method in METHODS}
         works = {"one copy": self._one_copy(streams["dma"], to_device)}
         for method, stream in streams.items():
@@ -129,14 +130,14 @@ def _copy(to: Any, from_: Any) -> object:
 
 
 def seconds(work: Work) -> float:
-    """How long it takes once."""
+    """Seconds of one call."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 def measure(works: dict[str, Work], rounds: int) -> tuple[float, dict[str, float]]:
-    """Median seconds of the first, and of each other the median of its ratios to the first in the
+    """Median seconds of the first, and for each other the median of its ratios to the first in the
     same round."""
     for work in works.values():
         work()
@@ -229,7 +230,7 @@ class Stored:
         self._store.wait(self._store.dump_data(self._names(), [0] * self._count, self._rows))
 
     def load(self) -> None:
-        """Those that were dumped last."""
+        """The blocks of the last dumps."""
         self._store.wait(self._store.load_data(self._names(), [0] * self._count, self._rows))
 
     def _names(self) -> list[bytes]:

@@ -1,8 +1,8 @@
-"""What an open store costs that has nothing to do: CPU, wake-ups, threads, descriptors, memory.
+"""Cost of an idle open store: CPU, wake-ups, threads, descriptors, memory.
 
-For each preset a process of its own opens a store, moves a few blocks so that every thread that
-will ever be there is, and then does nothing. CPU time is that of the whole process, Python's own
-threads included. Prints a table; ``--json FILE`` keeps the figures. Run: ``PYTHONPATH=python python
+For each preset a process of its own opens a store, moves a few blocks so that all threads exist,
+and then does nothing. CPU time is that of the whole process, including Python's own threads. Prints
+a table; ``--json FILE`` writes the figures. Run: ``PYTHONPATH=python python
 benches/python/idle.py``.
 """
 
@@ -34,7 +34,7 @@ PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Cache|Pc": ("UcmPipelineStore", {"store_pipeline": "Cache|Pc", "cache_size": "256MiB"}),
     "Cache|Empty": ("UcmPipelineStore", {"store_pipeline": "Cache|Empty", "cache_size": "256MiB"}),
 }
-#: Time before it is looked at: the first count of the root is over, segments are sealed.
+#: Time before the measurement: the first count of the root is over, segments are sealed.
 SETTLE_S = 2.5
 
 
@@ -45,7 +45,7 @@ def status(path: str) -> dict[str, str]:
 
 
 def threads() -> dict[str, tuple[float, int]]:
-    """Each thread: CPU seconds, times it went to sleep."""
+    """Each thread: CPU seconds, number of sleeps."""
     found = {}
     for number in os.listdir("/proc/self/task"):
         try:
@@ -59,8 +59,8 @@ def threads() -> dict[str, tuple[float, int]]:
 
 
 def footprint() -> dict[str, int]:
-    """Descriptors, and bytes of memory: its own, and shared such as the regions of the memory
-    tier."""
+    """Descriptors, and bytes of memory: private, and shared (such as the regions of the memory
+    tier)."""
     about = status("/proc/self/status")
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
@@ -70,14 +70,14 @@ def footprint() -> dict[str, int]:
 
 
 def measure(preset: str, root: str, seconds: float) -> dict[str, Any]:
-    """One row: what a process with this store open uses beyond what it used before."""
+    """One row: the additional use of a process with this store open."""
     import numpy as np
 
     from ucm.store import UcmConnectorFactoryV1
 
     name, keys = PRESETS[preset]
     sizes = {"tensor_size": BLOCK, "shard_size": BLOCK, "block_size": BLOCK, "identity": "idle"}
-    memory = np.full((MOVED, BLOCK), 7, np.uint8)  # there before it is looked at
+    memory = np.full((MOVED, BLOCK), 7, np.uint8)  # exists before the measurement
     addresses = np.array([[row.ctypes.data] for row in memory], np.uint64)
     ids = [bytes([number]) * 16 for number in range(MOVED)]
     before, threads_before = footprint(), set(threads())

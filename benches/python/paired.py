@@ -1,12 +1,11 @@
-"""What alternating pairs of an old and a new measurement say: how much better the new one is, and
-how sure that is.
+"""Evaluates alternating pairs of an old and a new measurement: the ratio and its confidence.
 
-A *ratio* is taken within a pair, so that what else the machine does falls on both sides, and is
-above 1 where the new one is better, whether more or less is. Of the ratios the median counts. Its
-interval is that of the *sign test*: the k-th lowest and the k-th highest ratio, with the largest k
-for which a fair coin falls to one side fewer than k times in n throws in at most 5 of 100 cases,
-both sides together. It holds whatever the distribution is and draws nothing at random; with fewer
-than six pairs there is none.
+A *ratio* is computed within a pair, so that other load affects both sides. It is above 1 if the new
+one is better, whether more or less is better. The median of the ratios is reported. Its interval is
+that of the *sign test*: the k-th lowest and the k-th highest ratio, with the largest k for which a
+fair coin falls to one side fewer than k times in n throws in at most 5 of 100 cases, both sides
+together. It is valid for every distribution and uses no random numbers; with fewer than six pairs
+there is none.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-#: A row fails when it is surely below this.
+#: A row fails if it is certainly below this.
 FLOOR = 0.95
 CONFIDENCE = 0.95
 
@@ -26,8 +25,7 @@ Verdict = Literal["holds", "unsure", "fails", "not judged"]
 
 
 def ratio(old: float, new: float, better: Better) -> float:
-    """How many times as good as the old one the new one is; two that are nothing are as good as one
-    another."""
+    """The ratio of the new one to the old one, above 1 if better; 1 if both are zero."""
     above, below = (new, old) if better == "more" else (old, new)
     if below == 0:
         return 1.0 if above == 0 else math.inf
@@ -35,8 +33,8 @@ def ratio(old: float, new: float, better: Better) -> float:
 
 
 def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float] | None:
-    """Where the median of the distribution lies with at least that confidence; None with too few
-    values to say."""
+    """The interval of the distribution's median with at least that confidence; None with too few
+    values."""
     count = len(values)
     outside, rank = 0.0, 0
     # outside: that at most `rank` of the values lie on one side of the median, and on the other
@@ -52,8 +50,8 @@ def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[f
 
 
 def judged(values: Sequence[float], floor: float = FLOOR) -> Verdict:
-    """Of the ratios of a row: *fails* when the interval lies below the floor, *unsure* when only
-    the median does."""
+    """The verdict on a row's ratios: *fails* if the interval is below the floor, *unsure* if only
+    the median is."""
     bounds = interval(values)
     if bounds is None:
         return "not judged"
@@ -96,7 +94,7 @@ class Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """In Markdown; what fails is bold."""
+    """In Markdown; failing rows are bold."""
     lines = [
         "| row | case | old | new | | new to old | 95 % interval | |",
         "|---|---|---|---|---|---|---|---|",

@@ -1,10 +1,9 @@
 """Other projects' connectors for vLLM as variants of ``variants.py``, with the servers that they
-need beside an engine.
+need.
 
-Each is a context: what is below it runs before the engine starts and is gone after it ended, all on
-this machine's loopback. Where a package or a library is missing, :class:`UnavailableError` says in
-a sentence what to install. ``make bench-ttft`` and ``make bench-chat`` set up the environment in
-which all of them run.
+Each is a context: its servers start before the engine and stop after it, all on this machine's
+loopback. If a package or a library is missing, :class:`UnavailableError` names what to install.
+``make bench-ttft`` and ``make bench-chat`` set up the environment in which all of them run.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-#: Of what a server may hold in memory: all that the benches ask for fits.
+#: Memory of a server, enough for all blocks of the benches.
 POOL_GIB = 4
 #: Seconds. They end hangs; importing LMCache takes half a minute from a cold disk.
 START, STOP = 180.0, 30.0
@@ -33,12 +32,12 @@ LOOPBACK = "127.0.0.1"
 
 
 class UnavailableError(Exception):
-    """What a variant needs is not here; the text is one sentence that says what to install."""
+    """A requirement of a variant is missing; the text names what to install."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """What an engine is given: arguments of vLLM's KVTransferConfig, and its environment beside."""
+    """Settings of an engine: arguments of vLLM's KVTransferConfig, and its environment."""
 
     transfer: Mapping[str, Any]
     env: Mapping[str, str] = field(default_factory=dict)
@@ -55,7 +54,7 @@ def _package(module: str) -> Path:
 
 
 def _library(name: str) -> bool:
-    """Whether the dynamic linker finds a library."""
+    """True if the dynamic linker finds a library."""
     try:
         ctypes.CDLL(name)
     except OSError:
@@ -64,7 +63,7 @@ def _library(name: str) -> bool:
 
 
 def _ports(count: int) -> list[int]:
-    """So many ports that nobody listens on."""
+    """Free ports."""
     with contextlib.ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
@@ -73,7 +72,7 @@ def _ports(count: int) -> list[int]:
 
 
 def _healthy(port: int, path: str) -> bool:
-    """Whether a server says by HTTP that it is ready."""
+    """True if a server reports by HTTP that it is ready."""
     connection = http.client.HTTPConnection(LOOPBACK, port, timeout=5)
     try:
         connection.request("GET", path)
@@ -85,8 +84,7 @@ def _healthy(port: int, path: str) -> bool:
 
 
 def _end_with_parent() -> None:
-    """In a new process: it is told to end when the one that started it is gone, killed for
-    instance."""
+    """Runs in a new process: the kernel ends it when its parent dies."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
@@ -95,8 +93,8 @@ def _end_with_parent() -> None:
 def _server(
     command: Sequence[str], log: Path, port: int, path: str, env: Mapping[str, str]
 ) -> Iterator[None]:
-    """A server as a process group of its own, ready; told to end at the end, and killed if it does
-    not."""
+    """A ready server as a process group of its own; terminated at the end, and killed if it does
+    not end."""
     with log.open("wb") as out:
         process = subprocess.Popen(
             command,
@@ -128,8 +126,8 @@ def _server(
 
 @contextlib.contextmanager
 def example(root: Path) -> Iterator[Given]:
-    """vLLM's own example: a directory for each prompt, a file for each layer; it verifies and
-    bounds nothing.
+    """vLLM's own example: a directory for each prompt, a file for each layer; it neither verifies
+    nor bounds anything.
 
     It finds whole prompts only, never a part of one, and stores what the first step of a prompt
     computes.
@@ -157,7 +155,7 @@ def lmcache(root: Path) -> Iterator[Given]:
     command = [sys.executable, "-m", "lmcache.cli.main", "server", "--disable-observability"]
     command += [f"--host={LOOPBACK}", f"--port={port}"]
     command += [f"--http-host={LOOPBACK}", f"--http-port={http_port}"]
-    # What workers on a CPU need; the default is for those of an accelerator.
+    # For workers on a CPU; the default is for an accelerator.
     command += ["--supported-transfer-mode", "auto", "--shm-name", shared]
     command += ["--l1-size-gb", str(POOL_GIB), "--eviction-policy", "LRU"]
     command += ["--l2-adapter", json.dumps({"type": "fs", "base_path": str(root)})]
@@ -188,7 +186,7 @@ def mooncake(root: Path) -> Iterator[Given]:
     """Mooncake's master and a client that owns the pool, over TCP; its store connector lies in
     vLLM.
 
-    The pool is memory, outside the engine, so that what is loaded comes from another process.
+    The pool is memory outside of the engine, so that loads come from another process.
     """
     package = _package("mooncake")
     if not _library("libibverbs.so.1"):
@@ -227,7 +225,7 @@ def mooncake(root: Path) -> Iterator[Given]:
         )
 
 
-#: Name of a variant -> what makes it, given an empty directory.
+#: Name of a variant -> its context, given an empty directory.
 PEERS: Mapping[str, Callable[[Path], contextlib.AbstractContextManager[Given]]] = {
     "example": example,
     "lmcache": lmcache,

@@ -1,11 +1,11 @@
-"""A long prompt without computing it: a model with the shape of a large one's attention, and a
-store that makes KV up.
+"""A long prompt without computing it: a model with a large one's attention shape, and a store with
+generated KV.
 
-:class:`PlantedStore` says of every block that it is stored and, asked for one, fills the pages with
-numbers that depend on the block alone: bell-shaped keys and values, and every :data:`HEAVY`-th
-block three times as large, so that scores differ as those of real prompts do. An engine over it has
-the KV of 128 K tokens in seconds, and decodes over it as over any other; what it answers means
-nothing. Named to ucm as ``ucm_connector_module_path``.
+:class:`PlantedStore` reports every block as stored. A load fills the pages with numbers that depend
+on the block only: normally distributed keys and values, and every :data:`HEAVY`-th block three
+times as large, so that scores differ like those of real prompts. An engine over it has the KV of
+128 K tokens in seconds and decodes over it as over any other; its answers have no meaning. It is
+configured by ``ucm_connector_module_path``.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ LAYERS, HEADS, KV_HEADS, DIM, HIDDEN, FFN, VOCAB = 8, 32, 8, 128, 1024, 1024, 51
 BLOCK = 128
 #: Bytes of the KV of one block of one layer, in bfloat16.
 PAGE = 2 * KV_HEADS * BLOCK * DIM * 2
-#: One block in so many is heavy.
+#: One block in this number is heavy.
 HEAVY = 61
 
 
 class PlantedStore(UcmKVStoreBaseV1):
-    """Has every block, and keeps none."""
+    """Reports every block as stored, and stores none."""
 
-    #: Different pages to fill blocks with. A power of two above the size of a cache.
+    #: Number of different pages, a power of two above the size of a cache.
     PAGES = 64
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -78,8 +78,8 @@ def _bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 
 
 def write_model(folder: Path, tokens: int) -> Path:
-    """A Llama of random weights for prompts of so many tokens, with the attention that models of 8
-    B have."""
+    """A Llama of random weights with this context length and the attention shape of an 8 B
+    model."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,32 +1,30 @@
-"""Stores of the network beside the client library that each is built on, alone, in one run: ``make
-bench-remote``.
+"""Network stores compared with their client libraries alone, in one run: ``make bench-remote``.
 
 For each server (a ``redis-server``, ``s3s-fs``, a master of Mooncake with a process that lends
 memory over TCP) and each size of block the *arms* take turns, in a random order each round: ucm's
-store with its checksums on; the same client library with as many connections, requests at once and
-values of the same size, and nothing else (the crates ``redis`` and ``object_store``, in
-``benches/src/bin/clients``; Mooncake's Python client); and LMCache's adapter for Redis where it is
-installed. Each is a process of its own, started once. A round of an arm has a server of its own,
-which is empty; as many other blocks are put and got before the clock starts.
+store with its checksums on; the same client library alone with the same connections, concurrency
+and sizes (the crates ``redis`` and ``object_store``, in ``benches/src/bin/clients``; Mooncake's
+Python client); and LMCache's adapter for Redis if it is installed. Each is a process of its own,
+started once. A round of an arm has an empty server of its own; the same number of other blocks are
+put and got before the clock starts.
 
 Timed: *put*, until every block is on the server, *get*, until every block is in memory of the
-caller, seven times asking which blocks are there (the median), when all are and when none is, and
-single blocks, one after the other. What came back is compared with what was put. A ratio is ucm's
-figure over the other's of the same round, above 1 where ucm is faster; of the ratios the median
-counts, with the interval of :mod:`paired`. The goal is 0.9 of the client library alone.
+caller, seven lookups (the median) with all blocks present and with none, and single blocks in
+sequence. The returned bytes are compared with the put ones. A ratio is ucm's figure to the other's
+of the same round, above 1 if ucm is faster; the median of the ratios counts, with the interval of
+:mod:`paired`. The goal is 0.9 of the client library alone.
 
-What to keep in mind. Measure on a machine that does nothing else: ucm's threads tell the system
-that they are batch work (``ucm_io::use_batch_policy``), so that they never push a model's thread
-aside, and on a busy machine they wait in turn where the clients alone do not. ucm verifies every
-byte by checksums and copies it from the slot, where it is verified, to the caller's memory, which
-in use is the accelerator's. Over Redis it believes for 30 seconds that what it wrote is there, over
-a bucket it keeps an index, so those answers need no server; Mooncake's master answers each time.
-The client of a bucket puts many blocks into one object, as the store does: ucm's *put* reserves
-room too, and writes its index. One block alone is an object of its own, and the store lets 200 ms
-pass between two such.
+Notes. Measure on an idle machine: ucm's threads are batch work (``ucm_io::use_batch_policy``) and
+do not preempt a model's thread, so on a busy machine they wait where the clients alone do not. ucm
+verifies every byte by checksums and copies it from the slot to the caller's memory, which in
+production is the accelerator's. Over Redis a block counts as stored for 30 seconds after its write,
+and over a bucket there is an index, so those lookups need no server; Mooncake's master is queried
+each time. The client of a bucket puts many blocks into one object, like the store: ucm's *put* also
+reserves space and writes its index. A single block is an object of its own, and the store waits 200
+ms between two such.
 
-A directory (segments, through the page cache) and memory of this host are measured besides, with
-nothing beside them: ``docs/stores.md`` has one table of all stores, which ``--write`` fills in.
+A directory (segments, through the page cache) and memory of this host are also measured, without a
+comparison: ``--write`` fills the table of all stores in ``docs/stores.md``.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ from remote_report import Row
 from servers import BUCKET, KEYS, MissingError, redis_server, s3_server
 
 BLOCKS_KIB = (256, 1024)
-#: Seconds that a round of one arm may take.
+#: Most seconds of a round of one arm.
 PATIENCE = 300.0
 #: Blocks that are put and got one after the other.
 SINGLES = 16
@@ -67,8 +65,7 @@ SINGLES = 16
 
 @dataclass(frozen=True)
 class Medium:
-    """A server, and what is measured over it: ucm first, then the client library alone, then
-    others."""
+    """A server and its arms: ucm first, then the client library alone, then others."""
 
     name: str
     #: An empty server for the time of a block, for these bytes in this directory; its address.
@@ -83,7 +80,7 @@ def nothing(_bytes: int, directory: Path) -> Iterator[str]:
 
 
 def served(server: Callable[[Path], Any]) -> Callable[[int, Path], Any]:
-    """What starts a server below a directory."""
+    """Function that starts a server below a directory."""
 
     @contextlib.contextmanager
     def start(_bytes: int, directory: Path) -> Iterator[str]:
@@ -104,8 +101,8 @@ def mooncake(most: int, directory: Path) -> Iterator[str]:
 
 
 def media(clients: Path) -> Sequence[Medium]:
-    """What is measured; ``clients`` is the program that `cargo build -p ucm-benches --bin clients`
-    makes."""
+    """The measurements; ``clients`` is the program of `cargo build -p ucm-benches --bin
+    clients`."""
 
     def alone(name: str, kind: str) -> Arm:
         return Arm(name, "", kind, program=str(clients))
@@ -175,7 +172,7 @@ def arguments() -> argparse.Namespace:
         "--write", type=Path, help="the document between whose marks our own figures go"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="8 MiB, one round: shows that everything runs"
+        "--quick", action="store_true", help="8 MiB, one round: checks that everything runs"
     )
     chosen = parser.parse_args()
     if chosen.quick:
@@ -184,7 +181,7 @@ def arguments() -> argparse.Namespace:
 
 
 def environment(arm: Arm) -> dict[str, str]:
-    """What the process of an arm sees: ucm from this source tree, the others what is installed."""
+    """The environment of an arm's process: ucm from this source tree, the others as installed."""
     kept = {
         name: value
         for name, value in os.environ.items()

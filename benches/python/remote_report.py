@@ -1,7 +1,7 @@
-"""From the rounds of ``remote.py`` to rows, ratios and tables. Needs no store and no server.
+"""Computes rows, ratios and tables from the rounds of ``remote.py``. Needs no store and no server.
 
-A ratio says how many times as fast ucm is as another arm, round by round, of which the median
-counts; above 1 ucm is faster, for times too.
+A ratio is ucm's speed relative to another arm, computed round by round; the median counts. Above 1
+ucm is faster, also for times.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 
 from paired import Better, interval, ratio
 
-#: What is promised beside the client library alone.
+#: The goal relative to the client library alone.
 GOAL = 0.9
-#: Figure of a round -> what it is called, its unit, and what is better.
+#: Figure of a round -> its title, its unit, and the better direction.
 FIGURES: Mapping[str, tuple[str, str, Better]] = {
     "dump": ("put", "GB/s", "more"),
     "load": ("get", "GB/s", "more"),
@@ -25,11 +25,10 @@ FIGURES: Mapping[str, tuple[str, str, Better]] = {
     "dump_one": ("put, one block", "ms", "less"),
     "load_one": ("get, one block", "ms", "less"),
 }
-#: Those for which there is a goal: the others are times of a single block, which is for the table
-#: of stores.
+#: Figures with a goal; the others are times of a single block, for the table of stores.
 PROMISED = ("dump", "load", "lookup_present", "lookup_absent")
 
-#: (KiB of a block, arm) -> figures of each round; None where an arm has none.
+#: (KiB of a block, arm) -> figures of each round; None if an arm has none.
 Rounds = Mapping[tuple[int, str], Sequence[Mapping[str, float | None]]]
 
 
@@ -42,14 +41,14 @@ class Row:
     figure: str
     unit: str
     arm: str
-    #: ucm itself, with which the others are compared.
+    #: ucm itself, the reference.
     own: bool
     median: float
     rounds: list[float]
-    #: Of ucm to this arm, and where it lies.
+    #: Ratio of ucm to this arm, and its interval.
     ratio: float | None
     interval: tuple[float, float] | None
-    #: The ratio that was promised.
+    #: The goal of the ratio.
     goal: float | None
 
 
@@ -84,7 +83,7 @@ def rows(medium: str, kib: int, arms: Sequence[str], rounds: Rounds) -> list[Row
 
 
 def _values(rounds: Sequence[Mapping[str, float | None]], figure: str) -> list[float]:
-    """The figure of every round; none where one has none."""
+    """The figure of every round; none if one is missing."""
     found = [value for entry in rounds if (value := entry.get(figure)) is not None]
     return found if len(found) == len(rounds) else []
 
@@ -109,7 +108,7 @@ def table(rows: Sequence[Row], judged: bool) -> str:
 
 
 def own_figures(rows: Sequence[Row]) -> list[str]:
-    """What ucm's stores did, in Markdown: a line for each store and size of block."""
+    """The figures of ucm's stores in Markdown: a line for each store and size of block."""
     found: dict[tuple[str, int], dict[str, float]] = {}
     for row in rows:
         if row.own:

@@ -1,14 +1,14 @@
-"""Decode attention on a CPU: vLLM's own kernel, ours over the same blocks, and what choosing the
-blocks costs.
+"""Decode attention on a CPU: vLLM's own kernel, ours over the same blocks, and the cost of
+selecting the blocks.
 
 Run: ``python benches/python/retrieval.py [--threads N] [--layers N]`` where vLLM for CPUs is
-installed. One layer of 32 query and 8 KV heads of 128 in bfloat16, blocks of 128 tokens that lie
-anywhere, several layers in turn so that nothing comes from the cache that the call before left it
-in. ``dense`` is vLLM's kernel over all tokens, the yardstick; ``vLLM`` and ``ours`` read the blocks
-of one choice (4096 tokens, 3584 with 32 K, everything with 4 K); ``choose`` are the codes of the
-queries, the scores of all blocks and the choice; ``step`` is choosing and our attention together.
-Fastest of the rounds, taken in turns; the last columns are dense's time over that of the step, and
-vLLM's over ours. ``--json`` keeps the figures.
+installed. One layer of 32 query and 8 KV heads of 128 in bfloat16, scattered blocks of 128 tokens,
+several layers in turn so that no call finds its data in the cache. ``dense`` is vLLM's kernel over
+all tokens, the reference; ``vLLM`` and ``ours`` read the blocks of one selection (4096 tokens, 3584
+with 32 K, everything with 4 K); ``choose`` is the codes of the queries, the scores of all blocks
+and the selection; ``step`` is selection and our attention together. Fastest of the rounds, in
+turns; the last columns are the times of dense to step, and of vLLM to ours. ``--json`` writes the
+figures.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ CASES = (
 
 
 def with_openmp_in_front() -> None:
-    """Begin anew with torch's OpenMP runtime loaded first, as vLLM does; otherwise its operators
-    use one core."""
+    """Restart with torch's OpenMP runtime loaded first, as vLLM does; otherwise its operators use
+    one core."""
     import torch
 
     found = glob.glob(str(Path(torch.__file__).parent / "lib" / "libgomp*.so*"))
@@ -123,7 +123,7 @@ class Case:
         retrieval.paged_attention(self.query, cache, table, tokens, DIM**-0.5, self.out)
 
     def work(self) -> dict[str, Callable[[], None]]:
-        """What is measured, each over all layers."""
+        """The measurements, each over all layers."""
         kept = [
             (chosen.table[:, 0].contiguous(), chosen.tokens[:, 0].contiguous())
             for chosen in self.chosen
@@ -154,7 +154,7 @@ class Case:
 
 
 def fastest(work: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """Milliseconds of each, taken in turns."""
+    """Milliseconds of each, in turns."""
     best = dict.fromkeys(work, float("inf"))
     for _ in range(rounds):
         for name, run in work.items():

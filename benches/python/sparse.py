@@ -1,15 +1,15 @@
 """Time of a decode step, dense and sparse, in vLLM on a CPU: ``python benches/python/sparse.py``.
 
-The prompt of each case is loaded from a store that makes its KV up (``planted.py``), so a step over
-128 K tokens is measured without computing a prompt of 128 K. A step is the time from one token to
-the next, the median over the tokens of all rounds, and its ratio is to the dense step of the same
+The prompt of each case is loaded from a store with generated KV (``planted.py``), so a step over
+128 K tokens is measured without computing such a prompt. A step is the time from one token to the
+next, the median over the tokens of all rounds, and its ratio is to the dense step of the same
 round. ``dense`` is ucm without sparse attention: vLLM's own kernel over the whole KV. Engines of
-all methods run at once and take turns, request by request, where the memory of the machine has room
-for their KV; else one is started after the other in each round.
+all methods run at the same time and take turns, request by request, if their KV fits in memory;
+else they are started one after the other in each round.
 
-*selection* is the share of a whole decode step that goes to choosing: the representations of new
-keys, the codes of the queries, scores and choice of every layer, by the clock of the engine. The
-goal is 15 %. Prints tables; ``--json`` keeps the figures.
+*selection* is its share of a whole decode step: the representations of new keys, the codes of the
+queries, scores and selection of every layer, by the engine's clock. The goal is 15 %. Prints
+tables; ``--json`` writes the figures.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from ucm.sparse.retrieval import instruction_sets
 
 Case = tuple[int, int]
 
-#: Tokens of a prompt, requests beside each other: groups of cases that engines of one size serve.
+#: Tokens of a prompt, concurrent requests: groups of cases for engines of one size.
 GROUPS: tuple[tuple[Case, ...], ...] = (
     ((4096, 1), (8192, 1), (16384, 1), (32768, 1)),
     ((32768, 4), (65536, 1), (131072, 1)),
 )
-#: What stands in the configuration for each.
+#: The configuration of each.
 METHODS: Mapping[str, dict[str, Any]] = {
     "dense": {},
     "hash-128": {"ucm_sparse_config": {"GSAOnDevice": {"topk_tokens": 4096}}},
     "mean-K": {"ucm_sparse_config": {"ESA": {"topk_tokens": 4096, "stride": 1}}},
 }
-#: A prompt ends so many tokens before the whole block: what is computed is a part of a block.
+#: A prompt ends this number of tokens before a whole block, so only a part of a block is computed.
 SHORT_OF = 70
-#: The engines of a group run at once where their KV takes at most this share of the memory that is
-#: free.
+#: The engines of a group run at the same time if their KV takes at most this share of the free
+#: memory.
 SIDE_BY_SIDE = 0.6
-#: Most of a step that choosing may take.
+#: Most share of a step for selection.
 SELECTION_GOAL = 0.15
 
 
 def pool_blocks(cases: Sequence[Case]) -> int:
-    """Device blocks for the largest of these cases; vLLM wants room for a step besides."""
+    """Device blocks for the largest of these cases, plus those of a step."""
     return max(tokens * rows for tokens, rows in cases) // BLOCK + 64
 
 
@@ -70,13 +70,13 @@ def pool_bytes(cases: Sequence[Case]) -> int:
 
 
 def free_bytes() -> int:
-    """Memory of this machine that could be used now."""
+    """Available memory of this machine."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
 
 
 def spec(method: str, model: Path, root: Path, cases: Sequence[Case], steps: int) -> EngineSpec:
-    """An engine with room for the largest case."""
+    """An engine with space for the largest case."""
     return EngineSpec(
         model,
         store=StoreSpec(root, "PlantedStore", module_path="planted"),
@@ -97,8 +97,8 @@ def spec(method: str, model: Path, root: Path, cases: Sequence[Case], steps: int
 
 
 def measured(engine: Engine, tokens: int, rows: int, steps: int) -> tuple[float, float | None]:
-    """Milliseconds from one token to the next, with so many requests of so many tokens, and how
-    many of them went to choosing; None in an engine that does not choose."""
+    """Milliseconds from one token to the next for a case, and those of selection; None in an engine
+    without selection."""
     asks = [
         Ask([token % VOCAB for token in prompt(row, tokens - SHORT_OF)], steps)
         for row in range(rows)
@@ -127,14 +127,13 @@ def measured(engine: Engine, tokens: int, rows: int, steps: int) -> tuple[float,
 
 
 def selection_s(engine: Engine) -> float | None:
-    """Seconds that the worker of an engine has spent on choosing so far; None where it does not
-    choose."""
+    """Seconds of selection of an engine's worker so far; None without selection."""
     stats = ast.literal_eval(engine.rpc("probe_worker_eval", "connector.stats().get('sparse')")[0])
     return None if stats is None else float(stats.get("selection_s", 0.0))
 
 
 class Group:
-    """Cases that engines of one size serve."""
+    """Cases for engines of one size."""
 
     def __init__(
         self, cases: Sequence[Case], methods: Sequence[str], work: Path, model: Path, steps: int
@@ -149,7 +148,7 @@ class Group:
         self._logs = itertools.count()
 
     def measure(self, rounds: int) -> Iterator[tuple[str, Case, float, float | None]]:
-        """Method, case, milliseconds of a step and of its choosing, for each round."""
+        """Method, case, milliseconds of a step and of its selection, for each round."""
         with contextlib.ExitStack() as stack:
             kept: dict[str, Engine] = {}
             if len(self.methods) * pool_bytes(self.cases) <= SIDE_BY_SIDE * free_bytes():
@@ -168,8 +167,8 @@ class Group:
                             yield method, case, *measured(engine, *case, self._steps)
 
     def _engine(self, method: str) -> Engine:
-        """One that has answered: the first request warms up, and measures from which length on
-        choosing pays."""
+        """A warm engine: the first request also measures the length from which selection is
+        faster."""
         log = self._work / f"{method}-{len(self.cases)}-{next(self._logs)}.log"
         engine = Engine(
             spec(method, self._model, self._work / "blocks", self.cases, self._steps), log
@@ -250,7 +249,7 @@ def table(rows: Sequence[Mapping[str, Any]], cases: Sequence[Case], methods: Seq
 
 
 def selections(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How much of a whole decode step goes to choosing, a line for each length and selector."""
+    """Share of selection in a whole decode step, a line for each length and selector."""
     lines = []
     for row in rows:
         if row["selection_ms"]:

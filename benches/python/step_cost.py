@@ -1,9 +1,9 @@
-"""What one step of vLLM's scheduler pays for ucm when there is nothing to do, in microseconds.
+"""Cost of ucm in an idle step of vLLM's scheduler, in microseconds.
 
-Drives the real scheduler side with vLLM's own ``SchedulerOutput`` and ``Request`` objects, as a
-step with many decoding requests makes them: every call vLLM makes per step, while no block becomes
-full. Prints the median and the tail, and beside them the same with one request in sixteen filling a
-block. Run: ``python benches/python/step_cost.py``.
+Calls the real scheduler side with vLLM's own ``SchedulerOutput`` and ``Request`` objects of a step
+with many decoding requests: every call of vLLM per step, while no block becomes full. Prints the
+median and the tail, and the same with one request in sixteen filling a block. Run: ``python
+benches/python/step_cost.py``.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class Tables:
         self._each = blocks_each
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
-        """As vLLM's cache manager answers."""
+        """Results of vLLM's cache manager."""
         if request_id not in self._tables:
             self._tables[request_id] = KVCacheBlocks((self.block_pool.get_new_blocks(self._each),))
         return self._tables[request_id]
 
 
 class Named:
-    """An identity that stays what it is."""
+    """A constant identity."""
 
     def text(self) -> str | None:
         return "{}"
@@ -73,7 +73,7 @@ class Named:
 
 
 def open_scheduler(tables: Tables) -> UCMConnectorScheduler:
-    """A scheduler side that is open, with one rank."""
+    """An open scheduler side with one rank."""
     background = Background("bench")
     readiness = Readiness(
         own_identity={},
@@ -92,7 +92,7 @@ def open_scheduler(tables: Tables) -> UCMConnectorScheduler:
         background,
         BLOCK,
     )
-    scheduler.bind_kv_cache_manager(tables)  # a step asks vLLM's manager for nothing but tables
+    scheduler.bind_kv_cache_manager(tables)  # a step reads only tables of vLLM's manager
     scheduler.bind_gpu_block_pool(tables.block_pool)
     readiness.handshake([Handshake((0, 0, 0), 0, True, {}, {}, stores=("Empty",))])
     while readiness.phase != "open":
@@ -125,14 +125,14 @@ def one_step(
     """Every call vLLM makes in a step without arrivals and departures."""
     plan = scheduler.build_connector_meta(output)
     scheduler.update_connector_output(answer)
-    scheduler.has_pending_push_work  # noqa: B018 - vLLM asks once per step
+    scheduler.has_pending_push_work  # noqa: B018 - vLLM reads it once per step
     scheduler.step_ended()
     scheduler.miss_stats.take()
     return plan
 
 
 def publish(scheduler: UCMConnectorScheduler, plan: Any) -> None:
-    """The rank answers that all dumps of the plan were published."""
+    """The rank reports that all dumps of the plan were published."""
     done = [DumpResult(dump.job) for dump in plan.dumps]
     last = max((dump.job for dump in plan.dumps), default=0)
     report = UCMConnectorWorkerMetadata(
@@ -177,7 +177,7 @@ def main() -> None:
         requests.append(request)
     quiet = KVConnectorOutput()
     plan = scheduler.build_connector_meta(step(requests))
-    while plan.dumps:  # what was computed before is offered first
+    while plan.dumps:  # earlier blocks are offered first
         publish(scheduler, plan)
         plan = scheduler.build_connector_meta(step(requests))
 

@@ -1,12 +1,12 @@
 """Time to first token of a deep, tiny model, computed and loaded: ``python
 benches/python/ttft.py``.
 
-For each variant of ``variants.py`` an engine is started, asked prompts that nobody stored (*cold*),
-and, after vLLM's own prefix cache was emptied, the same ones again (*warm*); with ``--restart`` it
-is a second engine, on what the first one stored, that is asked again. Before each prompt the engine
-is idle, with every dump staged. Variants take turns; their cold times beside those of no connector
-are what ucm costs where it finds nothing. ``make bench-ttft`` does the same beside the connectors
-of others. Prints a table; ``--json`` keeps every time.
+For each variant of ``variants.py`` an engine gets new prompts (*cold*) and, after vLLM's own prefix
+cache was emptied, the same ones again (*warm*); with ``--restart`` the warm prompts go to a second
+engine on the blocks of the first. Before each prompt the engine is idle, with every dump staged.
+Variants take turns; their cold times compared with those without a connector are ucm's cost on
+misses. ``make bench-ttft`` adds other projects' connectors. Prints a table; ``--json`` writes every
+time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import model as demo_model
 
 
 def ask_all(running: Engine, run: str, prompts: Sequence[Any], times: dict[str, Any]) -> None:
-    """Asks the prompts one after the other, and keeps the times under the name of the run."""
+    """Sends the prompts one after the other, and records the times under the name of the run."""
     for tokens in prompts:
         answer = running.ask(tokens, 1)
         if answer.first is None:
@@ -44,7 +44,8 @@ def ask_all(running: Engine, run: str, prompts: Sequence[Any], times: dict[str, 
 def one_engine(
     variant: str, model: Path, work: Path, number: int, chosen: argparse.Namespace
 ) -> dict[str, Any]:
-    """The times in seconds of one engine, or of one and the next, or why there are none."""
+    """The times in seconds of one engine, or of one and its successor, or the reason of a
+    failure."""
     root, log = work / f"blocks-{number}", work / f"{variant}-{number}.log"
     root.mkdir()
     blocks = 2 * (chosen.tokens // BLOCK + 2)
@@ -145,10 +146,10 @@ def main() -> None:
                     variant, work / "model", work, number * len(VARIANTS) + place, chosen
                 )
                 if "failed" in times:
-                    missing[variant] = times  # it will not start the next time either
+                    missing[variant] = times  # it would not start the next time either
                 rounds[-1][variant] = times
             rows = summary(rounds)
-            if chosen.json:  # after every round: who ends it early keeps what there is
+            if chosen.json:  # after every round, so that an early end keeps the results so far
                 date = dt.datetime.now(dt.UTC).strftime("%Y-%m-%d")
                 settings = {
                     "tokens": chosen.tokens,

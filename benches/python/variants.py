@@ -1,9 +1,9 @@
-"""What is put under an engine in ``ttft.py`` and ``chat.py``: one line for each way of keeping KV,
-or none.
+"""The stores under an engine in ``ttft.py`` and ``chat.py``: one line for each variant, including
+none.
 
 Both run the deep, tiny model of the demo in engines of ``tests/vllm/harness.py``, one at a time on
-a machine. A variant that this version has not got is reported as such, with what the engine said.
-Connectors of others, with the servers that they need, are in ``peer_connectors.py``.
+a machine. A variant that this version does not have is reported with the engine's error. Other
+projects' connectors, with their servers, are in ``peer_connectors.py``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 for folder in ("tests/vllm", "demo"):
     sys.path.insert(0, str(ROOT / folder))
 
-#: Name -> the entry of ``ucm_connectors``, less the directory; None is an engine without ucm.
+#: Name -> the entry of ``ucm_connectors`` without the directory; None is an engine without ucm.
 OURS: Mapping[str, Mapping[str, Any] | None] = {
     "none": None,
     "file": {"ucm_connector_name": "UcmPosixStore", "ucm_connector_config": {"layout": "file"}},
@@ -40,16 +40,15 @@ OURS: Mapping[str, Mapping[str, Any] | None] = {
 }
 
 VARIANTS = (*OURS, *PEERS)
-#: What is measured where nobody says what: the others need packages that are not installed with
-#: vLLM.
+#: The default variants: the others need packages that are not installed with vLLM.
 USUAL = tuple(OURS)
 
-#: Of the engines: blocks of so many tokens.
+#: Tokens of the engines' blocks.
 BLOCK = 32
 
 
 def transfer(variant: str, root: Path) -> dict[str, Any] | None:
-    """Arguments of vLLM's KVTransferConfig for one of ours, with blocks kept below ``root``."""
+    """Arguments of vLLM's KVTransferConfig for one of ours, with blocks below ``root``."""
     entry = OURS[variant]
     if entry is None:
         return None
@@ -69,7 +68,7 @@ def engine(variant: str, model: Path, root: Path, blocks: int, length: int) -> I
     """An engine over the demo's model with room for ``blocks`` blocks and prompts of ``length``
     tokens.
 
-    What a peer needs beside it runs meanwhile; raises UnavailableError where that is not installed.
+    Runs the servers that a peer needs; raises UnavailableError if they are not installed.
     """
     from specs import EngineSpec
 
@@ -93,7 +92,7 @@ def engine(variant: str, model: Path, root: Path, blocks: int, length: int) -> I
 
 
 def why(log: str) -> str:
-    """Why an engine did not start: the most telling line of its log."""
+    """Why an engine did not start: the most informative line of its log."""
     said: list[str] = re.findall(r"(?:ucm\.errors\.)?\w*Error: .*", log)
     ours = [line for line in said if "ConfigError" in line or "not built" in line]
     return (ours or said or ["it says nothing"])[-1].strip()[:300]

@@ -1,5 +1,5 @@
-"""The recall model: a ``Qwen2ForCausalLM`` of half a million parameters, whose attention looks
-things up.
+"""The recall model: a ``Qwen2ForCausalLM`` of half a million parameters, whose attention does
+lookups.
 
 Three layers of width 128, 4 query and 2 KV heads of size 32, feed-forward 256, 512 tokens, tied
 embeddings: small enough to be trained in minutes on one core, and to be committed.
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 LAYERS, HEADS, KV_HEADS, SIZE, THETA = 3, 4, 2, 32, 10_000.0
-#: Where the weights that the project uses lie.
+#: The committed weights.
 WEIGHTS = Path(__file__).parent / "weights"
 
 
@@ -47,14 +47,14 @@ def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def after_attention(layer: Any, x: Tensor, found: Tensor) -> Tensor:
-    """The output of a layer from its input and what attention found."""
+    """The output of a layer from its input and the output of attention."""
     x = x + layer.self_attn.o_proj(found)
     y: Tensor = x + layer.mlp(layer.post_attention_layernorm(x))
     return y
 
 
 class Recall:
-    """The model in float32: its parts, for a suite that attends by itself."""
+    """The model in float32, in parts, for a suite with its own attention."""
 
     def __init__(self, directory: Path = WEIGHTS) -> None:
         model = Qwen2ForCausalLM(Qwen2Config.from_pretrained(directory)).float()

@@ -1,10 +1,10 @@
-"""Answers of the recall model under every selector, beside dense attention and what is no
-selection: ``make bench-quality``.
+"""Answers of the recall model under every selector, compared with dense attention and controls:
+``make bench-quality``.
 
-Prompts are computed densely, once. Then queries are fed to the decoder, one token at a time with
-the answers in them, so that each answer is one that decoding has to find; windows, budget and
-rhythm are the method's, and attention reads the blocks that :class:`ucm.sparse.method.BlockSparse`
-says, over plain torch tensors, by the calls that vLLM's workers make.
+Prompts are computed densely, once. Then queries are fed to the decoder, one token at a time and
+with their answers, so that decoding must find each answer. Windows, budget and rhythm are the
+method's; attention reads the blocks of :class:`ucm.sparse.method.BlockSparse`, over plain torch
+tensors, by the calls of vLLM's workers.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from ucm.sparse.selector import Geometry
 
 BLOCK = 16
 NAMES = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
-#: Windows and rhythm that all methods get, so that they differ by what they choose alone.
+#: Windows and rhythm of all methods, so that they differ only in their selection.
 EQUAL: dict[str, Any] = {"init_blocks": 1, "local_blocks": 2, "min_blocks": 0}
-#: Name in the tables -> algorithm, and its keys beside the budget.
+#: Name in the tables -> algorithm, and its keys in addition to the budget.
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "oracle": ("Oracle", {}),
     "gsa_on_device": ("GSAOnDevice", {"windows_inside": False}),
@@ -63,23 +63,23 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "random": ("Random", {}),
     "windows": ("Windows", {}),
 }
-#: Blocks that are chosen beside the three of the windows, of the 64 of a prompt of 1024 tokens.
+#: Selected blocks, in addition to the three of the windows, of the 64 of a prompt of 1024 tokens.
 BUDGETS = {0.344: 19, 0.156: 7, 0.109: 4}
-#: As vLLM has it on a CPU, where blocks are multiples of 32 tokens: 5 of the 33 of a prompt and its
+#: As in vLLM on a CPU, where blocks are multiples of 32 tokens: 5 of the 33 of a prompt and its
 #: queries.
 WIDE: dict[str, Any] = {"block": 32, "local_blocks": 1, "topk_blocks": 3}
-#: Rhythms, by the choices of the oracle and of two selectors: what staleness alone costs.
+#: Rhythms, with the selections of the oracle and of two selectors: the cost of staleness alone.
 RHYTHMS = [(1, 0), (1, 1), (2, 0), (4, 0), (8, 0), (8, 8), (16, 0)]
 
 
 @dataclass
 class Filled:
-    """Prompts that were computed: what their tokens made in each layer, and what is fed after
+    """Computed prompts: the tensors of their tokens in each layer, and the tokens fed after
     them."""
 
     #: Queries, keys and values ``[batch, t, heads, d]`` of each layer.
     layers: list[tuple[Tensor, Tensor, Tensor]]
-    #: Tokens fed to the decoder ``[batch, steps]``, and what kind of answer each is.
+    #: Tokens fed to the decoder ``[batch, steps]``, and the kind of answer of each.
     fed: Tensor
     kinds: Tensor
 
@@ -93,7 +93,7 @@ class Filled:
 class Outcome:
     """What decoding gave."""
 
-    #: Answers of each kind, and how many of them were right.
+    #: Answers of each kind, and the number of right ones.
     asked: Counter[int]
     right: Counter[int]
     #: Logits ``[batch, steps, vocabulary]``.
@@ -102,7 +102,7 @@ class Outcome:
     stats: dict[str, float]
 
     def share(self, *kinds: int) -> float:
-        """Share of right answers of these kinds, all where none is given."""
+        """Share of right answers of these kinds; all kinds by default."""
         which = kinds or tuple(self.asked)
         return sum(self.right[kind] for kind in which) / sum(self.asked[kind] for kind in which)
 
@@ -118,7 +118,7 @@ class Outcome:
 
 @torch.no_grad()
 def fill(model: Recall, prompts: Sequence[Prompt], together: int = 16) -> Filled:
-    """Compute prompts of one length densely, so many at once."""
+    """Compute prompts of one length densely, in batches."""
     layers: list[list[tuple[Tensor, Tensor, Tensor]]] = [[] for _ in range(LAYERS)]
     for begin in range(0, len(prompts), together):
         x = model.embed_tokens(
@@ -135,7 +135,7 @@ def fill(model: Recall, prompts: Sequence[Prompt], together: int = 16) -> Filled
 
 
 def attend(query: Tensor, cache: Sequence[Tensor], table: Tensor, lengths: Tensor) -> Tensor:
-    """Paged attention of one query for each row, as an unmodified kernel computes it.
+    """Paged attention of one query for each row, like an unmodified kernel.
 
     ``query [rows, heads, d]``; ``cache`` keys and values ``[blocks, b, h, d]``; ``table [rows, n]``
     physical blocks, of which the first ``lengths [rows]`` tokens count. ``[rows, heads * d]``.
@@ -158,8 +158,7 @@ def method_of(algorithm: str, keys: Mapping[str, Any]) -> BlockSparse:
 
 
 class Decoder:
-    """The model over a paged cache that holds some prompts, one row each, with a method or
-    without."""
+    """The model over a paged cache with some prompts, one row each, with or without a method."""
 
     def __init__(
         self, model: Recall, filled: Filled, method: BlockSparse | None, block: int = BLOCK
@@ -167,7 +166,7 @@ class Decoder:
         self._model, self._filled, self._method, self._block = model, filled, method, block
         batch, self._length, steps = filled.shape
         blocks = -(-(self._length + steps) // block)
-        # Physical blocks in no order: nothing may depend on it.
+        # Physical blocks in random order, on which no result may depend.
         order = torch.randperm(batch * blocks, generator=torch.Generator().manual_seed(7))
         self._table = order.view(batch, blocks).int()
         self._caches = [
@@ -224,8 +223,8 @@ class Decoder:
     def _layer(
         self, number: int, q: Tensor, k: Tensor, v: Tensor, places: range
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values ``[batch, t, h, d]`` of these places to the cache; the table and
-        the lengths with which the last of them is to attend."""
+        """Write keys and values ``[batch, t, h, d]`` of these positions to the cache; returns the
+        table and the lengths for the attention of the last one."""
         at, size = torch.tensor(places), self._block
         slots = (self._table[:, at // size].long() * size + at % size).flatten()
         for part, new in zip(self._caches[number], (k, v), strict=True):
@@ -246,7 +245,7 @@ class Decoder:
 def outcome(
     model: Recall, filled: Filled, algorithm: str | None, block: int = BLOCK, **keys: Any
 ) -> Outcome:
-    """Decode densely (None), or by an algorithm, over blocks of so many tokens."""
+    """Decode densely (None), or by an algorithm, over blocks of this size."""
     method = None if algorithm is None else method_of(algorithm, keys)
     try:
         found: Outcome = Decoder(model, filled, method, block).run()
@@ -257,7 +256,7 @@ def outcome(
 
 
 def prompts(count: int, length: int = 1024, records: int = 64, first: int = 0) -> list[Prompt]:
-    """The prompts of the suite: seeds 0, 1, ...; those that training is measured on are others."""
+    """The prompts of the suite: seeds 0, 1, ...; training uses others."""
     return [recall(seed, length, records) for seed in range(first, first + count)]
 
 
@@ -295,8 +294,8 @@ def table_of_selectors(model: Recall, filled: Filled) -> list[str]:
 
 
 def table_of_rhythms(model: Recall, recalls: Filled, chains: Filled) -> list[str]:
-    """Shares of right answers with choices that are some steps old, where each token asks for
-    something else, and where one block answers many."""
+    """Shares of right answers with selections that are some steps old, for queries where each token
+    needs another block, and where one block has many answers."""
     named = [("oracle", "Oracle"), ("gsa_on_device", "GSAOnDevice"), ("esa", "ESA")]
     lines = [
         "| stride | lag | "
@@ -309,7 +308,7 @@ def table_of_rhythms(model: Recall, recalls: Filled, chains: Filled) -> list[str
         for name, algorithm in named:
             keys = {**METHODS[name][1], "stride": stride, "lag": lag, "topk_blocks": BUDGETS[0.156]}
             if lag:
-                keys["retrieval_ms"] = 600_000  # no choice may be late: this is not about time
+                keys["retrieval_ms"] = 600_000  # no selection may be late: time is not tested here
             cells += [
                 _share(outcome(model, filled, algorithm, **keys)) for filled in (recalls, chains)
             ]
@@ -322,13 +321,13 @@ def _share(found: Outcome, *kinds: int) -> str:
 
 
 def main() -> None:
-    """Print the tables, and write them into a document where asked to."""
+    """Print the tables, and optionally write them into a document."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--weights", type=Path, default=WEIGHTS)
     parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--quick", action="store_true", help="a few prompts, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="a few prompts, to check that it runs")
     parser.add_argument("--write", type=Path, help="the document between whose marks the tables go")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -341,13 +340,14 @@ def main() -> None:
     setting = (
         f"{count} prompts (seeds 0 to {count - 1}) of 1024 tokens with 64 records, {dense.count()}"
         f" answers: {kinds}. Blocks of {BLOCK} tokens, the first and the last two always kept (of"
-        " 32, the first and the last), the same for all methods; a new choice in every step, in"
+        " 32, the first and the last), the same for all methods; a new selection in every step, in"
         " every layer. ± is one binomial standard error."
     )
     staleness = (
-        f"Choices that are some steps old, at density 0.156: the same {dense.count()} answers, and"
-        f" {int((chains.kinds == LINK).sum())} of {len(chains.fed)} chains of {LINKS} records in a"
-        " row, which lie in three or four blocks and are followed token by token (dense"
+        "Selections that are some steps old, at density 0.156: the same"
+        f" {dense.count()} answers, and {int((chains.kinds == LINK).sum())} of {len(chains.fed)}"
+        f" chains of {LINKS} records in a row, which lie in three or four blocks and are followed"
+        " token by token (dense"
         f" {_share(outcome(model, chains, None))})."
     )
     selectors, rhythms = (

@@ -1,12 +1,11 @@
 """Prompts of the recall model: records in a haystack, in one hop or two, and chains of records.
 
-A prompt is filler, of a Markov chain, in which records stand: ``k v .`` binds a value to a key, ``k
-m .`` and, somewhere else, ``m v .`` do so through a middle. A query is ``? k v`` or ``? k m v``.
-Each answer needs one token among all of them: blocks by lot miss it, windows miss it, and a choice
-made for the query before misses it. The second answer of two hops needs another block than the
-first one, and is always decoded. A chain is up to 16 records that stand in a row, each naming what
-the next one tells of: to follow it stays in one block for many tokens, so that a choice may be some
-steps old.
+A prompt is filler from a Markov chain with records in it: ``k v .`` binds a value to a key; ``k m
+.`` and, somewhere else, ``m v .`` do so through a middle. A query is ``? k v`` or ``? k m v``. Each
+answer needs one token among all of them: random blocks, windows, and a selection for the previous
+query miss it. The second answer of two hops needs another block than the first one, and is always
+decoded. A chain is up to 16 adjacent records, each with the key of the next one: following it stays
+in one block for many tokens, so a selection may be some steps old.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 
 VOCABULARY = 512
-#: Tokens of each kind: where they begin.
+#: First token of each kind.
 FILLER, KEYS, MIDDLES, VALUES, STOP, ASK = 0, 64, 192, 320, 504, 505
 NAMES = 128
 #: Most records of a chain.
 LINKS = 16
-#: What the answers of a prompt are called.
+#: Names of the kinds of answers.
 ONE_HOP, FIRST, SECOND, LINK = 1, 2, 3, 4
 KINDS = {ONE_HOP: "one hop", FIRST: "two hops, first", SECOND: "two hops, second", LINK: "chain"}
 
@@ -36,7 +35,7 @@ _SUCCESSORS: Ints = np.argsort(np.random.Generator(np.random.PCG64(20)).random((
 
 @dataclass
 class Sequence:
-    """Tokens, and of each the kind of answer that it is; 0: none, nothing determines it."""
+    """Tokens, and for each the kind of answer; 0: no answer, not determined."""
 
     tokens: list[int] = field(default_factory=list)
     kinds: list[int] = field(default_factory=list)
@@ -89,16 +88,15 @@ def follow(chain: list[int]) -> tuple[list[int], list[int]]:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A haystack, and what is fed to the decoder after it, one token at a time, answers
-    included."""
+    """A haystack, and the tokens fed to the decoder after it, one at a time, including answers."""
 
     tokens: list[int]
     queries: Sequence
 
 
 def recall(seed: int, length: int, records: int, asked: int = 3, names: int = NAMES) -> Prompt:
-    """A prompt with so many records, each told once, 5 of 8 of them halves of two hops; ``asked``
-    queries of one hop and as many of two follow, in any order."""
+    """A prompt with ``records`` records, each once, 5 of 8 of them halves of two hops; ``asked``
+    queries of one hop and as many of two follow, in random order."""
     rng = np.random.Generator(np.random.PCG64([seed, length, records]))
     filler = Filler(rng)
     pairs = records * 5 // 16
@@ -127,7 +125,7 @@ def recall(seed: int, length: int, records: int, asked: int = 3, names: int = NA
 
 
 def chain(seed: int, length: int) -> Prompt:
-    """A prompt with one chain to follow, among records that are not asked for."""
+    """A prompt with one chain to follow, among other records."""
     rng = np.random.Generator(np.random.PCG64([seed, length, 1]))
     base = recall(seed, length - 3 * LINKS, length // 16, 0).tokens
     # Not inside a record: between two tokens of filler.

@@ -1,13 +1,13 @@
-//! Shared pieces of the benches: a figure and its yardstick take turns, so that a busy machine hits
-//! both.
+//! Shared parts of the benches: a measurement and its reference take turns, so that a busy machine
+//! affects both.
 
 pub mod store;
 
 use std::time::{Duration, Instant};
 
-/// Rounds of which the fastest counts, where a bench has no other number.
+/// Default number of rounds; the fastest counts.
 const ROUNDS: usize = 60;
-/// Options of the benches that no value follows, and cargo's.
+/// Options without a value, and cargo's.
 const FLAGS: [&str; 2] = ["--quick", "--bench"];
 
 fn time(work: &mut dyn FnMut()) -> Duration {
@@ -16,13 +16,13 @@ fn time(work: &mut dyn FnMut()) -> Duration {
     start.elapsed()
 }
 
-/// The fastest of many runs of each, taken in turns after a warm-up. The fastest is the one least
-/// disturbed.
+/// The fastest of many runs of each, in turns after a warm-up. The fastest run is the least
+/// disturbed one.
 pub fn in_turns<const N: usize>(work: [&mut dyn FnMut(); N]) -> [Duration; N] {
     in_turns_of(ROUNDS, work)
 }
 
-/// The same with so many rounds.
+/// The same with `rounds` rounds.
 pub fn in_turns_of<const N: usize>(
     rounds: usize,
     mut work: [&mut dyn FnMut(); N],
@@ -51,8 +51,8 @@ pub fn identity(weights: &str) -> String {
     .concat()
 }
 
-/// True if the filter of `cargo bench -- <words>` includes this bench: it has no words, or one of
-/// them is in the name.
+/// True if the filter of `cargo bench -- <words>` includes this bench: there are no words, or one
+/// of them is in the name.
 pub fn asked_for(name: &str) -> bool {
     is_named(name, std::env::args().skip(1))
 }

@@ -1,4 +1,4 @@
-//! The store's benches run and have every row; the figures do not matter here.
+//! The store's benches run and have every row; the figures are not checked.
 #![allow(clippy::unwrap_used, reason = "a test")]
 
 use std::path::PathBuf;
@@ -11,7 +11,7 @@ fn quick(yardstick: Yardstick, name: &str) -> Result<()> {
     let rows = run(&options, &|_| {})?;
     for &mode in &options.modes {
         let count = rows.iter().filter(|row| row.mode == mode).count();
-        // A dump and two loads of each layout; none of one mode where the file system lacks it.
+        // A dump and two loads of each layout; no rows of a mode that the file system lacks.
         assert!(count == 6 || (count == 0 && mode == Mode::Direct));
     }
     assert!(rows.iter().all(|row| row.gbps > 0.0 && row.ratio > 0.0));

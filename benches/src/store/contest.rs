@@ -1,4 +1,4 @@
-//! Contenders that take turns, so that other load on the machine disturbs all of them.
+//! Contenders take turns, so that other load on the machine affects all of them.
 
 use std::time::{Duration, Instant};
 
@@ -6,12 +6,12 @@ use rustix::time::{ClockId, clock_gettime};
 
 use super::Result;
 
-/// What a piece of work took.
+/// Cost of a piece of work.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Spent {
     /// Time on the wall.
     pub(super) wall: Duration,
-    /// Processor time of all threads of this process, the kernel's for them too.
+    /// Processor time of all threads of this process, including kernel time.
     pub(super) cpu: Duration,
 }
 
@@ -43,7 +43,7 @@ fn cpu() -> Duration {
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// One turn: does its work and returns what the part took that counts.
+/// One turn: does its work and returns the cost of the measured part.
 pub(super) type Turn<'a> = Box<dyn FnMut() -> Result<Spent> + 'a>;
 
 /// The turns of one contender, by round.
@@ -69,7 +69,7 @@ impl Times {
             .unwrap_or(Duration::MAX)
     }
 
-    /// How much faster than another contender, the fastest turns compared.
+    /// Ratio to another contender, by the fastest turns.
     pub(super) fn ratio(&self, yardstick: &Self) -> f64 {
         yardstick.fastest().as_secs_f64() / self.fastest().as_secs_f64()
     }
@@ -85,7 +85,7 @@ impl Times {
     }
 }
 
-/// One turn of each that does not count, then `rounds` of each; the first changes with every round.
+/// One uncounted turn of each, then `rounds` of each; the first contender changes with every round.
 pub(super) fn hold(rounds: usize, mut contenders: Vec<Turn<'_>>) -> Result<Vec<Times>> {
     let mut times: Vec<Times> = contenders.iter().map(|_| Times::default()).collect();
     for turn in &mut contenders {

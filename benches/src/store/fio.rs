@@ -1,4 +1,4 @@
-//! The same sizes and numbers of threads by fio: what one large file gives, without names.
+//! The same sizes and numbers of threads by fio: the speed of one large file, without names.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -10,13 +10,13 @@ use serde_json::Value;
 use super::Result;
 use super::contest::Spent;
 
-/// Times that fio reads the file in one turn: it counts in milliseconds.
+/// How often fio reads the file in one turn, because it counts in milliseconds.
 const LOOPS: usize = 4;
-/// Where fio's buffers begin: on a huge page, as slots do.
+/// Alignment of fio's buffers: a huge page, like slots.
 const ALIGN: usize = 2 << 20;
 /// Makes the C library use huge pages. fio's memory begins 16 bytes behind the start of a page,
-/// which a copy from the page cache takes five times as long for on some processors; and a direct
-/// operation of a MiB on pages of 4 KiB has more pieces than a virtual disk takes at once.
+/// which makes a copy from the page cache five times slower on some processors; and a direct
+/// operation of a MiB on pages of 4 KiB has more pieces than a virtual disk accepts at once.
 const HUGE_PAGES: (&str, &str) = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1");
 
 pub(super) fn is_installed() -> bool {
@@ -28,7 +28,7 @@ pub(super) fn is_installed() -> bool {
     version.status().is_ok_and(|status| status.success())
 }
 
-/// All records, one behind the other in one file, a part of it for each thread.
+/// All records contiguous in one file, with a part for each thread.
 pub(super) struct Pass<'a> {
     pub(super) file: &'a Path,
     /// Bytes of one operation.
@@ -40,7 +40,7 @@ pub(super) struct Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// Writes a file that was allocated just before and never written, as a segment is.
+    /// Writes a file that was just allocated and never written, like a segment.
     pub(super) fn write_new(&self) -> Result<Spent> {
         let file = std::fs::File::create(self.file)?;
         let bytes = (self.count * self.record) as u64;
@@ -49,7 +49,7 @@ impl Pass<'_> {
         self.run("write", 1)
     }
 
-    /// Reads the file, and writes it first where there is none.
+    /// Reads the file, and writes it first if it does not exist.
     pub(super) fn read(&self) -> Result<Spent> {
         if !self.file.exists() {
             self.write_new()?;
@@ -57,7 +57,7 @@ impl Pass<'_> {
         self.run("read", LOOPS)
     }
 
-    /// What going over the file once took.
+    /// Cost of one pass over the file.
     fn run(&self, kind: &str, loops: usize) -> Result<Spent> {
         let each = self.count / self.threads * self.record;
         let output = Command::new("fio")
@@ -113,8 +113,8 @@ impl Pass<'_> {
 }
 
 /// fio reports whole milliseconds, rounded up, and the latencies of its operations in ns. Their
-/// sum, divided by the threads, gives the end within the last of these milliseconds, in favour of fio
-/// where it is not exact.
+/// sum, divided by the threads, gives the end within the last of these milliseconds, in favour of
+/// fio if it is not exact.
 fn took(runtime_ms: f64, operations_ns: f64) -> Duration {
     let end = runtime_ms * 1e6;
     let ns = operations_ns.clamp((end - 1e6).max(0.0), end);

@@ -1,14 +1,14 @@
-//! Loads and dumps of a store beside a yardstick: plain system calls, or fio.
+//! Loads and dumps of a store compared with a reference: plain system calls, or fio.
 //!
-//! Store and yardstick move the same bytes in turns, the order changes with each round, and the
-//! fastest turn of each counts: other load on the machine can only slow a turn down.
+//! Store and reference move the same bytes in turns, the order changes with each round, and the
+//! fastest turn of each counts, because other load can only slow a turn down.
 //!
-//! * Load *to the slot*: read and verified in the store's memory, beside open, pread and close of a
-//!   file for each record, or fio's reads of one file.
-//! * Load *to memory*: the same and copied to the caller's memory; the loop copies too, fio does
+//! * Load *to the slot*: read and verified in the store's memory, compared with open, pread and
+//!   close of a file for each record, or fio's reads of one file.
+//! * Load *to memory*: the same with a copy to the caller's memory; the loop copies too, fio does
 //!   not.
-//! * Dump: from the caller's memory until published, beside a copy, open, pwrite, close and rename,
-//!   or fio's writes to a file that was allocated just before.
+//! * Dump: from the caller's memory until published, compared with a copy, open, pwrite, close and
+//!   rename, or fio's writes to a just allocated file.
 //!
 //! "Workers" is the number of threads that read or write in both. The store has one more that
 //! gathers from memory, as in production.
@@ -57,16 +57,16 @@ pub struct Row {
     pub gbps: f64,
     /// Speed of the yardstick.
     pub yardstick_gbps: f64,
-    /// The fastest turn of the store against the fastest of the yardstick.
+    /// The fastest turn of the store against the fastest of the reference.
     pub ratio: f64,
     /// The median of the ratios of single rounds.
     pub median_ratio: f64,
     /// Least ratio wanted.
     pub goal: f64,
-    /// Processor time of the store, ms for a GB of KV, the least of any turn: other load on the
-    /// machine hardly shows in it.
+    /// Processor time of the store, ms for a GB of KV, the least of all turns; other load hardly
+    /// affects it.
     pub cpu_ms_per_gb: f64,
-    /// The same of the yardstick; 0 for fio, which is another process.
+    /// The same of the reference; 0 for fio, which is another process.
     pub yardstick_cpu_ms_per_gb: f64,
 }
 
@@ -79,8 +79,7 @@ struct Case<'a> {
     mode: Mode,
 }
 
-/// The program of a bench: its name is that of its yardstick. An error is printed and ends it with
-/// 1.
+/// The program of a bench, named by its reference. An error is printed and ends it with 1.
 pub fn program(name: &str, yardstick: Yardstick) -> ExitCode {
     if !crate::asked_for(name) {
         return ExitCode::SUCCESS;

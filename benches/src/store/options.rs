@@ -9,7 +9,7 @@ use super::Result;
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 
-/// What the store is compared with.
+/// The reference of the comparison.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Yardstick {
     /// Plain system calls, a file for each record.
@@ -18,11 +18,11 @@ pub enum Yardstick {
     Fio,
 }
 
-/// How files are read and written.
+/// Modes of reading and writing files.
 #[derive(Serialize, Debug, Clone, Copy, PartialEq, Eq)]
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
-    /// Through the page cache, which holds the bytes of a load.
+    /// Through the page cache, which has the bytes of a load.
     Buffered,
     /// The same with the device in it: a load after syncfs and POSIX_FADV_DONTNEED, a dump up to
     /// the end of a syncfs.
@@ -43,12 +43,12 @@ impl Mode {
     }
 }
 
-/// What to measure, and how long.
+/// Settings of a measurement.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// What the store is compared with.
+    /// The reference of the comparison.
     pub yardstick: Yardstick,
-    /// Where a directory is made for the run, and removed after it.
+    /// Parent of the temporary directory of the run.
     pub dir: PathBuf,
     /// Sizes of blocks, bytes of KV.
     pub block_bytes: Vec<usize>,
@@ -60,12 +60,12 @@ pub struct Options {
     pub turn_bytes: usize,
     /// Turns of each contender that count.
     pub rounds: usize,
-    /// Where the rows are written, as JSON.
+    /// File for the rows as JSON.
     pub json: Option<PathBuf>,
 }
 
 impl Options {
-    /// The sizes of a table to publish: some minutes.
+    /// The sizes of a published table: some minutes.
     pub fn full(yardstick: Yardstick, dir: PathBuf) -> Self {
         let modes = match yardstick {
             Yardstick::Loop => Mode::ALL.to_vec(),
@@ -83,7 +83,7 @@ impl Options {
         }
     }
 
-    /// Each kind of row once, in seconds: shows that it runs, no speed.
+    /// Each kind of row once, in seconds: checks that it runs, not its speed.
     pub fn quick(self) -> Self {
         Self {
             block_bytes: vec![MIB],
@@ -94,8 +94,8 @@ impl Options {
         }
     }
 
-    /// Most bytes that lie in `dir` at one time: the dumps of all turns of three contenders, and
-    /// the records of loads.
+    /// Most bytes in `dir` at one time: the dumps of all turns of three contenders, and the records
+    /// of loads.
     pub fn disk_bytes(&self) -> u64 {
         self.turn_bytes as u64 * 3 * (self.rounds as u64 + 3)
     }

@@ -49,7 +49,7 @@ fn write(private: &Path, target: &Path, direct: bool, bytes: &[u8]) -> Result<()
     Ok(rustix::fs::rename(private, target)?)
 }
 
-/// Copies each block from the caller's memory into a slot of its thread and writes that.
+/// Copies each block from the caller's memory into a slot of its thread and writes the slot.
 pub(super) fn dump(
     dir: &Path,
     ids: &[BlockId],
@@ -100,8 +100,8 @@ pub(super) fn load(
     }
 }
 
-/// Does all jobs on `threads` threads, this one among them; each thread has its own state. The
-/// clock starts when all threads are there and stops when all are done.
+/// Runs all jobs on `threads` threads, including this one; each thread has its own state. The clock
+/// starts when all threads are ready and stops when all are done.
 fn share<J: Send, S: Send>(
     jobs: impl Iterator<Item = J> + Send,
     states: impl Iterator<Item = S>,
@@ -134,7 +134,7 @@ fn share<J: Send, S: Send>(
                     .map_err(|_| "a thread of the loop panicked")??,
             );
         }
-        // Since the first one began.
+        // From the start of the first one.
         let spent = began.iter().map(Watch::stop).max_by_key(|spent| spent.wall);
         Ok(spent.unwrap_or_default())
     })

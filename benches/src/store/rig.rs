@@ -1,5 +1,5 @@
-//! Our side: an engine over one root, opened as in production but for the number of threads, and
-//! the memory of its caller.
+//! Our side: an engine over one root, opened as in production except for the number of threads, and
+//! the caller's memory.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -16,10 +16,10 @@ use super::contest::{Spent, Watch};
 
 /// Layers of a block, one tensor each, as in a model of 7 or 8 billion parameters.
 const LAYERS: usize = 32;
-/// No turn takes as long.
+/// Longer than any turn.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// Alignment of a caller's memory, in bytes, as of tensors: some processors copy to memory that
-/// lies a few bytes off at a quarter of the speed.
+/// Alignment of a caller's memory, in bytes, as of tensors: some processors copy to slightly
+/// misaligned memory at a quarter of the speed.
 const ALIGN: usize = 64;
 
 /// A store over a root.
@@ -29,8 +29,8 @@ pub(super) struct Rig {
 }
 
 impl Rig {
-    /// Opens a store below `root`. `workers` threads may load, as many may dump; staging holds the
-    /// blocks of a turn.
+    /// Opens a store below `root`. `workers` threads may load and the same number may dump; staging
+    /// has space for the blocks of a turn.
     pub(super) fn open(
         root: PathBuf,
         layout: &str,
@@ -41,7 +41,7 @@ impl Rig {
     ) -> Result<Self> {
         let identity = crate::identity(&block.to_string());
         let seconds = PATIENCE.as_secs_f64();
-        // Dumps use half of the threads. A quarter of the slots is kept for loads.
+        // Dumps use half of the threads. A quarter of the slots is reserved for loads.
         let spec = json!({
             "stages": [{
                 "kind": "posix", "storage_backends": [root], "layout": layout, "io_direct": direct,
@@ -58,7 +58,7 @@ impl Rig {
             "breaker_damaged_per_minute": 16,
         });
         let engine = StoreSpec::parse(&spec.to_string())?.open(SystemClock::shared())?;
-        // Before the root is counted a store takes a few hundred blocks and no more.
+        // Before the root is counted a store accepts only a few hundred blocks.
         let began = Instant::now();
         while engine.stats()["storage_counted"] != 1 {
             if began.elapsed() > PATIENCE {
@@ -110,18 +110,18 @@ impl Rig {
     }
 }
 
-/// One slot, and as many bytes of a caller's memory, for every block of a turn.
+/// One slot, and the same bytes of a caller's memory, for every block of a turn.
 pub(super) struct Stock {
     slots: Vec<Slot>,
     caller: Vec<u8>,
-    /// Where the caller's memory begins in it.
+    /// Offset of the caller's memory in it.
     start: usize,
     block: usize,
     next: u64,
 }
 
 impl Stock {
-    /// For `count` blocks; every page of it was written before.
+    /// For `count` blocks; every page has been written before.
     pub(super) fn new(block: usize, record: usize, count: usize) -> Result<Self> {
         let options = ArenaOptions {
             huge: HugePages::Try,
@@ -175,7 +175,7 @@ impl Stock {
         ids.iter().zip(memory).map(row).collect()
     }
 
-    /// Ids never used before, for all blocks of a turn, spread like hashes.
+    /// New ids for all blocks of a turn, spread like hashes.
     pub(super) fn fresh_ids(&mut self) -> Vec<BlockId> {
         let id = |number: u64| {
             let word = (number + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);

@@ -1,4 +1,4 @@
-//! The directory of a run, and what is done to files between turns.
+//! The directory of a run, and operations on its files between turns.
 
 use std::cell::Cell;
 use std::fs;
@@ -10,7 +10,7 @@ use tempfile::TempDir;
 
 use super::Result;
 
-/// Free bytes left to others on the file system.
+/// Free bytes to leave on the file system.
 const LEFT_FREE: u64 = 1 << 30;
 
 /// A directory that is removed at the end.
@@ -46,7 +46,7 @@ impl Scratch {
             .create_new(true)
             .custom_flags(OFlags::DIRECT.bits() as i32);
         let direct = probe.open(dir.path().join("probe")).is_ok();
-        // ext4 then puts directories below far apart; other file systems ignore it.
+        // ext4 then places the directories below far apart; other file systems ignore it.
         let flags = rustix::fs::ioctl_getflags(&file).unwrap_or(IFlags::empty());
         let _ = rustix::fs::ioctl_setflags(&file, flags | IFlags::TOPDIR);
         Ok(Self {
@@ -57,14 +57,13 @@ impl Scratch {
         })
     }
 
-    /// Whether files here can be opened with O_DIRECT.
+    /// True if files here can be opened with O_DIRECT.
     pub(super) fn direct(&self) -> bool {
         self.direct
     }
 
-    /// A new directory in it, away from those before: ext4 passes over every inode that was freed
-    /// in the last minutes, so that new files cost many times as much where others were removed
-    /// just before.
+    /// A new directory in it, far from earlier ones: ext4 skips every inode that was freed in the
+    /// last minutes, so new files are many times slower where others were just removed.
     pub(super) fn make(&self, name: &str) -> Result<PathBuf> {
         let number = self.made.replace(self.made.get() + 1);
         let dir = self.dir.path().join(format!("{name}-{number}"));

@@ -1,12 +1,12 @@
-//! Client libraries alone, beside which `make bench-remote` measures the stores that are built on
-//! them: `clients redis` or `clients s3`.
+//! Client libraries alone, with which `make bench-remote` compares the stores built on them:
+//! `clients redis` or `clients s3`.
 //!
-//! It answers as `benches/peers/child.py` does: for each round a line of JSON that names the
-//! address of an empty server, and a line with the figures. A round puts as many other blocks as
-//! will be measured, so that connections are open, then times putting blocks, getting them into
-//! memory of the caller and asking which are there, and single blocks one after the other. What
-//! came back is compared. Nothing is added to what the library does: no checksums, headers or
-//! deadlines. It has as many connections, requests at once and threads as the store has.
+//! It has the protocol of `benches/peers/child.py`: for each round it reads a line of JSON with the
+//! address of an empty server and writes a line with the figures. A round first puts the same
+//! number of other blocks, so that connections are open. It then times puts, gets into memory of
+//! the caller, lookups, and single blocks in sequence. The returned bytes are compared. It adds
+//! nothing to the library: no checksums, headers or deadlines. It has the connections, concurrency
+//! and threads of the store.
 #![allow(clippy::print_stdout, reason = "it answers on standard output")]
 
 mod redis;
@@ -23,17 +23,17 @@ use futures_util::stream::{self, StreamExt, TryStreamExt};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-/// Whatever goes wrong ends the round, and its text is told.
+/// An error ends the round and is reported.
 type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 
-/// Requests at once, as `redis_concurrency` and `object_concurrency` of the stores.
+/// Concurrent requests, as `redis_concurrency` and `object_concurrency` of the stores.
 const AT_ONCE: usize = 16;
 /// Threads that drive the client, as in `ucm_infra::Runtime`.
 const THREADS: usize = 2;
-/// An answer takes microseconds: the median of so many counts.
+/// A lookup takes microseconds: the median of this number counts.
 const LOOKUPS: usize = 7;
 
-/// One round, as the driver asks for it.
+/// The driver's request of one round.
 #[derive(Deserialize)]
 struct Round {
     /// `host:port` of the server.
@@ -41,7 +41,7 @@ struct Round {
     block_bytes: usize,
     count: usize,
     seed: u64,
-    /// Blocks that are put and got one after the other.
+    /// Blocks put and got in sequence.
     singles: usize,
 }
 
@@ -67,7 +67,7 @@ impl Client {
         }
     }
 
-    /// Fills memory of the caller, which it hands over meanwhile.
+    /// Fills memory of the caller, which it takes during the call.
     async fn get(&self, keys: &[String], into: Vec<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
         match self {
             Self::Redis(client) => client.get(keys, into).await,
@@ -75,16 +75,16 @@ impl Client {
         }
     }
 
-    /// None where there is nothing to compare.
+    /// None if there is nothing to compare.
     async fn exist(&self, keys: &[String]) -> Result<Option<Vec<bool>>> {
         match self {
             Self::Redis(client) => client.exist(keys).await.map(Some),
-            Self::S3(_) => Ok(None), // the store's answers come from an index
+            Self::S3(_) => Ok(None), // the store's lookups use an index
         }
     }
 }
 
-/// Does each of these, [`AT_ONCE`] at a time and on every thread; what came of them, in order.
+/// Runs each of these, [`AT_ONCE`] at a time and on every thread; returns the results in order.
 async fn each<T: Send + 'static, F>(jobs: impl Iterator<Item = F>) -> Result<Vec<T>>
 where
     F: Future<Output = Result<T>> + Send + 'static,
@@ -94,7 +94,7 @@ where
     ended.try_collect().await
 }
 
-/// Bytes that no server makes smaller, others for each block.
+/// Incompressible bytes, different for each block.
 fn content(seed: u64, block: usize, len: usize) -> Bytes {
     let mut state = seed ^ (block as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let words = (0..len.div_ceil(8)).flat_map(|_| {
@@ -106,7 +106,7 @@ fn content(seed: u64, block: usize, len: usize) -> Bytes {
     words.take(len).collect::<Vec<u8>>().into()
 }
 
-/// Microseconds for each key, the median of [`LOOKUPS`]; none where there is nothing to compare.
+/// Microseconds for each key, the median of [`LOOKUPS`]; `None` if there is nothing to compare.
 async fn lookup_us(client: &Client, keys: &[String], there: bool) -> Result<Option<f64>> {
     let mut took = Vec::with_capacity(LOOKUPS);
     for _ in 0..LOOKUPS {
@@ -116,7 +116,7 @@ async fn lookup_us(client: &Client, keys: &[String], there: bool) -> Result<Opti
         };
         took.push(start.elapsed().as_secs_f64() * 1e6 / keys.len() as f64);
         if found.iter().any(|found| *found != there) {
-            return Err("a key is there that should not be, or is not that should".into());
+            return Err("a key exists that should not, or a key is missing".into());
         }
     }
     Ok(median(took))
@@ -128,7 +128,7 @@ fn median(mut values: Vec<f64>) -> Option<f64> {
     values.get(values.len() / 2).copied()
 }
 
-/// Milliseconds for putting and for getting one block, one after the other, the median of these.
+/// Milliseconds of a put and a get of one block, in sequence, the median of these.
 async fn one_ms(
     client: &Client,
     keys: &[String],
@@ -176,7 +176,7 @@ async fn round(kind: &str, round: &Round) -> Result<Value> {
     let target = client.get(&keys, target).await?;
     let get = start.elapsed().as_secs_f64();
     if target != source {
-        return Err("what was got differs from what was put".into());
+        return Err("the bytes of a get differ from those of the put".into());
     }
     let present = lookup_us(&client, &keys, true).await?;
     let absent = lookup_us(&client, &absent, false).await?;
@@ -194,7 +194,7 @@ async fn round(kind: &str, round: &Round) -> Result<Value> {
 
 fn main() -> ExitCode {
     let kind = std::env::args().nth(1).unwrap_or_default();
-    // What object_store's HTTP client is without: a choice of cryptography.
+    // The cryptography provider, which object_store's HTTP client leaves to the program.
     let _already = rustls::crypto::ring::default_provider().install_default();
     let mut builder = tokio::runtime::Builder::new_multi_thread();
     let Ok(runtime) = builder.worker_threads(THREADS).enable_all().build() else {

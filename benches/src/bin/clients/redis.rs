@@ -1,5 +1,5 @@
-//! The crate `redis` alone: `SET` and `GET` of one value each, over a few connections that carry
-//! many requests at once.
+//! The crate `redis` alone: `SET` and `GET` of one value each, over a few connections with many
+//! concurrent requests.
 
 use bytes::Bytes;
 use redis::aio::MultiplexedConnection;
@@ -23,7 +23,7 @@ impl Redis {
         Ok(Self(connections))
     }
 
-    /// One connection after the other, so that all have as much to carry.
+    /// Round robin, so that all connections have the same load.
     fn turn(&self, number: usize) -> MultiplexedConnection {
         self.0[number % CONNECTIONS].clone()
     }

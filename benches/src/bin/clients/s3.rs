@@ -1,4 +1,4 @@
-//! The crate `object_store` alone. As in the store many blocks are one object, which is put in
+//! The crate `object_store` alone. As in the store, many blocks form one object, which is put in
 //! parts and read in ranges.
 
 use std::ops::Range;
@@ -14,16 +14,14 @@ use crate::{AT_ONCE, Result, each};
 
 /// The bucket of the server that `demo/servers.py` starts.
 const BUCKET: &str = "bucket";
-/// What the store makes one object of, and its parts: `object_size` and `PART` of
-/// `ucm_tier::object`.
+/// The store's sizes of an object and its parts: `object_size` and `PART` of `ucm_tier::object`.
 const SEGMENT: usize = 64 << 20;
 const PART: usize = 16 << 20;
-/// Bytes of one range that is read for several blocks, as there.
+/// Bytes of one range for several blocks, as there.
 const LEAST: usize = 1 << 20;
 const MOST: usize = 8 << 20;
 
-/// A bucket in which an object has many blocks, one behind the other in the order in which they are
-/// put.
+/// A bucket in which an object has many blocks, in the order of the puts.
 pub(crate) struct Segments(Arc<AmazonS3>);
 
 impl Segments {
@@ -91,12 +89,12 @@ impl Segments {
     }
 }
 
-/// How many of these blocks, all of one length, go into so many bytes.
+/// How many of these blocks, all of one length, fit into `bytes`.
 fn blocks_in(bytes: usize, blocks: &[Bytes]) -> usize {
     (bytes / blocks.first().map_or(1, Bytes::len).max(1)).max(1)
 }
 
-/// Fills blocks, one behind the other, with a range of an object, as its bytes arrive.
+/// Fills blocks in order with a range of an object, as its bytes arrive.
 async fn fill(
     store: &AmazonS3,
     path: &Path,
