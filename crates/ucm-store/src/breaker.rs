@@ -1,10 +1,10 @@
 //! The breaker of one backend: after a run of failures that speak of the medium (not of one block),
-//! everything answers at once for a while, then a single request is let through to see whether it
-//! is back. A tier has a second one for writes alone: a medium that is read and takes no writes is
-//! used for what it has.
+//! operations fail at once for a while, then a single request is let through to probe it. A tier
+//! has a second one for writes alone: a medium that is read and takes no writes is used for its
+//! records.
 //!
-//! More than a few damaged records a minute speak of the medium too, whichever it is: its answers
-//! are wrong, so the breaker stays open for all of the cool-down.
+//! More than a few damaged records a minute speak of the medium too: its answers are wrong, so the
+//! breaker stays open for all of the cool-down.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -14,8 +14,8 @@ use ucm_core::{Error, ErrorKind};
 use ucm_infra::MonotonicTime;
 use ucm_io::EROFS;
 
-/// Error numbers (the same on every Linux) that do not speak of a sick medium: it answers that we
-/// may not, or the process itself has too little of something.
+/// Error numbers (the same on every Linux) that do not speak of a sick medium: it denies access, or
+/// the process itself lacks something.
 const EPERM: i32 = 1;
 const ENOMEM: i32 = 12;
 const EACCES: i32 = 13;
@@ -66,7 +66,7 @@ enum State {
     },
     Open {
         until: MonotonicTime,
-        /// Stays open until then, though the medium answers: it is its answers that are wrong.
+        /// Stays open until then, though the medium answers: its answers are wrong.
         held: bool,
     },
     /// One request is let through; another may follow after that time, should it be lost.
@@ -95,22 +95,22 @@ pub struct Breaker {
 enum Verdict {
     /// It answers.
     Answers,
-    /// It does not, or cannot do what was wanted.
+    /// It does not, or cannot do the operation.
     Sick,
-    /// It said itself that it does not do this now.
+    /// It refuses such operations for now.
     Refuses,
     /// Nothing: the operation did not reach it.
     Nothing,
 }
 
-/// Whether the process itself had too little of something.
+/// Whether the process itself lacked memory or descriptors.
 fn is_own_lack(error: &Error) -> bool {
     matches!(error.os_code(), Some(ENOMEM | ENFILE | EMFILE))
 }
 
-/// What this failure says of a medium. A file that is absent, foreign or damaged, a full or
-/// read-only medium, or one that does not let us in, is an answer all the same; a queue that is
-/// full, or a process that has no descriptors left, says nothing.
+/// What this failure says of a medium. A file that is absent, foreign or damaged, and a full,
+/// read-only or closed medium, are answers too; a full queue, or a process without descriptors,
+/// says nothing.
 fn of_medium(error: &Error) -> Verdict {
     match error.kind() {
         ErrorKind::Io if matches!(error.os_code(), Some(EPERM | EACCES | EROFS)) => {
@@ -126,8 +126,8 @@ fn of_medium(error: &Error) -> Verdict {
 }
 
 /// What the failure of a write says of writes. A backend reports as `Unhealthy` that it takes none
-/// for now. One that is full makes room, and a directory that is read-only or does not let us in
-/// says so without a look at the medium (`ucm_quota`).
+/// for now. One that is full makes room, and a directory that is read-only or denies access reports
+/// that without an operation on the medium (`ucm_quota`).
 fn of_writes(error: &Error) -> Verdict {
     match error.kind() {
         ErrorKind::Unhealthy => Verdict::Refuses,
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_medium_answers_is_no_failure_of_it() {
+    fn an_answer_of_the_medium_is_no_failure_of_it() {
         let breaker = Breaker::new(BreakerConfig {
             threshold: 2,
             cool_down: Duration::from_secs(1),
@@ -392,7 +392,7 @@ mod tests {
         assert_eq!(
             writes.write_failure(&read_only, at(1)),
             None,
-            "it is said once"
+            "it is logged once"
         );
         assert!(!writes.allows(3, at(1)) && writes.allows(4, at(2)));
         assert_eq!(writes.success(), Some(Change::Recovered));
@@ -467,7 +467,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_process_lacks_or_may_not_is_no_failure_of_the_medium() {
+    fn limits_and_rights_of_the_process_are_no_failure_of_the_medium() {
         let os = |code| Error::from_io(std::io::Error::from_raw_os_error(code), "x");
         let breaker = two_in_a_row();
         for code in [EPERM, EACCES, EROFS, ENOMEM, ENFILE, EMFILE] {
@@ -476,7 +476,7 @@ mod tests {
             }
         }
         assert!(breaker.is_closed());
-        // A probe that finds no descriptor is followed by another; one that may not has found the
+        // A probe without a descriptor is followed by another; one that is denied has reached the
         // medium.
         breaker.trip(at(0));
         assert!(breaker.allows(16, at(1)));

@@ -21,7 +21,7 @@ use crate::tiers::{LevelConfig, TierConfig};
 pub use tier_spec::TierSpec;
 use tier_spec::make_all;
 
-/// What a store is made from; sizes in bytes, times in seconds.
+/// The description of a store; sizes in bytes, times in seconds.
 ///
 /// ```
 /// use ucm_core::BlockId;
@@ -47,7 +47,7 @@ use tier_spec::make_all;
 ///
 /// let (id, mut page) = (BlockId([7; 16]), vec![7u8; 4096]);
 /// let rows = |page: &mut Vec<u8>| {
-///     // SAFETY: the page outlives the tasks below, and no one touches it before they ended.
+///     // SAFETY: the page outlives the tasks below, and is not touched before they ended.
 ///     let span = unsafe { DeviceSpan::new(page.as_mut_ptr() as u64, page.len() as u64) };
 ///     vec![Row { id, shard: 0, pieces: Pieces::Listed(vec![span]), ready: None, sides: RowSides::None }]
 /// };
@@ -66,8 +66,7 @@ pub struct StoreSpec {
     /// The tiers, top first.
     #[serde(rename = "stages")]
     pub tiers: Vec<TierSpec>,
-    /// Name of the device whose memory blocks are loaded into and dumped from; the host if nothing
-    /// is said.
+    /// Name of the device whose memory blocks are loaded into and dumped from; the host by default.
     #[serde(default = "default_device")]
     pub device: String,
     /// How a device that has a choice copies: auto, dma, sm or staging.
@@ -94,7 +93,7 @@ pub struct StoreSpec {
     /// Side shards that blocks may have beside their KV: name, version of the content, bytes.
     #[serde(default)]
     pub sides: Vec<(String, u32, u64)>,
-    /// Words for people who look at what is stored, outside the identity.
+    /// Descriptions of the records for people, outside the identity.
     pub labels: BTreeMap<String, String>,
     /// Processes of this host that will each have such a store.
     pub processes: u32,
@@ -102,8 +101,8 @@ pub struct StoreSpec {
     pub scheduler_elsewhere: bool,
     /// Opens the store for lookups only.
     pub lookup_only: bool,
-    /// Host memory for staging; where nobody says how much, it holds the blocks of two steps,
-    /// within a share of the memory.
+    /// Host memory for staging; by default it holds the blocks of two steps, within a share of the
+    /// memory.
     #[serde(default)]
     pub staging_bytes: Option<u64>,
     /// Bytes of the blocks that one step of the engine can compute at most; 0 where that is not
@@ -118,16 +117,16 @@ pub struct StoreSpec {
     pub load_s: f64,
     /// Deadline of a dump.
     pub dump_s: f64,
-    /// Deadline of the first look at the tiers.
+    /// Deadline of the first probe of the tiers.
     pub probe_s: f64,
     /// Deadline of draining.
     pub shutdown_s: f64,
-    /// Where the keys stand that records are encrypted with ([`Keys::parse`]); where none is named
-    /// they stand in the environment, in `UCM_ENCRYPTION_KEY`, or nothing is encrypted.
+    /// File of the keys that records are encrypted with ([`Keys::parse`]); without one the keys are
+    /// in `UCM_ENCRYPTION_KEY` of the environment, or nothing is encrypted.
     #[serde(default)]
     pub encryption_key_file: Option<PathBuf>,
-    /// What the blocks of each tenant may come to in every level below memory: bytes, or a share of
-    /// what the level may hold.
+    /// The quota of each tenant in every level below memory: bytes, or a share of the capacity of
+    /// the level.
     #[serde(default)]
     pub tenant_quota: Option<Amount>,
     /// Failures in a row that open the breaker.
@@ -183,13 +182,13 @@ fn with_room(record: RecordLayout, encrypted: bool) -> Result<RecordLayout> {
     }
 }
 
-/// Staging of a process where nothing more is known, and the least.
+/// Least staging of a process, and the default.
 const STAGING: u64 = 256 << 20;
-/// How much of the memory of machine and container all its processes may come to.
+/// The staging of all processes is at most this part of the memory of machine and container.
 const STAGING_SHARE: u64 = 16;
 
-/// The staging of a process whose engine computes blocks of so many bytes in a step, one of so many
-/// on this host. All of a step's blocks are offered at once, and those without a slot only when
+/// The staging of a process, one of `processes` on this host, whose engine computes `step_bytes` of
+/// blocks in a step. All blocks of a step are offered at once, and those without a slot only when
 /// their request takes another step: there is room for two steps, of which a quarter is kept for
 /// loads.
 fn staging(step_bytes: u64, processes: u32, memory: Option<&MachineMemory>) -> u64 {
@@ -202,55 +201,46 @@ fn staging(step_bytes: u64, processes: u32, memory: Option<&MachineMemory>) -> u
 impl StoreSpec {
     /// Reads a description. `Config` where a key is missing, unknown or wrong.
     pub fn parse(json: &str) -> Result<Self> {
-        let wrong = |error| {
-            let wrong = Error::new(
-                ErrorKind::Config,
-                "the description of a store is not what it should be",
-            );
-            wrong.caused_by(error)
-        };
-        serde_json::from_str(json).map_err(|error: serde_json::Error| wrong(error))
+        serde_json::from_str(json).map_err(|error| {
+            let text = "the description of a store is not what it should be";
+            Error::new(ErrorKind::Config, text).caused_by(error)
+        })
     }
 
     /// Opens the engine over its tiers.
     pub fn open(self, clock: Arc<dyn Clock>) -> Result<Engine> {
         ucm_infra::threads_begin_with(ucm_io::use_batch_policy);
-        // Who only looks up copies nothing: it touches no device, which may belong to other
+        // A store for lookups copies nothing and opens no device, which may belong to other
         // processes.
-        let device = open_device(
-            if self.lookup_only {
-                DEFAULT_DEVICE
-            } else {
-                &self.device
-            },
-            Transfer::from_word(&self.transfer)?,
-            Arc::clone(&clock),
-        )?;
+        let device = match self.lookup_only {
+            true => DEFAULT_DEVICE,
+            false => &self.device,
+        };
+        let transfer = Transfer::from_word(&self.transfer)?;
+        let device = open_device(device, transfer, Arc::clone(&clock))?;
         let identity = Identity::parse(&self.identity)?;
         let part = part_of(self.part);
         let geometry = Geometry::from_sizes(self.tensor_sizes, self.shard_size, self.block_size)?;
         let dtype = DType::from_name(&self.dtype);
-        let sides = self.sides.into_iter();
-        let sides: Vec<_> = sides
-            .map(|(name, version, len)| SideSpec { name, version, len })
-            .collect();
+        let mut sides = Vec::with_capacity(self.sides.len());
+        for (name, version, len) in self.sides {
+            sides.push(SideSpec { name, version, len });
+        }
         let record = RecordLayout::new(&geometry).describing(self.block_tokens, dtype);
         let record = record.with_sides(sides.clone())?;
         let keys = encryption_keys(self.encryption_key_file.as_deref())?;
         let record = with_room(record, keys.is_some())?;
-        let other_parts = self
-            .parts
-            .into_iter()
-            .map(|other| other.record(keys.is_some()));
-        let other_parts: Vec<PartRecord> = other_parts.collect::<Result<_>>()?;
+        let mut other_parts = Vec::with_capacity(self.parts.len());
+        for other in self.parts {
+            other_parts.push(other.record(keys.is_some())?);
+        }
         let staging_bytes = match self.staging_bytes {
             _ if self.lookup_only => 0,
             Some(bytes) => bytes,
-            None => staging(
-                self.step_bytes,
-                self.processes,
-                MachineMemory::now().ok().as_ref(),
-            ),
+            None => {
+                let memory = MachineMemory::now().ok();
+                staging(self.step_bytes, self.processes, memory.as_ref())
+            }
         };
         let deadlines = Deadlines {
             lookup: seconds("lookup_s", self.lookup_s)?,
@@ -282,20 +272,20 @@ impl StoreSpec {
             scheduler_elsewhere: self.scheduler_elsewhere,
             clock: Arc::clone(&clock),
         };
-        let built = make_all(self.tiers, &context)?.into_iter();
-        let levels = built.map(|(built, policy)| {
+        let mut levels = Vec::new();
+        for (built, policy) in make_all(self.tiers, &context)? {
             let tiers = built.tiers.into_iter().map(|built| TierConfig {
                 backend: built.backend,
                 pool: built.pool,
                 policy,
-                compressed: built.compressed && !self.lookup_only, // else nothing is moved
+                compressed: built.compressed && !self.lookup_only, // which moves no record
                 max_stuck: built.max_stuck,
             });
-            LevelConfig {
+            levels.push(LevelConfig {
                 tiers: tiers.collect(),
                 spread: built.spread,
-            }
-        });
+            });
+        }
         let config = EngineConfig {
             geometry,
             identity,
@@ -315,8 +305,8 @@ impl StoreSpec {
     }
 }
 
-/// The keys of this file, or else of the environment. `Config` where they cannot be read or are
-/// none.
+/// The keys of this file, or else of the environment. `Config` where they cannot be read or are not
+/// keys.
 fn encryption_keys(file: Option<&Path>) -> Result<Option<Arc<Keys>>> {
     const VARIABLE: &str = "UCM_ENCRYPTION_KEY";
     let (text, origin) = match file {

@@ -1,4 +1,4 @@
-//! What the engine counted: plain atomics and fixed-bucket histograms, readable at any time by a
+//! The counters of an engine: plain atomics and fixed-bucket histograms, readable at any time by a
 //! snapshot.
 //!
 //! Names here are the names in `ucm inspect`, in logs and (prefixed `ucm_`) in Prometheus.
@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use serde::Serialize;
 use ucm_core::MissReason;
 
-/// Upper bounds of the latency buckets, in seconds; a last bucket takes what is longer.
+/// Upper bounds of the latency buckets, in seconds; a last bucket takes longer times.
 pub const LATENCY_BOUNDS: [f64; 14] = [
     0.0001, 0.0003, 0.001, 0.003, 0.005, 0.01, 0.03, 0.05, 0.1, 0.3, 0.5, 1.0, 3.0, 10.0,
 ];
@@ -125,7 +125,7 @@ macro_rules! counters {
 counters! {
     /// Lookup calls.
     lookups,
-    /// Ids asked for in lookups.
+    /// Ids in lookups.
     lookup_ids,
     /// Ids found in lookups.
     lookup_hits,
@@ -153,17 +153,17 @@ counters! {
     blocks_present,
     /// Blocks whose publish failed.
     publishes_failed,
-    /// Blocks dropped because their last shard did not come in time.
+    /// Blocks dropped because their last shard was not dumped in time.
     blocks_incomplete,
     /// Side shards read, verified and handed over.
     sides_loaded,
-    /// Side shards that were asked for and are stored nowhere, or could not be had in time.
+    /// Side shards that were wanted and are stored nowhere, or could not be read in time.
     sides_missing,
-    /// Copies of side shards that are not sound; another is asked for.
+    /// Copies of side shards that are not sound; another is read.
     sides_refused,
     /// Side shards published in records of their own.
     sides_published,
-    /// Of those to be published, side shards that were stored so already.
+    /// Side shards of dumps that were stored in records of their own already.
     sides_present,
     /// Bytes of KV read from the device.
     bytes_staged,

@@ -70,7 +70,8 @@ fn a_root_that_is_added_takes_its_share_of_what_is_new() {
             });
             continue;
         }
-        // Who has to ask asks the root that a record belongs to: those that moved are stored again.
+        // A layout without an index reads the root that a record belongs to: records of other roots
+        // are stored again.
         let hits = found(&store);
         // Three of four stay: sixty, give or take four, for the names of the roots differ each
         // time.
@@ -89,7 +90,7 @@ fn a_root_that_is_added_takes_its_share_of_what_is_new() {
     }
 }
 
-/// How long a root is left alone that does not answer.
+/// How long a root that does not answer is not used.
 const OFF: Duration = Duration::from_secs(600);
 
 #[test]

@@ -36,7 +36,7 @@ fn filled(blocks: &[BlockId]) -> Device {
     Device::filled(&compressed(), blocks)
 }
 
-/// Loads blocks and tells whether all came; what came is right, what did not is untouched.
+/// Loads blocks: whether all were loaded; those that were are right, the others are untouched.
 fn loads(store: &Store, blocks: &[BlockId]) -> bool {
     let device = Device::blank(&compressed(), blocks);
     let loaded = store.load(&device, blocks).is_ok();
@@ -221,7 +221,7 @@ fn damage_at_any_place_of_what_is_stored_is_a_miss_and_heals() {
     assert_eq!(compression(&store, "records_undecodable"), 0);
 }
 
-/// Damage that came before the checksums of what is stored were taken: those are right, and the
+/// Damage from before the checksums of the stored bytes were computed: those are right, and the
 /// record's own tell.
 #[test]
 fn what_is_whole_as_stored_and_does_not_decode_is_a_miss() {
@@ -276,7 +276,7 @@ fn without_a_codec_compressed_records_are_misses_and_stay_as_they_are() {
     let before = files(&store);
     assert_eq!(finds(&store, &ids(3)), [false; 3]);
     assert_eq!(store.missed("wrong_length"), 3);
-    // Asked for all the same: a newer form, which no one refuses, moves aside or counts as damage.
+    // Read all the same: a newer form is not refused, moved aside or counted as damage.
     assert!(!loads(&store, &[id(0)]));
     assert_eq!(store.missed("newer_version"), 1);
     assert_eq!(store.stat("second_reads"), 0);
@@ -343,7 +343,7 @@ fn a_full_medium_refuses_a_compressed_record_as_any_other() {
     let failed = store.dump(&filled(&ids(1)), &ids(1)).unwrap_err();
     assert_eq!(failed[0].1.kind(), ErrorKind::NoSpace);
     assert_eq!(finds(&store, &ids(1)), [false]);
-    // The collector makes room meanwhile, and may take what was just stored.
+    // The collector makes room at any time, and may remove the record just stored.
     eventually("it is stored again", || {
         store.dump(&filled(&ids(1)), &ids(1)).is_ok() && loads(&store, &ids(1))
     });

@@ -77,7 +77,7 @@ fn they_come_back_in_every_layout_under_every_codec_and_tier() {
         let store = Store::open(dir.path(), setup.clone());
         dump(&store, &ids(4));
         drop(store);
-        let store = Store::open(dir.path(), setup); // what was in memory is gone
+        let store = Store::open(dir.path(), setup); // the memory is empty now
         assert!(has_all(&store, &ids(4)) && loads(&store, &ids(4)), "{what}");
         assert!(
             loads(&store, &ids(4)),
@@ -129,7 +129,7 @@ fn nothing_of_a_block_lies_open_below_memory() {
     }
 }
 
-/// Loads one block, which does not come, and tells how often that was for this reason.
+/// Loads one block, which fails: how often for this reason.
 fn misses(store: &Store, block: BlockId, reason: &str) -> u64 {
     let device = Device::blank(&store.setup, &[block]);
     assert!(store.load(&device, &[block]).is_err() && device.is_blank(block));
@@ -199,7 +199,7 @@ fn a_first_dump_over_a_record_of_another_key_is_not_stored() {
     let kinds = media()
         .into_iter()
         .filter(|medium| matches!(medium, Medium::Kind(_)));
-    // From 128 KiB on Redis is asked for the length of what is there before a value is sent.
+    // From 128 KiB on Redis reports the length of the value before a value is sent.
     let long = Setup {
         tensors: vec![128 << 10],
         ..Setup::default()

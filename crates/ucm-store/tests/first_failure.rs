@@ -77,9 +77,9 @@ fn outcome(store: &Store, task: &Task) -> Vec<(usize, ErrorKind)> {
         .collect()
 }
 
-/// Waits until so many rows have failed.
+/// Waits until this many rows have failed.
 fn await_failures(task: &Task, rows: usize) {
-    eventually("so many rows have failed", || task.failures().len() >= rows);
+    eventually("enough rows have failed", || task.failures().len() >= rows);
 }
 
 fn slots_come_back(store: &Store) {

@@ -1,4 +1,4 @@
-//! The breaker in the engine: what opens it, what closes it, and what it is not told.
+//! The breaker in the engine: what opens it, what closes it, and what does not reach it.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -47,7 +47,7 @@ fn is_well(store: &Store) -> bool {
 fn one_lookup_of_many_pieces_is_one_failure() {
     only_over!(
         FilesAlone,
-        "a lookup of segments asks no file system, and a tier below a memory is asked for less"
+        "a lookup of segments makes no system call, and a tier below a memory gets fewer reads"
     );
     let (_dir, store, _clock) = opened(2, usize::MAX);
     store.fault(Rule::on(OpKind::Stat, Fault::Errno(5)));
@@ -56,7 +56,7 @@ fn one_lookup_of_many_pieces_is_one_failure() {
         (store.stat("breaker_opened"), store.missed("io_error")),
         (0, 250)
     );
-    assert_eq!(store.missed("absent"), 0, "nobody said that");
+    assert_eq!(store.missed("absent"), 0, "no medium said that");
     let io_error = (0, Some(MissReason::IoError));
     assert_eq!(store.engine.explain_on_prefix(&ids(250)).unwrap(), io_error);
     assert_eq!(store.stat("breaker_opened"), 1);
@@ -91,7 +91,9 @@ fn one_late_load_is_one_failure_and_late_loads_open_it() {
         eventually("the load is late", || {
             task.check(store.engine.clock(), Until::Published)
         });
-        eventually("every read was told", || store.stat("loads_queued") == 0);
+        eventually("every read was reported", || {
+            store.stat("loads_queued") == 0
+        });
         eventually("late reads are one failure", || {
             store.stat("breaker_opened") == opened
         });
@@ -101,7 +103,7 @@ fn one_late_load_is_one_failure_and_late_loads_open_it() {
 
 #[test]
 fn a_block_that_is_absent_is_an_answer_of_a_medium_that_is_back() {
-    only_over!(Files, "a lookup of segments asks no file system");
+    only_over!(Files, "a lookup of segments makes no system call");
     let (_dir, store, clock) = opened(1, usize::MAX);
     store.fault(of_records(OpKind::Stat, Fault::Errno(5)).times(1));
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
@@ -118,7 +120,7 @@ fn a_block_that_is_absent_is_an_answer_of_a_medium_that_is_back() {
 #[test]
 fn what_never_reaches_the_medium_does_not_use_up_the_one_try() {
     let (_dir, store, clock) = opened(1, usize::MAX);
-    // Of blocks: over segments no lookup asks for files, and the dump must not meet it.
+    // Of blocks: over segments no lookup needs files, and the dump must not meet it.
     store.fault(
         Rule::on(OpKind::Stat, Fault::Errno(5))
             .path("/blocks/")
@@ -165,20 +167,20 @@ fn too_many_stuck_operations_open_it_until_they_return() {
         [false],
         "they are stuck still"
     );
-    assert_eq!(store.asked(OpKind::Stat, id(2)), asked, "not even asked");
+    assert_eq!(store.asked(OpKind::Stat, id(2)), asked, "not even read");
     store.faults.clear();
     gate.open();
     eventually("they return", || store.stat("workers_stuck") == 0);
     clock.advance(10 * SECOND);
     assert_eq!(store.engine.lookup(&[id(2)]).unwrap(), [true]);
-    eventually("the medium was asked", || is_well(&store));
+    eventually("the medium was probed", || is_well(&store));
 }
 
 #[test]
 fn all_windows_of_a_prefix_lookup_share_one_deadline() {
     only_over!(
         FilesAlone,
-        "a lookup of segments asks no file system, and below a memory it has half of the time"
+        "a lookup of segments makes no system call, and below a memory it has half of the time"
     );
     let (_dir, store, clock, gates) = two_looks_that_hang();
     std::thread::scope(|scope| {
@@ -200,10 +202,10 @@ fn all_windows_of_a_prefix_lookup_share_one_deadline() {
 }
 
 #[test]
-fn a_lookup_that_no_one_waits_for_ends_in_time_too() {
+fn a_lookup_that_is_polled_ends_in_time_too() {
     only_over!(
         FilesAlone,
-        "a lookup of segments asks no file system, and below a memory it has half of the time"
+        "a lookup of segments makes no system call, and below a memory it has half of the time"
     );
     let (_dir, store, clock, gates) = two_looks_that_hang();
     let begun = store.engine.begin_locate_on_prefix(ids(100)).unwrap();
@@ -222,10 +224,10 @@ fn a_lookup_that_no_one_waits_for_ends_in_time_too() {
 }
 
 #[test]
-fn nothing_is_looked_for_that_no_one_wants_any_more_or_that_had_no_turn() {
+fn a_lookup_that_was_dropped_or_had_no_turn_is_not_made() {
     only_over!(
         FilesAlone,
-        "a lookup of segments asks no file system, and below a memory it has half of the time"
+        "a lookup of segments makes no system call, and below a memory it has half of the time"
     );
     let (_dir, store, clock, gates) = two_looks_that_hang();
     let hang = Rule::on(OpKind::Stat, Fault::HangBefore(gates[1].clone()));
@@ -239,7 +241,7 @@ fn nothing_is_looked_for_that_no_one_wants_any_more_or_that_had_no_turn() {
     busy.push(begin(1));
     gates[0].open(); // one thread is free, and comes past the one that was dropped
     gates[1].await_waiting(3);
-    assert_eq!(store.stat("lookups"), asked + 1, "nobody wanted the other");
+    assert_eq!(store.stat("lookups"), asked + 1, "the other was not wanted");
     let waiting = begin(2);
     clock.advance(10 * SECOND);
     gates[1].open();
@@ -250,7 +252,7 @@ fn nothing_is_looked_for_that_no_one_wants_any_more_or_that_had_no_turn() {
     });
     let error = waiting.answer().unwrap().0.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Timeout, "it had no turn in time");
-    assert_eq!(store.stat("lookups"), asked + 1, "and was not looked for");
+    assert_eq!(store.stat("lookups"), asked + 1, "and had no lookup");
 }
 
 /// A store with 64 blocks, of which the first two looks hang; a lookup may take ten seconds.
@@ -324,7 +326,7 @@ fn a_directory_that_we_may_not_search_blames_no_record() {
 fn opening_and_recovery_are_said_once_each() {
     only_over!(
         FilesAlone,
-        "a lookup of segments asks no file system, and a tier has its own words: tiers.rs"
+        "a lookup of segments makes no system call, and a tier has texts of its own: tiers.rs"
     );
     let (_dir, store, clock) = opened(2, usize::MAX);
     store.said();
@@ -355,7 +357,7 @@ fn opening_and_recovery_are_said_once_each() {
 
 #[test]
 fn failures_far_apart_do_not_open_it() {
-    only_over!(Files, "a lookup of segments asks no file system");
+    only_over!(Files, "a lookup of segments makes no system call");
     let (_dir, store, clock) = opened(2, usize::MAX);
     store.fault(Rule::on(OpKind::Stat, Fault::Errno(5)));
     for _ in 0..5 {

@@ -1,4 +1,4 @@
-//! The layout that no one named: what the root has, segments on a new one, the same for everybody
+//! The layout by default: that of the root, segments on a new one, the same for all
 //! from then on.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
@@ -13,7 +13,7 @@ use ucm_testkit::{Fault, OpKind, Rule};
 use crate::common::shared::{LONG, in_time};
 use crate::common::{Device, Layout, Setup, Store, directory, eventually, ids};
 
-/// A store whose layout no one named. Where it decides on segments, they are sealed at once.
+/// A store with the default layout. Where it decides on segments, they are sealed at once.
 fn unnamed() -> Setup {
     Setup {
         unnamed: true,
@@ -184,7 +184,7 @@ fn a_layout_that_is_named_wins_and_the_others_records_make_room() {
 }
 
 #[test]
-fn who_only_looks_up_follows_what_a_writer_decides_later() {
+fn a_store_for_lookups_follows_the_layout_that_a_writer_decides_later() {
     let dir = directory();
     let root = dir.path().join("not there yet");
     let clock = ManualClock::new();

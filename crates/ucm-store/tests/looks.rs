@@ -1,5 +1,5 @@
 //! Reads of records that this process does not know of yet: it looks at what others have stored,
-//! once for all of them, and nothing else waits meanwhile.
+//! once for all of them, and nothing else waits for it.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -47,7 +47,7 @@ fn what_was_looked_for_is_read_as_neighbours_are() {
 }
 
 #[test]
-fn one_look_is_for_all_records_of_a_segment_that_is_gone() {
+fn one_refresh_is_for_all_records_of_a_removed_segment() {
     let (dir, blocks) = (directory(), ids(32));
     let setup = roomy(segments::patient());
     write(dir.path(), &setup, &blocks);
@@ -89,7 +89,7 @@ fn what_is_known_is_read_while_others_wait_for_a_look_that_hangs() {
     });
     assert!(known.failures().is_empty());
     let over = |task: &ucm_store::engine::Task| task.check(store.engine.clock(), Until::Published);
-    assert!(!unknown.iter().any(over), "nobody has looked for them");
+    assert!(!unknown.iter().any(over), "no index was refreshed for them");
     gate.open();
     eventually("the others are over", || unknown.iter().all(over));
 }
@@ -121,7 +121,7 @@ fn a_read_waits_for_a_look_no_longer_than_it_has_time() {
     assert_eq!(failed[0].1.kind(), ErrorKind::Timeout);
     assert!(
         !segments::is_over(&store, &long),
-        "nobody has looked for it"
+        "no index was refreshed for it"
     );
     gate.open();
     let failed = store.outcome(&long).unwrap_err();

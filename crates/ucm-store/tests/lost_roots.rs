@@ -1,5 +1,5 @@
 //! A root that goes away, changes or refuses while an engine runs: misses with the right reason, no
-//! byte written where it does not belong, and all as before when the cause is gone, without a
+//! byte written where it does not belong, and all as before when the cause is removed, without a
 //! restart.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
@@ -54,13 +54,12 @@ fn all_is_well(store: &Store, device: &Device, stored: &[BlockId]) {
     assert!(known.iter().all(|&block| target.is_right(block)));
 }
 
-/// Lookups answer this: at once over files; who knows segments finds out by looking what came and
-/// went.
+/// Lookups answer this: at once over files; an index of segments finds out at its next refresh.
 fn finds(store: &Store, blocks: &[BlockId], expected: &[bool]) {
     let found = || store.engine.lookup(blocks).unwrap();
     match store.setup.layout {
         Layout::File => assert_eq!(found(), expected),
-        Layout::Segment(_) => eventually("lookups tell what is there", || found() == expected),
+        Layout::Segment(_) => eventually("lookups find the records", || found() == expected),
     }
 }
 
@@ -127,7 +126,7 @@ fn a_root_that_is_read_only_at_the_start_is_read_too() {
     drop(opened(&place.path("root")));
     place.read_only("root", true);
     let device = Device::filled(&setup(), &ids(60));
-    // No one counts where no one can write.
+    // Nothing is counted where no process can write.
     let open = |setup| Store::with_clock_now(&place.path("root"), setup, SystemClock::shared());
     let store = open(setup());
     let target = Device::blank(&store.setup, &ids(3));
@@ -438,7 +437,7 @@ fn the_same_root_on_another_device_is_taken_up_and_another_root_is_not() {
     let share = place.path("share");
     let (store, device) = opened(&share);
     place.unmount("share");
-    // Somebody else's root, whole and marked.
+    // The root of another store, whole and marked.
     place.tmpfs("share", 4096);
     let theirs = Store::open(&share, setup());
     theirs.dump(&device, &[id(9)]).unwrap();
@@ -553,7 +552,7 @@ fn a_full_file_system_costs_dumps_only() {
         .path("root")
         .join(identity("w").namespace())
         .join("tmp");
-    assert_eq!(files(&private), 0, "what was begun is gone");
+    assert_eq!(files(&private), 0, "begun files are removed");
     std::fs::remove_file(&filler).unwrap();
     all_is_well(&store, &device, &[]);
 }
@@ -564,7 +563,7 @@ fn a_full_file_system_costs_dumps_only() {
 fn what_every_operation_is_refused_with_is_a_bounded_miss() {
     only_over!(
         FilesAlone,
-        "a lookup of segments asks no file system, and one through tiers ends a prefix at the \
+        "a lookup of segments makes no system call, and one through tiers ends a prefix at the \
          first block that is missing"
     );
     for (code, dumped, loaded) in [
@@ -599,7 +598,7 @@ fn what_every_operation_is_refused_with_is_a_bounded_miss() {
         store.faults.clear();
         assert_eq!(store.stat("refused_now"), 0, "{code}: no record's fault");
         store.dump(&device, &ids(1)).unwrap();
-        // Where the collector's heartbeat found the medium full it may make room meanwhile, of
+        // Where the collector's heartbeat found the medium full it may make room now, of
         // anything.
         let stay = if dumped == ErrorKind::NoSpace { 0 } else { 3 };
         all_is_well(&store, &device, &ids(stay));

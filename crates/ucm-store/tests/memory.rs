@@ -80,7 +80,7 @@ fn a_scheduler_and_another_rank_see_and_load_what_one_rank_dumped() {
         (12, 0)
     );
     drop(writer);
-    eventually("what is gone is no hit", || {
+    eventually("a removed record is no hit", || {
         scheduler.memory.as_ref().unwrap().look_around();
         scheduler.engine.lookup_on_prefix(&all).unwrap() == 0
     });
@@ -276,7 +276,7 @@ fn own_records_are_early_only_where_the_scheduler_cannot_see_them() {
     keep(&far, (3..6).map(id));
     let early = sorted(far.features().locally_visible());
     assert_eq!((early.gained.len(), early.lost.len()), (3, 2));
-    // The directory cannot be used: no one sees them, until it can.
+    // The directory cannot be used: no process sees them, until it can.
     let blocked = directory();
     std::fs::write(blocked.path().join("regions"), "a file").unwrap();
     let hidden = tier(blocked.path(), 8, |_| ());
@@ -316,11 +316,15 @@ fn regions_are_found_within_a_second_of_the_clock_and_dead_files_are_swept() {
         "ucm region 1\n",
     )
     .unwrap();
-    assert!(!reader.contains(id(0)), "nobody looked yet");
+    assert!(!reader.contains(id(0)), "no scan yet");
     eventually("its thread sleeps", || clock.next_deadline().is_some());
     clock.advance(Duration::from_secs(1));
     eventually("the region is found", || reader.contains(id(0)));
-    assert_eq!(files(dir.path()), 1, "the file of nobody is gone");
+    assert_eq!(
+        files(dir.path()),
+        1,
+        "the file without a process is removed"
+    );
     writer.close(Duration::from_secs(10));
     assert_eq!(files(dir.path()), 0);
 }

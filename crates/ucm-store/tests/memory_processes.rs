@@ -81,7 +81,7 @@ impl Other {
             .lines()
             .map(Result::unwrap);
         assert!(lines.any(|line| line == "@round"), "it ended");
-        // It goes on saying so: somebody has to listen until it is killed.
+        // It prints more of it: this thread reads until the process is killed.
         std::thread::spawn(move || lines.count());
         Self(child)
     }
@@ -130,7 +130,7 @@ fn what_another_process_evicts_while_it_is_copied_is_exact_or_a_miss() {
         "a race is a miss and no damage"
     );
     drop(other);
-    // Killed, it is gone from the next look on, and so is its file.
+    // Killed, it is missing from the next scan on, and its file is removed.
     eventually("the dead region is ignored", || {
         load_all(&reader);
         reader.memory.as_ref().unwrap().look_around();
@@ -215,7 +215,7 @@ fn ranks_and_engines_share_and_of_one_that_is_killed_while_it_stores_nothing_sta
             "its blocks are no hits any more, those of the other rank are",
             || !some(&scheduler, 0) && !some(&other_engine, 0) && some(&scheduler, 1),
         );
-        eventually("nobody keeps its memory, so there is none any more", || {
+        eventually("no process keeps its memory, so it is removed", || {
             !holds(std::process::id(), &region) && !holds(survivor.pid(), &region)
         });
         let files = std::fs::read_dir(dir.path().join("regions")).unwrap();

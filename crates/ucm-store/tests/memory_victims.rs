@@ -60,7 +60,7 @@ fn a_victim_that_was_damaged_goes_without_being_handed() {
 }
 
 #[test]
-fn a_victim_stored_anew_meanwhile_stays() {
+fn a_victim_that_is_stored_anew_stays() {
     let dir = directory();
     let store = Store::open(dir.path(), setup(8));
     let tier = Arc::clone(store.memory.as_ref().unwrap());
@@ -84,7 +84,7 @@ fn a_victim_stored_anew_meanwhile_stays() {
 }
 
 #[test]
-fn a_victim_that_is_used_meanwhile_stays_and_can_be_chosen_again() {
+fn a_victim_that_is_used_stays_and_can_be_chosen_again() {
     let dir = directory();
     for policy in Policy::ALL {
         let tier = tier(dir.path(), 8, |config| config.policy = policy);
@@ -117,7 +117,7 @@ fn a_victim_that_is_used_meanwhile_stays_and_can_be_chosen_again() {
             assert!(tier.contains(block), "{policy:?}");
             assert_eq!(tier.counts().returned, returned);
         }
-        // They hold up no one, and there is no more than fits.
+        // They delay no read, and there are no more than fit.
         for _ in 0..64 {
             more(&tier);
             taken.lock().clear();

@@ -37,9 +37,9 @@ fn small_segments_become_one_from_which_everything_is_read() {
     assert_eq!(
         finds(&reader, &ids(8)),
         [true; 8],
-        "in segments that are gone by now"
+        "in segments that are removed by now"
     );
-    assert!(loads_each(&reader, &ids(8)), "it looks again");
+    assert!(loads_each(&reader, &ids(8)), "it refreshes its index");
     assert_eq!(
         (
             reader.stat("records_refused"),
@@ -124,7 +124,7 @@ fn stored(dir: &Path) -> u64 {
             .extension()
             .is_some_and(|end| end == "seg" || end == "tmp")
         {
-            bytes += entry.metadata().map_or(0, |meta| meta.len()); // it may be removed meanwhile
+            bytes += entry.metadata().map_or(0, |meta| meta.len()); // it may be removed at any time
         }
     }
     bytes
@@ -158,9 +158,9 @@ fn the_limit_holds_while_both_copies_are_there() {
     let found = |blocks: &[BlockId]| finds(&store, blocks).iter().filter(|&&found| found).count();
     let there = found(&many(0..300));
     let right = loads_each(&store, &many(0..300)) && loads_each(&store, &published);
-    // Asked last: one may be removed at any time.
+    // Checked last: one may be removed at any time.
     if store.stat("records_removed") == 0 {
-        assert_eq!((there, right), (300, true), "nobody was removed");
+        assert_eq!((there, right), (300, true), "none was removed");
     }
 }
 
@@ -226,7 +226,7 @@ fn store_again(store: &Store, device: &Device, blocks: &[BlockId], file: &Path) 
     blocks
         .iter()
         .for_each(|block| assert!(!loads(store, &[*block])));
-    // Refused until they are published, so no one sees when they are written.
+    // Refused until they are published, so no test sees when they are written.
     let task = store.engine.dump(device.rows(blocks)).unwrap();
     eventually("they are published", || {
         store.backend.flush(Flush::Now);

@@ -36,7 +36,7 @@ fn a_process_that_dies_at_it_leaves_every_record_and_nothing_else() {
         eventually("the next one merges", || heir.segments().len() == 1);
         eventually("nothing private is left", || privates(&heir).is_empty());
         assert!(loads(&heir, &ids(8)), "{kind:?} {nth}");
-        // It was only asleep: what it does now harms no one.
+        // It was only asleep: its actions now do no harm.
         gate.open();
         drop(dead);
         assert!(loads(&heir, &ids(8)), "{kind:?} {nth}");
@@ -50,7 +50,7 @@ fn a_process_that_dies_at_it_leaves_every_record_and_nothing_else() {
 }
 
 #[test]
-fn who_dies_before_the_removal_leaves_that_to_the_next() {
+fn a_process_that_dies_before_the_removal_leaves_it_to_the_next() {
     let dir = directory();
     fill(dir.path(), &filling(), &ids(8));
     let store = Store::open(dir.path(), eager(LONG));
@@ -113,7 +113,7 @@ fn the_claim_of_another_is_respected_while_it_may_be_alive() {
             .filter(|seen| seen.kind == OpKind::Create && seen.paths.iter().any(tried))
             .count()
     };
-    eventually("the other one asks a few times", || claims(&other) >= 3);
+    eventually("the other one tries a few times", || claims(&other) >= 3);
     assert_eq!(
         (other.stat("segments_merged"), other.segments().len()),
         (0, 8)

@@ -135,7 +135,7 @@ fn run(setup: Setup, acts: &[Act]) {
     let lasts = !matches!(medium, Medium::Memory(..)); // and a test can reach what lies there
     let mut store = Store::open(&root, setup.clone());
     let mut truth: BTreeMap<BlockId, Truth> = (0..6).map(|n| (id(n), Truth::Absent)).collect();
-    // Whatever was stored may be gone again.
+    // Every stored record may be removed again.
     let scarce = matches!(medium, Medium::Memory(slots, _) if slots < 6);
     let (mut faulty, mut lasting) = (scarce, scarce);
     let mut alone = BTreeSet::new();
@@ -279,8 +279,9 @@ fn run(setup: Setup, acts: &[Act]) {
                     memory.delete(&here, &[id(*n)]).unwrap();
                 }
                 store.remove_stored(id(*n));
-                // Whether this process refused it decides nothing about a file that is gone; there
-                // may be a copy above. What goes on a server is known to be there for a while.
+                // Whether this process refused it decides nothing about a file that was removed;
+                // there may be a copy above. What goes on a server is known to be there for a
+                // while.
                 let alone = above == Above::Nothing && !matches!(medium, Medium::Kind(_));
                 let gone = alone || truth[&id(*n)] == Truth::Absent;
                 truth.insert(id(*n), if gone { Truth::Absent } else { Truth::Unsure });
@@ -313,8 +314,8 @@ fn run(setup: Setup, acts: &[Act]) {
             }
         }
     }
-    // Healthy again without help: what is dumped now is there, whatever came before, at the latest
-    // after a refusal and a pause.
+    // Healthy again without help: what is dumped now is there, whatever failed before, at the
+    // latest after a refusal and a pause.
     store.faults.clear();
     let ids: Vec<BlockId> = (0..if scarce { 3 } else { 6 }).map(id).collect();
     eventually("all is well again", || {
@@ -364,7 +365,7 @@ fn swap_places(store: &Store, truth: &mut BTreeMap<BlockId, Truth>, a: u8, b: u8
                 .map(<[u8]>::to_vec)
         };
         let (Some(of_one), Some(of_other)) = (bytes(one), bytes(other)) else {
-            return; // gone: a collector is at work
+            return; // removed: a collector is at work
         };
         for (place, bytes) in [(one, of_other), (other, of_one)] {
             crate::common::segments::change(&place.file, |file| {
@@ -510,7 +511,7 @@ proptest! {
         run(made(1, Medium::Memory(16, policy), Above::Nothing), &acts);
     }
 
-    /// Four slots for six blocks: what was dumped may be gone, and what is a hit is exact.
+    /// Four slots for six blocks: dumped blocks may be removed, and every hit is exact.
     #[test]
     fn rows_in_too_little_memory(policy in policy(), acts in prop::collection::vec(act(), 1..30)) {
         run(made(3, Medium::Memory(4, policy), Above::Nothing), &acts);

@@ -1,5 +1,5 @@
 //! What holds in a bucket besides what holds everywhere: segments as objects, what others find of
-//! them and when, a server that is gone or silent, damage, the limit, ages, and a server that
+//! them and when, a server that is down or silent, damage, the limit, ages, and a server that
 //! cannot put only what is not there.
 
 #![allow(clippy::unwrap_used, reason = "tests may fail")]
@@ -25,7 +25,7 @@ use crate::common::servers::{S3, s3, s3_at};
 use crate::common::sides::{CUTS, assert_cut, sided};
 use crate::common::{Device, Medium, Setup, Store, directory, eventually, id, ids};
 
-/// A server of this test, and what a store is told of it; none where it was not built.
+/// A server of this test, and its settings in a store; none where it was not built.
 fn started() -> Option<(TempDir, S3, Setup)> {
     let dir = directory();
     let server = s3(dir.path())?;
@@ -48,7 +48,7 @@ fn with(setup: &Setup, options: &[(&'static str, Value)]) -> Setup {
     setup
 }
 
-/// Segments are put after an hour, or when somebody asks.
+/// Segments are put after an hour, or at a flush.
 fn patient(setup: &Setup) -> Setup {
     Setup {
         slots: 64,
@@ -158,7 +158,7 @@ fn what_waits_is_put_when_a_store_closes_and_when_it_is_old() {
     let device = Device::filled(&store.setup, &[id(7)]);
     let task = begin(&store, &device, &[id(7)]);
     assert!(!is_over(&store, &task));
-    // sooner than its age, or no one would wait for it any more
+    // sooner than its age, or no caller would wait for it any more
     clock.advance(setup.deadlines.dump / 2);
     eventually("it is old enough", || is_over(&store, &task));
     store.outcome(&task).unwrap();
@@ -227,7 +227,7 @@ fn a_server_that_is_silent_costs_a_deadline_and_no_slot() {
     );
     dumped(&store, &ids(4));
     server.server.freeze();
-    assert_eq!(finds(&store, &ids(4)), [true; 4], "lookups ask nobody");
+    assert_eq!(finds(&store, &ids(4)), [true; 4], "lookups send no request");
     for _ in 0..3 {
         let device = Device::blank(&setup, &ids(4));
         let load = store
@@ -243,7 +243,7 @@ fn a_server_that_is_silent_costs_a_deadline_and_no_slot() {
         assert!(failures.iter().any(late), "{failures:?}");
         assert!(
             ids(4).iter().all(|&id| device.is_blank(id)),
-            "nothing came late"
+            "no late write"
         );
         eventually("every slot and every thread comes back", || {
             store.stat("slots_free") == store.stat("slots") && store.stat("workers_stuck") == 0
@@ -331,7 +331,7 @@ fn what_others_remove_is_a_miss_here() {
         .segments()
         .iter()
         .for_each(|file| std::fs::remove_file(file).unwrap());
-    assert_eq!(finds(&other, &ids(3)), [true; 3], "nobody has looked");
+    assert_eq!(finds(&other, &ids(3)), [true; 3], "no index was refreshed");
     assert!(!loads(&other, &ids(3)[..1]));
     dumped(&other, &ids(3)[..1]);
     assert!(loads(&other, &ids(3)[..1]));
@@ -414,7 +414,7 @@ fn a_limit_too_small_for_anything_is_refused() {
 }
 
 #[test]
-fn keys_that_are_wrong_are_told_to_no_one() {
+fn wrong_keys_are_never_logged() {
     let Some((dir, _server, setup)) = started() else {
         return;
     };
@@ -642,7 +642,7 @@ fn a_listing_that_is_refused_is_not_repeated_at_once() {
     eventually("a listing is refused", || {
         refused.load(Ordering::Acquire) > 0
     });
-    // As long as its clock stands it does not try again, whatever it is asked and however long
+    // As long as its clock stands it does not try again, for any request and however long
     // others take.
     let other = Store::open(dir.path(), setup);
     dumped(&other, &ids(40));

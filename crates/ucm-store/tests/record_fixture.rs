@@ -2,8 +2,8 @@
 //! refused, for ever.
 //!
 //! The same files are read by `tests/unit/test_format.py`, which shares no code with this. They
-//! were written once by `cargo test -p ucm-store --test all -- --ignored record_fixture`, which never
-//! replaces a file that is there.
+//! were written once by `cargo test -p ucm-store --test all -- --ignored record_fixture`, which
+//! never replaces a file that is there.
 
 #![allow(
     clippy::unwrap_used,

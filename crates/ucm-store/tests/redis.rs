@@ -1,5 +1,5 @@
 //! What holds on a Redis server besides what holds everywhere: lengths, times, a server that is
-//! full, gone, silent, that asks for a password or speaks TLS, and a cluster.
+//! full, down, silent, that wants a password or speaks TLS, and a cluster.
 
 #![allow(clippy::unwrap_used, reason = "tests may fail")]
 
@@ -121,7 +121,7 @@ fn a_record_lives_as_long_as_it_is_used() {
         Arc::clone(&clock) as Arc<dyn Clock>,
     );
     store.engine.touch(&[(id(0), 0)]).unwrap();
-    eventually("its use is told", || left(&store) > 86_000);
+    eventually("its use is reported", || left(&store) > 86_000);
 }
 
 #[test]
@@ -306,7 +306,7 @@ fn a_server_that_is_silent_costs_a_deadline_and_no_slot() {
         );
         assert!(
             ids(4).iter().all(|&id| device.is_blank(id)),
-            "nothing came late"
+            "no late write"
         );
         eventually("every slot and every thread comes back", || {
             store.stat("slots_free") == store.stat("slots") && store.stat("workers_stuck") == 0
@@ -321,7 +321,7 @@ fn a_server_that_is_silent_costs_a_deadline_and_no_slot() {
 }
 
 #[test]
-fn lookups_of_what_is_known_ask_no_one() {
+fn lookups_of_known_records_send_no_request() {
     let dir = directory();
     let Some(server) = redis(dir.path(), "") else {
         return;
@@ -389,7 +389,7 @@ fn a_lookup_over_a_silent_server_ends_at_its_deadline() {
 }
 
 #[test]
-fn two_stores_share_a_server_and_a_password_is_never_told() {
+fn two_stores_share_a_server_and_a_password_is_never_logged() {
     let dir = directory();
     let Some(server) = redis(dir.path(), "--requirepass geheim") else {
         return;
@@ -471,7 +471,7 @@ fn a_server_is_believed_by_its_certificate() {
     assert_eq!(
         doubting.stat("healthy"),
         0,
-        "nobody vouches for the authority of this test"
+        "the authority of this test is not trusted"
     );
 }
 
@@ -481,7 +481,7 @@ fn cluster(dir: &Path) -> Option<Vec<Server>> {
         let own = dir.join(n.to_string());
         std::fs::create_dir(&own).unwrap();
         // The bus has its own port, and the usual one, 10000 above, may be out of range. On a busy
-        // machine a node may say nothing for seconds; the others must not take it for gone.
+        // machine a node may say nothing for seconds; the others must not take it for lost.
         let bus = free_port();
         redis(
             &own,
@@ -563,7 +563,7 @@ fn the_nodes_of_a_cluster_are_one_store() {
 }
 
 #[test]
-fn a_node_that_is_gone_takes_its_own_blocks_alone() {
+fn a_lost_node_loses_its_own_blocks_alone() {
     let dir = directory();
     let Some(mut nodes) = cluster(dir.path()) else {
         return;
@@ -584,7 +584,7 @@ fn a_node_that_is_gone_takes_its_own_blocks_alone() {
     let setup = Setup {
         options: vec![("storage_backends", json!(addresses))],
         deadlines: Deadlines {
-            // the others answer in it; for the one that is gone it waits to the end
+            // the others answer in it; for the lost one it waits to the end
             lookup: Duration::from_secs(4),
             ..Deadlines::default()
         },
@@ -824,7 +824,7 @@ fn a_connection_is_closed_once_a_question_on_it_is_late() {
         .engine
         .load(device.rows(&ids(1)), Some(Duration::from_millis(100)))
         .unwrap();
-    eventually("the server is asked", || {
+    eventually("the server gets a request", || {
         liar.asked.load(Ordering::Relaxed) > 0
     });
     eventually("the load ends", || {

@@ -68,7 +68,7 @@ fn records_in_use_outlive_their_segment() {
     ));
 }
 
-/// Two of the blocks in the oldest segment, as a request tells of them.
+/// Two of the blocks in the oldest segment, as a request touches them.
 fn in_use() -> [(BlockId, u32); 2] {
     [(many(0..12)[3], 3), (many(0..12)[4], 4)]
 }
@@ -129,7 +129,7 @@ fn what_several_use_is_reinserted_by_one_of_them() {
             .filter(|seen| seen.kind == kind && seen.paths.iter().any(is_claim))
             .count()
     };
-    eventually("the other one asks a few times", || {
+    eventually("the other one tries a few times", || {
         claims(OpKind::Create) >= 3
     });
     gate.open();
@@ -192,7 +192,7 @@ fn a_segment_much_of_which_is_in_use_is_used_whole() {
     eventually("room is short", || store.stat("storage_short") == 1);
     let some: Vec<_> = many(0..3).into_iter().zip(0..).collect();
     store.engine.touch(&some).unwrap();
-    eventually("it is told", || mtime(&oldest) > before);
+    eventually("it is reported", || mtime(&oldest) > before);
     assert_eq!(store.stat("records_carried"), 0);
 }
 
@@ -205,7 +205,7 @@ fn what_cannot_be_reinserted_keeps_its_segment_in_use() {
     eventually("room is short", || store.stat("storage_short") == 1);
     store.fault(Rule::on(OpKind::Finish, Fault::Errno(5)));
     store.engine.touch(&[(many(0..1)[0], 0)]).unwrap();
-    eventually("it is told", || mtime(&oldest) > before);
+    eventually("it is reported", || mtime(&oldest) > before);
     assert_eq!(store.stat("records_carried"), 0);
     assert!(loads(&store, &many(0..1)) && privates(&store).len() <= 1);
 }

@@ -233,7 +233,7 @@ fn a_load_of_what_is_being_removed_is_exact_or_a_miss() {
 }
 
 #[test]
-fn room_for_a_write_that_no_one_waits_for_any_more_goes_back() {
+fn room_for_a_write_past_its_deadline_is_returned() {
     only_over!(OneMedium, "a dump of a pipeline may be written elsewhere");
     let (dir, clock) = (directory(), ManualClock::new());
     let setup = Setup::default();
@@ -265,7 +265,7 @@ fn room_for_a_write_that_no_one_waits_for_any_more_goes_back() {
 }
 
 #[test]
-fn room_that_was_made_for_a_record_that_came_meanwhile_goes_back() {
+fn room_made_for_a_record_that_is_present_by_then_is_returned() {
     only_over!(FilesAlone, "it puts a block file there");
     let (dir, clock, gate) = (directory(), ManualClock::new(), Gate::new());
     let setup = Setup::default();

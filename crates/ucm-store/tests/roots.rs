@@ -98,7 +98,7 @@ fn a_long_identity_makes_a_long_manifest_and_no_trouble() {
 }
 
 #[test]
-fn a_namespace_that_somebody_removed_is_made_again() {
+fn a_removed_namespace_is_made_again() {
     let (dir, setup) = (directory(), Setup::default());
     let store = Store::open(dir.path(), setup.clone());
     let device = Device::filled(&setup, &ids(1));
@@ -188,7 +188,7 @@ fn a_write_that_may_have_happened_counts() {
     clock.advance(Deadlines::default().dump);
     assert!(task.wait(store.engine.clock(), Until::Published, None));
     assert_eq!(task.failures()[0].1.kind(), ErrorKind::Timeout);
-    assert!(store.file(id(0)).exists(), "it came through all the same");
+    assert!(store.file(id(0)).exists(), "it was written all the same");
     assert_eq!(store.stat("storage_used_bytes"), 8192);
     gate.open();
 }

@@ -134,7 +134,7 @@ fn loads_of_one_block_share_a_read() {
 }
 
 #[test]
-fn a_load_that_came_after_a_read_of_nothing_gets_its_own() {
+fn a_load_after_a_read_that_found_nothing_gets_its_own() {
     only_over!(FilesUnkept, "it hangs the read of a block file");
     let (dir, setup) = (directory(), Setup::default());
     let store = Store::open(dir.path(), setup.clone());

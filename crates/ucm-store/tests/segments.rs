@@ -18,7 +18,7 @@ use crate::common::shared::{LONG, in_time, keep, on};
 use crate::common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
 
 #[test]
-fn what_is_dumped_is_found_by_a_store_that_opens_the_root_and_by_who_had_it_open() {
+fn dumped_blocks_are_found_by_stores_that_open_the_root_or_had_it_open() {
     let dir = directory();
     let watcher = Store::open(dir.path(), quick());
     let store = Store::open(dir.path(), quick());
@@ -40,7 +40,7 @@ fn what_is_dumped_is_found_by_a_store_that_opens_the_root_and_by_who_had_it_open
 }
 
 #[test]
-fn a_record_no_one_has_seen_yet_is_looked_for_before_it_is_a_miss() {
+fn the_index_is_refreshed_before_an_unknown_record_is_a_miss() {
     let (dir, clock) = (directory(), ManualClock::new());
     let store = Store::open(dir.path(), quick());
     let reader = on(&clock, dir.path(), &quick());
@@ -74,12 +74,12 @@ fn harms_the_footers_beside_their_writer(harm: fn(&mut Vec<u8>)) {
 }
 
 #[test]
-fn a_segment_of_another_length_is_stored_again_by_who_wrote_it() {
+fn a_segment_of_another_length_is_stored_again_by_its_writer() {
     harms_the_footers_beside_their_writer(|bytes| bytes.truncate(bytes.len() - 1));
 }
 
 #[test]
-fn a_segment_with_a_damaged_footer_is_stored_again_by_who_wrote_it() {
+fn a_segment_with_a_damaged_footer_is_stored_again_by_its_writer() {
     harms_the_footers_beside_their_writer(|bytes| {
         let trailer = bytes.len() - 128;
         bytes[trailer + 9] ^= 1;
@@ -292,7 +292,7 @@ fn a_store_for_lookups_finds_segments_and_writes_nothing() {
 }
 
 #[test]
-fn a_lookup_asks_the_medium_nothing() {
+fn a_lookup_makes_no_system_call() {
     let (dir, clock) = (directory(), ManualClock::new());
     let store = on(&clock, dir.path(), &quick());
     store

@@ -20,7 +20,7 @@ use crate::common::{Above, Device, Setup, Store, directory, eventually, ids};
 /// Bytes of a record of the usual setup.
 const RECORD: usize = 8192;
 
-/// Sealed when somebody asks; as many slots as loads of all blocks take.
+/// Sealed at a flush; as many slots as loads of all blocks take.
 fn patient() -> Setup {
     Setup {
         slots: 40,
@@ -36,7 +36,7 @@ fn quick() -> Setup {
     }
 }
 
-/// Reads of records asked of the medium since the log was forgotten.
+/// Reads of records from the medium since the log was forgotten.
 fn asked(store: &Store) -> usize {
     let log = store.faults.log();
     log.iter()
@@ -239,7 +239,7 @@ fn a_segment_that_is_cut_off_gives_what_it_has() {
     write(dir.path(), &patient(), &blocks);
     let reader = on(&ManualClock::new(), dir.path(), &patient());
     // After this look at the directory, in which nothing changes, the next one is half a minute
-    // away: it would see the other length, and take the segment for gone.
+    // away: it would see the other length, and take the segment for removed.
     assert!(!loads(&reader, &ids(9)[8..]));
     let places = reader.places();
     let cut = places.iter().map(|place| place.offset).max().unwrap() - RECORD + 100;
@@ -316,7 +316,7 @@ fn a_segment_removed_elsewhere_is_let_go_when_that_is_seen() {
 }
 
 #[test]
-fn what_no_one_reads_is_closed() {
+fn a_file_without_reads_is_closed() {
     let (dir, blocks, clock) = (directory(), ids(8), ManualClock::new());
     write(dir.path(), &patient(), &blocks);
     let reader = on(&clock, dir.path(), &patient());
@@ -331,7 +331,7 @@ fn what_no_one_reads_is_closed() {
 #[test]
 fn descriptors_are_bounded_whatever_is_read() {
     let dir = directory();
-    // whose time stands: none is closed because no one reads it
+    // whose time stands: none is closed for want of readers
     let store = on(&ManualClock::new(), dir.path(), &quick());
     let blocks: Vec<BlockId> = (0..140u8).map(|n| BlockId([n; 16])).collect();
     let device = Device::filled(&store.setup, &blocks);

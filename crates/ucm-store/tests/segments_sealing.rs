@@ -17,7 +17,7 @@ use crate::common::shared::{LONG, on};
 use crate::common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
 
 #[test]
-fn the_open_segment_is_read_by_its_writer_and_by_no_one_else() {
+fn the_open_segment_is_read_by_its_writer_alone() {
     let dir = directory();
     let store = Store::open(dir.path(), patient());
     let blocks = ids(3);
@@ -27,7 +27,7 @@ fn the_open_segment_is_read_by_its_writer_and_by_no_one_else() {
     let mut sorted = blocks.clone();
     sorted.sort();
     let mut gained = Vec::new();
-    eventually("they are told", || {
+    eventually("they are reported", || {
         let early = store.backend.features().locally_visible();
         assert!(early.lost.is_empty());
         gained.extend(early.gained);
@@ -46,7 +46,7 @@ fn the_open_segment_is_read_by_its_writer_and_by_no_one_else() {
 }
 
 #[test]
-fn who_waits_for_a_dump_does_not_wait_for_the_age_of_its_segment() {
+fn a_wait_for_a_dump_is_shorter_than_the_age_of_its_segment() {
     let (dir, clock) = (directory(), ManualClock::new());
     let store = on(&clock, dir.path(), &patient());
     let (first, second) = (ids(6), vec![id(90), id(91)]);
@@ -137,7 +137,7 @@ fn closing_publishes_what_waits_and_leaves_nothing_private() {
 }
 
 #[test]
-fn whatever_fails_at_a_seal_no_dump_is_told_to_be_stored_that_is_not() {
+fn no_failure_of_a_seal_reports_a_dump_as_stored_that_is_not() {
     let faults: &[(OpKind, Fault)] = &[
         (OpKind::Create, Fault::Errno(5)),
         (OpKind::Create, Fault::Errno(28)),
@@ -179,7 +179,7 @@ fn whatever_fails_at_a_seal_no_dump_is_told_to_be_stored_that_is_not() {
 }
 
 #[test]
-fn a_footer_that_did_not_reach_the_medium_is_a_miss_for_who_comes_later() {
+fn a_footer_that_did_not_reach_the_medium_is_a_miss_for_later_readers() {
     for fault in [
         Fault::Torn {
             keep: 0,
@@ -205,7 +205,7 @@ fn a_footer_that_did_not_reach_the_medium_is_a_miss_for_who_comes_later() {
         assert_eq!(
             later.segments().len(),
             1,
-            "nobody removes it before its time"
+            "it is not removed before its time"
         );
         later.dump(&device, &ids(1)).unwrap();
         drop(store);
@@ -305,7 +305,7 @@ fn what_is_published_is_early_until_others_must_have_found_it() {
         lookup_only: true,
         ..quick()
     };
-    // Of a scheduler whose next look around is still to come: its clock stands.
+    // Of a scheduler whose next refresh is not due: its clock stands.
     let theirs = ManualClock::new();
     let scheduler = on(&theirs, dir.path(), &lookups);
     let soon = theirs.now().after(Duration::from_secs(1));

@@ -72,7 +72,7 @@ fn the_private_segment_of_a_living_writer_is_left_alone() {
         assert_eq!(store.privates().len(), 1);
     }
     assert_eq!(std::fs::read(&left).unwrap(), before);
-    // Silent for ten minutes: no one writes there any more. Only of a process of another host that
+    // Silent for ten minutes: there is no writer any more. Only of a process of another host that
     // is believed.
     for (path, taken) in [(&left, false), (&left_there, true)] {
         let file = std::fs::File::options().write(true).open(path).unwrap();
@@ -199,7 +199,7 @@ fn a_read_waits_for_a_look_around_and_not_for_a_recovery() {
         reader.fault(Rule::on(OpKind::Read, hang).path(".tmp").nth(3));
     }
     reader.faults.forget();
-    eventually("the second record is asked for", || {
+    eventually("the second record is read", || {
         clock.advance(Duration::from_millis(500));
         reader
             .faults
@@ -241,7 +241,7 @@ fn a_read_waits_for_a_look_around_and_not_for_many_dead_writers() {
         let hang = Fault::HangBefore(gate.clone());
         reader.fault(Rule::on(OpKind::Read, hang).path(".tmp").nth(n));
     }
-    eventually("the second head is asked for", || {
+    eventually("the second head is read", || {
         clock.advance(Duration::from_millis(500));
         second.waiting() == 1
     });
@@ -287,7 +287,7 @@ fn stored(dir: &Path) -> u64 {
             .extension()
             .is_some_and(|end| end == "bin" || end == "seg" || end == "tmp")
         {
-            bytes += entry.metadata().map_or(0, |meta| meta.len()); // it may be removed meanwhile
+            bytes += entry.metadata().map_or(0, |meta| meta.len()); // it may be removed at any time
         }
     }
     bytes
@@ -337,7 +337,7 @@ fn the_limit_holds_over_segments_and_files_of_one_root() {
     let mut turns = 0..;
     eventually("more than fit at once are stored", || {
         let turn = turns.next().unwrap_or_default();
-        // What finds no room is refused, and room is made meanwhile: by a thread that may get no
+        // A dump without room is refused, and room is made: by a thread that may get no
         // turn for seconds.
         let _ = stores[turn % 3].dump(&device, &[all[turn % all.len()]]);
         let bytes = stored(dir.path());
@@ -350,7 +350,7 @@ fn the_limit_holds_over_segments_and_files_of_one_root() {
         .sum();
     assert!(removed > 0);
     let reader = Store::open(dir.path(), setup(Layout::segments()));
-    eventually("what is found is there, once nobody removes", || {
+    eventually("found records are there, once no process removes", || {
         let found = all
             .iter()
             .copied()
@@ -387,7 +387,7 @@ fn old_segments_expire_whole() {
         .unwrap();
     drop(store);
     let store = Store::open(dir.path(), setup);
-    eventually("the old segment is gone", || !old.file.exists());
+    eventually("the old segment is removed", || !old.file.exists());
     eventually("and known to be", || {
         finds(&store, &ids(2)) == [false, true]
     });

@@ -23,7 +23,7 @@ const BLOCK: u64 = 512 << 10;
 /// Records of one dump: 4 MiB.
 const RUN: usize = 8;
 
-/// Records of half a MiB, in segments that stay open for so long or until somebody waits, and
+/// Records of half a MiB, in segments that stay open for this long or until a caller waits, and
 /// threads to write two at once.
 fn large(slots: u64, age: Duration) -> Setup {
     Setup {
@@ -191,7 +191,7 @@ fn writes_that_fail_at_once_cost_only_themselves_however_many_wait() {
 }
 
 #[test]
-fn who_waits_for_a_dump_does_not_wait_for_the_age_of_segments_its_records_had_still_to_find() {
+fn a_wait_for_a_dump_is_shorter_than_the_age_of_segments_that_its_records_had_yet_to_find() {
     let (dir, setup, clock) = (directory(), large(64, LONG), ManualClock::new());
     let store = Store::with_clock(
         dir.path(),

@@ -220,7 +220,7 @@ fn the_layers_of_a_block_do_not_come_from_two_records() {
     let task = begin(&store, &device, &ids(1), 0..LAYERS);
     gate.await_waiting(1);
     assert_eq!(done(&task, LAYERS), first(STEP));
-    store.edit(id(0), |record| record.clone_from(&other)); // it is replaced meanwhile
+    store.edit(id(0), |record| record.clone_from(&other)); // it is replaced during the load
     gate.open();
     let failed = store.outcome(&task).unwrap_err();
     assert!(
@@ -557,7 +557,7 @@ fn a_block_is_verified_whole_while_a_load_gets_its_layers() {
 }
 
 #[test]
-fn a_dump_reports_no_shards_and_who_waits_for_one_is_let_go() {
+fn a_dump_reports_no_shards_and_a_wait_for_one_ends() {
     let setup = setup(Layout::File);
     let clock = ManualClock::new();
     let (_dir, store) = stored(&setup, &[], &clock);

@@ -57,7 +57,7 @@ fn they_come_back_in_every_layout_under_every_codec_and_tier() {
         dump_alone(&store, &[id(7)], &[MEAN, CODES]);
         assert!(has_all(&store, &[ids(4), vec![id(7)]].concat()), "{what}");
         drop(store);
-        let store = Store::open(&root, setup); // what was in memory is gone
+        let store = Store::open(&root, setup); // the memory is empty now
         assert!(has_all(&store, &[ids(4), vec![id(7)]].concat()), "{what}");
         assert_eq!(store.stat("blocks_loaded"), 0);
         assert!(loads(&store, &ids(4)), "{what}");
@@ -148,7 +148,7 @@ fn only_the_header_and_the_side_shard_are_read() {
 
 #[test]
 fn bytes_that_reach_the_medium_are_those_that_are_counted() {
-    // By the twin of the system calls: a read of so many bytes that it fails if more are asked for.
+    // By the twin of the system calls: a read of this many bytes that fails if more are read.
     for layout in [Layout::File, patient().layout] {
         let dir = directory();
         let setup = Setup {
@@ -170,7 +170,7 @@ fn bytes_that_reach_the_medium_are_those_that_are_counted() {
             .collect();
         let most = if layout == Layout::File { 2 } else { 1 };
         assert_eq!(reads.len(), 3 * most, "a header and a page each, {reads:?}");
-        // All that lies between them is gone, and no one notices.
+        // The bytes between them are damaged, and no load of a side shard fails.
         let kv = 4096..4096 + 3 * (64 << 10);
         for block in ids(3) {
             store.edit(block, |record| record[kv.clone()].fill(0xee));

@@ -1,4 +1,4 @@
-//! Several writers on one root: the limit holds in sum, and somebody is always collector.
+//! Several writers on one root: the limit holds in sum, and one of them is always collector.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -83,7 +83,7 @@ fn a_collector_that_leaves_is_followed_at_once_and_its_grants_are_known() {
     let third = Store::open(dir.path(), setup);
     assert_eq!(third.stat("storage_collector"), 1);
     let beats = documents(dir.path(), "collector");
-    assert_eq!(beats.len(), 1, "earlier terms are gone: {beats:?}");
+    assert_eq!(beats.len(), 1, "earlier terms are removed: {beats:?}");
 }
 
 #[test]
@@ -98,7 +98,7 @@ fn a_collector_whose_process_died_on_this_host_is_followed_at_once() {
             ..setup.clone()
         },
     );
-    // Its last words are not heard: it dies.
+    // Its last report fails: it dies.
     gone.fault(Rule::on(OpKind::Publish, Fault::Errno(5)).path("/space/"));
     drop(gone);
     assert_eq!(documents(dir.path(), "collector")[0]["resigned"], false);
@@ -155,7 +155,7 @@ fn a_writer_whose_grant_is_spent_refuses_and_does_not_hang() {
     eventually("it was granted something", || {
         attempt(&writer, &clock, &device, all[0]).is_ok()
     });
-    // The collector stands still: no one grants, and no one follows it yet.
+    // The collector stands still: nothing is granted, and no other follows it yet.
     collector.fault(Rule::on(OpKind::List, Fault::Errno(5)).path("/space"));
     let refused = |&(_, &block): &(usize, &BlockId)| match attempt(&writer, &clock, &device, block)
     {
@@ -217,7 +217,7 @@ fn what_a_silent_writer_was_granted_is_free_again_and_it_comes_back_as_another()
 }
 
 #[test]
-fn a_directory_that_somebody_emptied_is_made_again() {
+fn an_emptied_directory_is_made_again() {
     let (dir, setup) = (directory(), small(64));
     let first = Store::open(dir.path(), setup.clone());
     let second = Store::open(dir.path(), setup.clone());
@@ -255,7 +255,7 @@ fn act() -> impl Strategy<Value = Act> {
     ]
 }
 
-/// Cases of a property: few, as every one opens stores; `PROPTEST_CASES` asks for more.
+/// Cases of a property: few, as every one opens stores; `PROPTEST_CASES` sets more.
 fn cases() -> u32 {
     let asked = std::env::var("PROPTEST_CASES");
     asked

@@ -222,7 +222,7 @@ fn a_floor_is_not_chased_while_the_medium_keeps_what_was_removed() {
     for block in ids(100) {
         keep(&store, &clock, &device, block);
     }
-    // Somebody has all of them open, so that nothing gets free when they are removed.
+    // A reader has all of them open, so that nothing gets free when they are removed.
     let open: Vec<_> = ids(100)
         .into_iter()
         .map(|block| std::fs::File::open(store.file(block)).unwrap())
@@ -323,7 +323,7 @@ fn a_count_that_was_given_up_with_the_office_is_no_trouble_for_a_writer() {
 }
 
 #[test]
-fn who_is_refused_does_not_make_the_keeper_run() {
+fn a_refused_dump_does_not_make_the_keeper_run() {
     let (dir, setup, clock) = (directory(), small(512), ManualClock::new());
     let collector = on(&clock, dir.path(), &elsewhere(&setup));
     let writer = on(&clock, dir.path(), &setup);
@@ -421,7 +421,7 @@ fn a_writer_that_was_forgotten_while_its_machine_slept_writes_nothing_before_it_
         asleep.advance(Duration::from_millis(1));
         ended(&sleeper, &task)
     });
-    assert_eq!(task.failures().len(), 1, "nobody counts on it");
+    assert_eq!(task.failures().len(), 1, "no caller counts on it");
 }
 
 #[test]
@@ -434,7 +434,7 @@ fn a_collector_that_left_is_forgotten_though_the_next_one_left_before_it_counted
     drop(first);
     let no_count = Rule::on(OpKind::List, Fault::Errno(5)).path("/blocks");
     let second = Store::open_faulty(dir.path(), setup.clone(), vec![no_count]);
-    eventually("it follows and tells what it took over", || {
+    eventually("it follows and reports the term that it took over", || {
         let grants = documents(dir.path(), "grants").pop().unwrap_or_default();
         second.stat("storage_collector") == 1
             && grants["writers"]
@@ -467,7 +467,7 @@ fn what_another_host_writes_is_not_dead_because_its_clock_or_ours_is_wrong() {
 }
 
 #[test]
-fn what_was_written_while_it_was_counted_is_counted_once_when_no_one_writes() {
+fn records_written_during_a_count_are_counted_once_when_writes_end() {
     only_over!(FilesAlone, "it hangs the count at the directory of a block");
     let (dir, clock) = (directory(), ManualClock::new());
     let store = on(&clock, dir.path(), &small(64));

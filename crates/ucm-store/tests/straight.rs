@@ -25,7 +25,7 @@ fn two_that_copy() -> Setup {
 }
 
 #[test]
-fn who_gathered_a_block_writes_it() {
+fn the_thread_that_gathered_a_block_writes_it() {
     let (dir, setup) = (directory(), two_that_copy());
     let store = Store::open(dir.path(), setup.clone());
     let gate = store.hang(Layout::of_this_run().writing());
@@ -83,7 +83,7 @@ fn a_writing_that_hangs_is_the_tiers_and_gathering_goes_on() {
 }
 
 #[test]
-fn who_waits_for_blocks_waits_for_the_medium_to_have_them_and_for_no_age() {
+fn a_wait_for_blocks_ends_when_the_medium_has_them_and_waits_for_no_age() {
     let dir = directory();
     let setup = Setup {
         layout: Layout::Segment(SegmentConfig {

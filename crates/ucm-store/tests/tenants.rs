@@ -1,5 +1,5 @@
-//! A quota for each tenant: over every medium the oldest blocks of who has too much go, and no one
-//! else's; what others wrote and what was there before counts too; what cannot be removed is tried
+//! A quota for each tenant: over every medium the oldest blocks of a tenant above it are removed,
+//! and no others; blocks of other writers and older ones count too; a removal that fails is tried
 //! again.
 
 #![allow(clippy::unwrap_used, reason = "tests may fail")]
@@ -62,7 +62,7 @@ fn what(setup: &Setup) -> String {
     format!("{:?} {:?}", setup.medium, setup.layout)
 }
 
-/// With a quota of so many blocks and a little more.
+/// With a quota of this many blocks and a little more.
 fn bounded(setup: &Setup, blocks: u64) -> Setup {
     let bytes = shape(setup).1.record_len() as u64 * blocks + 100;
     Setup {
@@ -168,7 +168,7 @@ fn what_was_there_before_counts() {
             });
             assert!(loads(&store, &kept), "{what}");
         }
-        eventually("they are counted", || removed(&store) == 5); // after they are gone
+        eventually("they are counted", || removed(&store) == 5); // after they are removed
         // Among the blocks that were found before, those of now are the newest.
         dump(&store, 1, &blocks(8..9));
         eventually("the next one went", || has_newest(&store, &blocks(0..9), 3));
@@ -207,7 +207,7 @@ fn what_another_engine_writes_counts_at_the_next_scan() {
         if layout == Layout::File {
             assert!(
                 has_newest(&other, &blocks(0..8), 4),
-                "what is removed is gone for all"
+                "a removed block is a miss for all"
             );
         }
     }
@@ -248,7 +248,7 @@ fn a_removal_that_fails_is_tried_again() {
 }
 
 #[test]
-fn a_removal_that_hangs_holds_no_one_up() {
+fn a_removal_that_hangs_delays_nothing() {
     let dir = directory();
     let setup = Setup {
         layout: Layout::File,
@@ -276,7 +276,7 @@ fn a_removal_that_hangs_holds_no_one_up() {
 }
 
 #[test]
-fn who_only_looks_up_sees_the_same_and_removes_nothing() {
+fn a_store_for_lookups_sees_the_same_and_removes_nothing() {
     let (dir, setup) = (
         directory(),
         Setup {
@@ -312,7 +312,7 @@ fn below_memory_the_quota_holds_and_memory_keeps_its_own() {
         dump(&store, 1, &blocks(0..16));
         // however long those who write and remove below get no turn
         let mut next = (16..u8::MAX).cycle();
-        eventually("more than the quota came down", || {
+        eventually("more than the quota was written below", || {
             let block = next.next().unwrap();
             dump(&store, 1, &blocks(block..block + 1));
             store.tier(1, "quota_removed") > 0
@@ -369,7 +369,7 @@ fn the_room_of_what_went_from_segments_is_given_back() {
     });
     let kept: BTreeSet<_> = blocks(10..12).into_iter().chain(blocks(20..22)).collect();
     // A segment of which half is kept stays as it is.
-    eventually("most of what went is gone", || {
+    eventually("most of them are removed", || {
         let there = there(&store);
         there.is_superset(&kept) && there.len() <= 2 * kept.len()
     });

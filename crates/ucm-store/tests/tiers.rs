@@ -34,7 +34,7 @@ fn a_dump_goes_through_to_the_file_and_stays_in_memory() {
     assert_eq!(early.gained.len(), 3);
 }
 
-/// So many blocks were brought up: each once it was read, and a load of several may end before.
+/// This many blocks were promoted: each once it was read, and a load of several may end before.
 fn above(store: &Store, blocks: u64) {
     eventually("they are above", || store.tier(0, "promotions") == blocks);
 }

@@ -1,5 +1,5 @@
 //! What moves between the device and the store: in one transfer for each block, after the events
-//! that it is told to wait for, and before those that it is told to record.
+//! that it must wait for, and before those that it must record.
 
 #![allow(
     unsafe_code,
@@ -20,7 +20,7 @@ use crate::common::{
     Device, Setup, SlowDevice, SoftCuda, Store, directory, eventually, id, ids, media, on,
 };
 
-/// An event that says when somebody begins to wait for it.
+/// An event that reports when a thread begins to wait for it.
 struct Watched {
     inner: Arc<dyn Event>,
     waiting: Mutex<mpsc::Sender<()>>,

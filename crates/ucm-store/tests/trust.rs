@@ -401,7 +401,7 @@ fn a_root_that_is_not_there_at_the_start_is_taken_up_later() {
 }
 
 #[test]
-fn writing_stops_when_the_marker_is_gone() {
+fn writing_stops_when_the_marker_is_removed() {
     let (dir, setup) = (directory(), Setup::default());
     let store = Store::open(dir.path(), setup.clone());
     let device = Device::filled(&setup, &ids(2));

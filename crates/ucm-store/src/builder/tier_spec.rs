@@ -1,4 +1,4 @@
-//! The tiers of a store, put together from what is described of each.
+//! The tiers of a store, made from the description of each.
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -18,7 +18,7 @@ pub(super) fn make_all(
         let policy = tier.policy()?;
         let built = registry::find(&tier.kind)?.build(context, tier.options)?;
         for (number, level) in built.into_iter().enumerate() {
-            // Below the first of several levels nothing gives records up: it is written through.
+            // Nothing evicts records to a level below the first of several: it is written through.
             let policy = match policy {
                 WritePolicy::Back if number > 0 => WritePolicy::Through,
                 policy => policy,
@@ -29,12 +29,12 @@ pub(super) fn make_all(
     Ok(made)
 }
 
-/// One tier as it is asked for: its kind, when it is written to, and the options of its kind.
+/// One tier as it is described: its kind, when it is written to, and the options of its kind.
 #[derive(Debug, Clone, Deserialize)]
 pub struct TierSpec {
-    /// Word of the kind.
+    /// Name of the kind.
     pub kind: String,
-    /// Name of the [`WritePolicy`]; through if nothing is said.
+    /// Name of the [`WritePolicy`]; through by default.
     #[serde(default)]
     pub write_policy: Option<String>,
     /// The options of the kind.

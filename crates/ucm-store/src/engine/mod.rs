@@ -27,14 +27,14 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Geometry, MissReason, Result};
 use ucm_device::{ArenaOptions, Device, Event, KvLayout, SlotPool};
-use ucm_infra::{Clock, Lane, MonotonicTime, WorkerPool};
+use ucm_infra::{Clock, MonotonicTime, WorkerPool};
 use ucm_record::{RecordLayout, SideSpec};
 use ucm_tier::backend::{Flush, LocallyVisible};
 
 use crate::records::StoredRecords;
 use crate::rejected::RejectedRecords;
 use crate::stats::Stats;
-use crate::tiers::{LevelConfig, Priority, TenantQuota, Tiers, TiersConfig};
+use crate::tiers::{LevelConfig, Priority, TenantQuota, Tiers, TiersConfig, lane};
 
 pub use config::{Deadlines, EngineConfig, Hint, Pieces, Row, RowSides};
 use core::Core;
@@ -145,11 +145,7 @@ impl Engine {
         let copies = WorkerPool::builder("ucm-copy")
             .on_demand()
             .size(config.copy_threads.max(1))
-            .lanes(&[Lane {
-                name: "dump",
-                capacity: copy_limit,
-                max_running: config.copy_threads.max(1),
-            }])
+            .lanes(&[lane("dump", copy_limit, config.copy_threads.max(1))])
             .max_replacements(COPY_REPLACEMENTS)
             .clock(Arc::clone(&clock))
             .build()?;
@@ -157,22 +153,10 @@ impl Engine {
             .on_demand()
             .size(ASK_THREADS + 1)
             .lanes(&[
-                Lane {
-                    name: "lookup",
-                    capacity: MOST_ASKED,
-                    max_running: ASK_THREADS,
-                },
+                lane("lookup", MOST_ASKED, ASK_THREADS),
                 // one job starts all reads that wait; lookups never hold the last thread
-                Lane {
-                    name: "load",
-                    capacity: 1,
-                    max_running: ASK_THREADS + 1,
-                },
-                Lane {
-                    name: "sides",
-                    capacity: 1,
-                    max_running: ASK_THREADS + 1,
-                },
+                lane("load", 1, ASK_THREADS + 1),
+                lane("sides", 1, ASK_THREADS + 1),
             ])
             .max_replacements(ASK_THREADS)
             .clock(Arc::clone(&clock))
@@ -464,8 +448,8 @@ impl Engine {
         &*self.core.clock
     }
 
-    /// Number that tells this store from all others: in the header of what it writes, and in the
-    /// field `store` of what it logs.
+    /// Number that no other store has: in the headers of its records, and in the field `store` of
+    /// its log lines.
     pub fn writer(&self) -> u64 {
         self.core.records.writer
     }

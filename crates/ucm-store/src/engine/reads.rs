@@ -74,15 +74,6 @@ struct Wanted {
     so_far: Option<Failed>,
 }
 
-/// A block whose read begins.
-struct Begun {
-    wanted: Wanted,
-    slot: Slot,
-    request: Request,
-    /// The layers that are wanted, if few.
-    layers: Option<Range<u32>>,
-}
-
 /// A read under way.
 struct Reading {
     loads: Arc<Loads>,
@@ -97,23 +88,18 @@ struct Reading {
     so_far: Option<Failed>,
 }
 
-/// How much of a block has gone to the device before all of it was read.
-#[derive(Default)]
+/// How much of a block was read, of a read that brings it part by part.
 struct Progress {
-    /// Layers before this one were verified as they were read.
-    verified: AtomicU32,
-    /// The layers, with their checksums, of the record that they belong to. Another record may have
-    /// its name when the others are read.
-    record: Mutex<Option<Vec<LayerEntry>>>,
-}
-
-/// A read that brings a block part by part.
-struct PartialRead {
     id: BlockId,
     tier: usize,
+    /// The layers that are read.
     layers: Range<u32>,
-    progress: Arc<Progress>,
     deadline: MonotonicTime,
+    /// Layers before this one were verified as they were read.
+    verified: AtomicU32,
+    /// The layers, with their checksums, of the record that this block is read from: another record
+    /// may have its name when later layers are read.
+    record: Mutex<Option<Vec<LayerEntry>>>,
 }
 
 /// Why a copy could not be read.
@@ -235,39 +221,37 @@ impl Loads {
             if begun.is_empty() {
                 return;
             }
-            let mut batches: Vec<(usize, Vec<TierRead<Reading>>)> = Vec::new();
-            for Begun {
-                wanted,
-                slot,
-                request,
-                layers,
-            } in begun
-            {
+            let mut reads = Vec::with_capacity(begun.len());
+            for (wanted, slot, request, layers) in begun {
                 let (id, tiers) = (wanted.id, &self.core.tiers);
                 let Some(tier) = tiers.table.place(id, wanted.after, request.number) else {
                     drop(slot);
                     self.read_failed(id, request, self.no_tier(wanted));
                     continue;
                 };
+                let layers = layers.filter(|_| tiers.table.reads_parts(tier));
+                let all = 0..self.core.records.geometry.layers();
+                let progress = Progress {
+                    id,
+                    tier,
+                    layers: layers.clone().unwrap_or(all),
+                    deadline: request.deadline,
+                    verified: AtomicU32::new(0),
+                    record: Mutex::default(),
+                };
                 let reading = Reading {
                     loads: Arc::clone(self),
                     id,
                     tier,
-                    layers: layers.filter(|_| tiers.table.reads_parts(tier)),
+                    layers,
                     again: false,
-                    progress: Arc::default(),
+                    progress: Arc::new(progress),
                     request,
                     so_far: wanted.so_far,
                 };
-                let read = reading.in_tier(slot);
-                match batches.iter_mut().find(|(other, _)| *other == tier) {
-                    Some((_, batch)) => batch.push(read),
-                    None => batches.push((tier, vec![read])),
-                }
+                reads.push(reading.in_tier(slot));
             }
-            for (tier, batch) in batches {
-                self.core.tiers.reads.read(tier, batch);
-            }
+            self.core.tiers.reads.read(reads);
         }
     }
 
@@ -278,8 +262,9 @@ impl Loads {
     }
 
     /// Reads that can begin now, at most a batch of them; none ends the pumping. Blocks that no
-    /// load wants any more are dropped.
-    fn take_slots(&self) -> Vec<Begun> {
+    /// load wants any more are dropped. Each with its request and the layers that are wanted, if
+    /// few.
+    fn take_slots(&self) -> Vec<(Wanted, Slot, Request, Option<Range<u32>>)> {
         let (mut begun, mut reads) = (Vec::new(), self.reads.lock());
         let reads = &mut *reads;
         while begun.len() < TOGETHER
@@ -302,12 +287,7 @@ impl Loads {
             };
             let layers = self.few_layers(waiters);
             reads.running += 1;
-            begun.push(Begun {
-                wanted,
-                slot,
-                request,
-                layers,
-            });
+            begun.push((wanted, slot, request, layers));
         }
         reads.pumping = !begun.is_empty();
         begun
@@ -331,19 +311,18 @@ impl Loads {
 
     /// Part of a record was read: the layers that are whole by now are verified and go where they
     /// are wanted, before the rest of it is there.
-    fn part_read(&self, io: &IoJob, partial: &PartialRead, part: &Part<'_>) {
-        let (records, verified) = (&self.core.records, &partial.progress.verified);
+    fn part_read(&self, io: &IoJob, read: &Progress, part: &Part<'_>) {
+        let (records, verified) = (&self.core.records, &read.verified);
         let from = match part.range.start {
-            0 => partial.layers.start, // it begins anew
+            0 => read.layers.start, // it begins anew
             _ => verified.load(Ordering::Acquire),
         };
         let mut upto = from;
-        while upto < partial.layers.end
-            && records.layout.layer_data(upto + 1).start <= part.range.end
+        while upto < read.layers.end && records.layout.layer_data(upto + 1).start <= part.range.end
         {
             upto += 1;
         }
-        let expect = records.expect(partial.id);
+        let expect = records.expect(read.id);
         let Ok(header) = verify_layers(part.record, part.stored_len, &expect, from..upto) else {
             verified.store(from, Ordering::Release);
             return; // damage is found again with the whole
@@ -352,9 +331,9 @@ impl Loads {
         if !io.is_wanted() {
             return; // others may read this block by now, from the record that has its name now
         }
-        self.stay_with(partial.id, &partial.progress, &header);
-        for (task, index, taken) in self.take_ready(io, partial, upto) {
-            if task.scatter(index, &taken, part.record, partial.tier) {
+        self.stay_with(read, &header);
+        for (task, index, taken) in self.take_ready(io, read, upto) {
+            if task.scatter(index, &taken, part.record, read.tier) {
                 task.report();
             }
         }
@@ -362,15 +341,15 @@ impl Loads {
 
     /// The layers of one block never come from two records: where some went to the device of
     /// another one than this, the loads that wait for the rest fail.
-    fn stay_with(&self, id: BlockId, progress: &Progress, header: &RecordHeader) {
+    fn stay_with(&self, read: &Progress, header: &RecordHeader) {
         if self.core.records.geometry.shards() == 1 {
             return;
         }
-        let before = progress.record.lock().replace(header.table.clone());
+        let before = read.record.lock().replace(header.table.clone());
         if before.is_some_and(|before| before != header.table) {
             let text = "another record took the name of this one while its layers were read";
-            let error = Error::new(ErrorKind::Busy, text).with("block", id);
-            self.fail_begun(id, &Failed::Unread(error));
+            let error = Error::new(ErrorKind::Busy, text).with("block", read.id);
+            self.fail_begun(read.id, &Failed::Unread(error));
         }
     }
 
@@ -380,7 +359,7 @@ impl Loads {
     fn take_ready(
         &self,
         io: &IoJob,
-        partial: &PartialRead,
+        read: &Progress,
         upto: u32,
     ) -> Vec<(Arc<LoadTask>, usize, Vec<usize>)> {
         let geometry = &self.core.records.geometry;
@@ -390,13 +369,13 @@ impl Loads {
         let (mut all, reads) = (Vec::new(), self.reads.lock());
         // The thread that ends a read that was written off does it under this lock: nothing of it
         // goes to the device after that.
-        let Some(waiters) = reads.waiters.get(&partial.id).filter(|_| io.is_wanted()) else {
+        let Some(waiters) = reads.waiters.get(&read.id).filter(|_| io.is_wanted()) else {
             return all;
         };
         for (task, index) in waiters {
             let wanted = task.blocks[*index].layers(geometry);
-            let covered = partial.layers.start <= wanted.start && wanted.end <= partial.layers.end;
-            if covered && task.state.deadline <= partial.deadline.after(LITTLE) {
+            let covered = read.layers.start <= wanted.start && wanted.end <= read.layers.end;
+            if covered && task.state.deadline <= read.deadline.after(LITTLE) {
                 let taken = task.take(*index, ready);
                 if !taken.is_empty() {
                     all.push((Arc::clone(task), *index, taken));
@@ -566,6 +545,7 @@ impl Reading {
             ..BlockRead::whole(self.id, slot, self.request.deadline)
         };
         TierRead {
+            tier: self.tier,
             read,
             request: self.request,
             reader: self,
@@ -595,29 +575,19 @@ impl Reading {
         if geometry.shards() == 1 || self.again || core.tiers.table.recodes(self.tier) {
             return None;
         }
-        let layers = self.layers.clone().unwrap_or(0..geometry.layers());
-        let steps = self.steps(layers.clone());
+        let steps = self.steps(&self.progress.layers);
         if steps.len() == 1 && self.layers.is_none() {
             return None;
         }
         let last = steps.last().and_then(|step| step.last());
         let end = last.map_or(0, |last| last.end);
-        let (loads, partial) = (
-            Arc::downgrade(&self.loads),
-            PartialRead {
-                id: self.id,
-                tier: self.tier,
-                layers,
-                progress: Arc::clone(&self.progress),
-                deadline: self.request.deadline,
-            },
-        );
+        let (loads, progress) = (Arc::downgrade(&self.loads), Arc::clone(&self.progress));
         let arrived = move |io: &IoJob, part: Part<'_>| {
             // The last one is verified with the whole.
             if part.range.end < end
                 && let Some(loads) = loads.upgrade()
             {
-                loads.part_read(io, &partial, &part);
+                loads.part_read(io, &progress, &part);
             }
             None
         };
@@ -629,7 +599,7 @@ impl Reading {
 
     /// The operations that bring these layers of a record: each some whole shards, if they are
     /// enough to be worth one.
-    fn steps(&self, layers: Range<u32>) -> Vec<Vec<Range<usize>>> {
+    fn steps(&self, layers: &Range<u32>) -> Vec<Vec<Range<usize>>> {
         let records = &self.loads.core.records;
         let (mut steps, mut step) = (Vec::new(), records.layout.parts(layers.clone()));
         let per_shard = records.geometry.layers_per_shard();
@@ -674,7 +644,7 @@ impl Reading {
     /// A record was verified: it goes to the device, and to the tiers above.
     fn deliver(self, read: ReadDone, header: &RecordHeader) {
         let (loads, id, tier) = (&self.loads, self.id, self.tier);
-        loads.stay_with(id, &self.progress, header);
+        loads.stay_with(&self.progress, header);
         let waiters = loads.end_read(id, |task, index| match &self.layers {
             Some(layers) => {
                 let wanted = task.blocks[index].layers(&loads.core.records.geometry);
@@ -714,8 +684,7 @@ impl Reading {
             again: true,
             ..self
         };
-        let tier = again.tier;
-        loads.core.tiers.reads.read(tier, vec![again.in_tier(slot)]);
+        loads.core.tiers.reads.read(vec![again.in_tier(slot)]);
     }
 }
 

@@ -259,21 +259,14 @@ impl SideLoads {
             if begun.is_empty() {
                 return;
             }
-            let mut batches: Vec<(usize, Vec<TierRead<Reading>>)> = Vec::new();
+            let mut reads = Vec::with_capacity(begun.len());
             for (read, slot) in begun {
-                let Some(reading) = self.place(read) else {
-                    drop(slot);
-                    continue;
-                };
-                let (tier, read) = (reading.tier, reading.in_tier(slot));
-                match batches.last_mut() {
-                    Some((last, batch)) if *last == tier => batch.push(read),
-                    _ => batches.push((tier, vec![read])),
+                match self.place(read) {
+                    Some(reading) => reads.push(reading.in_tier(slot)),
+                    None => drop(slot),
                 }
             }
-            for (tier, batch) in batches {
-                self.core.tiers.reads.read(tier, batch);
-            }
+            self.core.tiers.reads.read(reads);
         }
     }
 
@@ -378,6 +371,7 @@ impl Reading {
             ..BlockRead::whole(self.id, slot, request.deadline)
         };
         TierRead {
+            tier: self.tier,
             read,
             request,
             reader: self,
@@ -462,16 +456,9 @@ impl Reader for Reading {
         };
         if refused.reason.is_damage() && !self.again {
             // Past every cache: the medium may be damaged, or only the way from it.
-            let (loads, tier) = (Arc::clone(&self.loads), self.tier);
-            let again = Self {
-                again: true,
-                ..self
-            };
-            return loads
-                .core
-                .tiers
-                .reads
-                .read(tier, vec![again.in_tier(done.slot)]);
+            let (core, again) = (Arc::clone(&self.loads.core), true);
+            let again = Self { again, ..self };
+            return core.tiers.reads.read(vec![again.in_tier(done.slot)]);
         }
         let reason = refused.reason;
         if reason.is_damage() {

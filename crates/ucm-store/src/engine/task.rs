@@ -1,4 +1,4 @@
-//! A load or dump under way: how far each row is, what failed, and who waits for it.
+//! A load or dump under way: how far each row is, which failed, and the waits for it.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ pub enum Until {
     Published,
 }
 
-/// How long after a task's deadline its last callbacks may take.
+/// How long after a task's deadline its last reports may take.
 const GRACE: Duration = Duration::from_secs(1);
 
 /// Shared state of one task. Counts rows down to each level; both levels are reached exactly once.
@@ -29,7 +29,7 @@ pub(crate) struct TaskState {
     pub(crate) started: MonotonicTime,
     pub(crate) deadline: MonotonicTime,
     unstaged: AtomicUsize,
-    /// Rows whose block the medium does not have yet.
+    /// Rows whose block the medium has not taken yet.
     unplaced: AtomicUsize,
     unfinished: AtomicUsize,
     staged: Arc<Completion<()>>,
@@ -37,9 +37,9 @@ pub(crate) struct TaskState {
     failures: Mutex<BTreeMap<usize, Error>>,
     /// Rows of a load that have arrived.
     arrived: Box<[AtomicBool]>,
-    /// Rung when rows have arrived or failed, and at the end.
+    /// Notified when rows have arrived or failed, and at the end.
     news: Notify,
-    /// Somebody waits for it to be published.
+    /// A caller waits for it to be published.
     flush_wanted: AtomicBool,
     /// Blocks that arrived, by the tier they were read from.
     served: [AtomicU64; MAX_TIERS],
@@ -73,7 +73,7 @@ impl TaskState {
         n > 0 && self.unstaged.fetch_sub(n, Ordering::AcqRel) == n && self.staged.complete(())
     }
 
-    /// The medium has the blocks of `n` rows, or never will.
+    /// The medium has taken the blocks of `n` rows, or never will.
     pub(crate) fn rows_placed(&self, n: usize) {
         self.unplaced.fetch_sub(n, Ordering::SeqCst);
     }
@@ -114,19 +114,19 @@ impl TaskState {
         self.failures.lock().contains_key(&row)
     }
 
-    /// Somebody waits for it to be published.
+    /// A caller waits for it to be published.
     pub(crate) fn flush_soon(&self) {
-        // The thread that places the last row sees it, or it is seen to be placed.
+        // The thread that counts the last row as placed sees this flag, or this thread sees that
+        // it was placed.
         self.flush_wanted.store(true, Ordering::SeqCst);
     }
 
-    /// Whether somebody waits, and everything of it was handed to the backend that ever will be.
+    /// Whether a caller waits, and the backend has every block of it that it ever will.
     pub(crate) fn only_waits(&self) -> bool {
         self.flush_wanted.load(Ordering::SeqCst) && self.is_handed_over()
     }
 
-    /// Whether everything of it was handed to the backend that ever will be, and is not published
-    /// yet.
+    /// Whether the backend has every block of it that it ever will, and it is not published yet.
     pub(crate) fn is_handed_over(&self) -> bool {
         self.unplaced.load(Ordering::SeqCst) == 0 && !self.is_finished()
     }
@@ -179,7 +179,7 @@ pub struct Task {
     pub(crate) state: Arc<TaskState>,
     /// Ends the task at its deadline (a load cancels what is still reading).
     pub(crate) expire: Arc<dyn Fn() + Send + Sync>,
-    /// Somebody waits for it to be published.
+    /// Called when a caller waits for it to be published.
     pub(crate) flush_soon: Arc<dyn Fn() + Send + Sync>,
 }
 
@@ -197,8 +197,8 @@ impl Task {
     }
 
     /// Waits until the level is reached, at most until `limit` and never past the task's own
-    /// deadline. False if the limit came first. A backend that publishes many records at once is
-    /// told that somebody waits.
+    /// deadline. False if the limit was first. A backend that publishes many records at once
+    /// publishes them soon.
     pub fn wait(&self, clock: &dyn Clock, until: Until, limit: Option<MonotonicTime>) -> bool {
         if until == Until::Published && !self.state.is_finished() {
             (self.flush_soon)();
@@ -211,17 +211,16 @@ impl Task {
         if clock.now() < deadline {
             return false; // the caller's own limit
         }
-        // Past the deadline the last callbacks arrive: copies end at memory speed, I/O is written
+        // Past the deadline the last reports follow: copies end at memory speed, I/O is written
         // off by its pool.
         let grace = deadline.after(GRACE);
-        self.level(until)
-            .wait(clock, Some(limit.map_or(grace, |limit| limit.min(grace))))
-            .is_some()
+        let last = limit.map_or(grace, |limit| limit.min(grace));
+        self.level(until).wait(clock, Some(last)).is_some()
     }
 
-    /// Records `event` once the device memory of the task is free, whatever became of it: no copy
-    /// of it is under way (other than one of a dump that hung and was given up), and none will
-    /// begin. At once if that is so already.
+    /// Records `event` once the device memory of the task is free, whether it succeeded or not: no
+    /// copy of it is under way (other than one of a dump that hung and was given up), and none will
+    /// begin. At once if it is free already.
     pub fn record(&self, event: Arc<dyn Event>) {
         self.state.staged.on_complete(move |()| event.record());
     }
@@ -235,7 +234,7 @@ impl Task {
     }
 
     /// Waits until a row of a load has arrived, at most until `limit` and never past the task's own
-    /// deadline. False where it has not: the limit came first, or it will not any more.
+    /// deadline. False where it has not: the limit was first, or the row failed.
     pub fn wait_shard(&self, clock: &dyn Clock, row: usize, limit: Option<MonotonicTime>) -> bool {
         let (deadline, limit) = (self.state.deadline, limit.unwrap_or(MonotonicTime::NEVER));
         loop {
@@ -245,11 +244,12 @@ impl Task {
                 return self.shard_done(row);
             }
             let now = clock.now();
-            let last = if now < deadline {
-                deadline
+            let grace = if now < deadline {
+                Duration::ZERO
             } else {
-                deadline.after(GRACE)
+                GRACE
             };
+            let last = deadline.after(grace);
             if now >= last.min(limit) {
                 return false;
             }
@@ -259,21 +259,15 @@ impl Task {
 
     /// The rows that failed, with why; final once the task is finished.
     pub fn failures(&self) -> Vec<(usize, Error)> {
-        self.state
-            .failures
-            .lock()
-            .iter()
-            .map(|(&row, error)| (row, error.clone()))
-            .collect()
+        let failures = self.state.failures.lock().clone();
+        failures.into_iter().collect()
     }
 
     /// Blocks of a load that arrived, by the tier they were read from, counted from the top; final
     /// once the task is finished. A medium alone is tier 0.
     pub fn served(&self) -> [u64; MAX_TIERS] {
-        self.state
-            .served
-            .each_ref()
-            .map(|blocks| blocks.load(Ordering::Relaxed))
+        let served = self.state.served.each_ref();
+        served.map(|blocks| blocks.load(Ordering::Relaxed))
     }
 
     fn level(&self, until: Until) -> &Completion<()> {

@@ -3,8 +3,6 @@
 //! A record is encoded in its slot by the thread that is about to write it, and decoded in its slot
 //! by the thread that has read it, before it is verified. A tier may hold records of both kinds.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-
 use parking_lot::Mutex;
 use serde::Serialize;
 use ucm_core::Result;
@@ -12,8 +10,6 @@ use ucm_infra::LANE_LOAD;
 use ucm_io::IoPool;
 use ucm_record::{Codec, Coder, RecordHeader, RecordLayout};
 use ucm_tier::backend::WriteOptions;
-
-use crate::stats::add;
 
 /// One record in this many is decoded again before it is written, and compared.
 const PROVEN: u64 = 64;
@@ -43,12 +39,7 @@ pub(super) struct TierCodec {
     /// Coders not in use, at most `most`.
     coders: Mutex<Vec<Coder>>,
     most: usize,
-    encoded: AtomicU64,
-    as_is: AtomicU64,
-    decoded: AtomicU64,
-    undecodable: AtomicU64,
-    raw_bytes: AtomicU64,
-    stored_bytes: AtomicU64,
+    stats: Mutex<Compression>,
 }
 
 impl TierCodec {
@@ -59,12 +50,7 @@ impl TierCodec {
             layout: layout.clone(),
             coders: Mutex::new(vec![Coder::new(layout)?]),
             most: pool.width(LANE_LOAD),
-            encoded: AtomicU64::default(),
-            as_is: AtomicU64::default(),
-            decoded: AtomicU64::default(),
-            undecodable: AtomicU64::default(),
-            raw_bytes: AtomicU64::default(),
-            stored_bytes: AtomicU64::default(),
+            stats: Mutex::default(),
         })
     }
 
@@ -77,15 +63,7 @@ impl TierCodec {
     }
 
     pub(super) fn stats(&self) -> Compression {
-        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        Compression {
-            records_compressed: get(&self.encoded),
-            records_as_is: get(&self.as_is),
-            records_decompressed: get(&self.decoded),
-            records_undecodable: get(&self.undecodable),
-            bytes_compressed: get(&self.raw_bytes),
-            bytes_stored: get(&self.stored_bytes),
-        }
+        *self.stats.lock()
     }
 
     fn with_coder<T>(&self, work: impl FnOnce(&mut Coder) -> T) -> Result<T> {
@@ -104,33 +82,32 @@ impl TierCodec {
 
     /// Encodes a record in its slot, if that makes it shorter; its length then.
     pub(super) fn encode(&self, slot: &mut [u8], options: &WriteOptions) -> Result<usize> {
-        let proven =
-            options.read_back || self.encoded.load(Ordering::Relaxed).is_multiple_of(PROVEN);
+        let count = self.stats.lock().records_compressed;
+        let proven = options.read_back || count.is_multiple_of(PROVEN);
         let record = &mut slot[..options.len];
-        match self
-            .with_coder(|coder| coder.encode(self.codec, record, proven))
-            .flatten()
-        {
+        let encoded = self.with_coder(|coder| coder.encode(self.codec, record, proven));
+        let mut stats = self.stats.lock();
+        match encoded.flatten() {
             Ok(Some(len)) => {
-                add(&self.encoded, 1);
-                add(&self.raw_bytes, options.len as u64);
-                add(&self.stored_bytes, len as u64);
+                stats.records_compressed += 1;
+                stats.bytes_compressed += options.len as u64;
+                stats.bytes_stored += len as u64;
                 Ok(len)
             }
             Ok(None) => {
-                add(&self.as_is, 1);
+                stats.records_as_is += 1;
                 Ok(options.len)
             }
             Err(error) => {
-                add(&self.as_is, 1);
-                add(&self.undecodable, 1);
+                stats.records_as_is += 1;
+                stats.records_undecodable += 1;
                 Err(error)
             }
         }
     }
 
-    /// Decodes a record of `stored` bytes in its slot: its length then, and whether all of it came
-    /// back. Layers that did not are zeros, which their checksums refuse.
+    /// Decodes a record of `stored` bytes in its slot: its length then, and whether all of it was
+    /// restored. Layers that were not are zeros, which their checksums refuse.
     pub(super) fn decode(
         &self,
         header: &RecordHeader,
@@ -138,14 +115,9 @@ impl TierCodec {
         stored: usize,
     ) -> Result<(usize, bool)> {
         let (len, whole) = self.with_coder(|coder| coder.decode(header, slot, stored))?;
-        add(
-            if whole {
-                &self.decoded
-            } else {
-                &self.undecodable
-            },
-            1,
-        );
+        let mut stats = self.stats.lock();
+        stats.records_decompressed += u64::from(whole);
+        stats.records_undecodable += u64::from(!whole);
         Ok((len, whole))
     }
 }

@@ -221,8 +221,8 @@ impl TierTable {
         level.order(id).find(|&number| is_well(number)) == Some(number)
     }
 
-    /// The member of a level that a new copy goes to, for which no one waits: the first that is
-    /// well. Where none is, the first, which then drops the copy.
+    /// The member of a level that a copy goes to: the first that is well. Where none is, the first,
+    /// which then drops the copy.
     pub(super) fn taker_of_copy(&self, level: &Level, id: BlockId) -> usize {
         let now = self.clock.now();
         let may = |&number: &usize| self.tiers[number].health.may_write(u64::MAX, now);

@@ -241,18 +241,7 @@ impl Tiers {
         let pool = WorkerPool::builder("ucm-tier")
             .on_demand()
             .size(count + 1)
-            .lanes(&[
-                Lane {
-                    name: "move",
-                    capacity: spare,
-                    max_running: 1,
-                },
-                Lane {
-                    name: "probe",
-                    capacity: count,
-                    max_running: count,
-                },
-            ])
+            .lanes(&[lane("move", spare, 1), lane("probe", count, count)])
             .max_replacements(REPLACEMENTS)
             .clock(setup.clock)
             .build()?;
@@ -433,6 +422,15 @@ impl Tiers {
             let share = left() / u32::try_from(self.table.tiers.len() - number).unwrap_or(1);
             tier.backend.close(share);
         }
+    }
+}
+
+/// A lane of a pool.
+pub(crate) fn lane(name: &'static str, capacity: usize, max_running: usize) -> Lane {
+    Lane {
+        name,
+        capacity,
+        max_running,
     }
 }
 

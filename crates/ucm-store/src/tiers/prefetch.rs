@@ -4,7 +4,7 @@
 //! are begun. A few are read at a time, each into a spare slot, verified as a load verifies, and
 //! kept by the tiers above.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -94,12 +94,16 @@ impl Fetched {
     }
 }
 
+/// The turn of an id that waits: the most urgent first, then the oldest.
+type Turn = (Priority, u64);
+
 /// Ids that wait, and those being read.
 #[derive(Default)]
 pub(super) struct Queue {
-    waiting: [VecDeque<BlockId>; Priority::ALL.len()],
-    /// What each id waits as; what a queue says otherwise is out of date.
-    known: HashMap<BlockId, Priority>,
+    waiting: BTreeMap<Turn, BlockId>,
+    turns: HashMap<BlockId, Turn>,
+    /// Ids that began to wait so far.
+    count: u64,
     reading: Vec<BlockId>,
     /// A thread starts reads.
     pumping: bool,
@@ -107,75 +111,65 @@ pub(super) struct Queue {
 }
 
 impl Queue {
-    /// Takes an id, or makes it more urgent; false if there is no room for it.
+    /// Takes an id, or makes it more urgent; false if there is no room for it. The latest of the
+    /// least urgent makes room for one that is more urgent.
     fn add(&mut self, id: BlockId, priority: Priority) -> bool {
         if self.reading.contains(&id) {
             return true;
         }
-        match self.known.get(&id).copied() {
-            Some(before) if before <= priority => return true,
-            None if self.known.len() >= MAX_WAITING && !self.drop_below(priority) => return false,
-            _ => {}
+        match self.turns.get(&id) {
+            Some((before, _)) if *before <= priority => return true,
+            Some(turn) => _ = self.waiting.remove(turn),
+            None if self.turns.len() >= MAX_WAITING => {
+                let Some(last) = self.waiting.last_entry() else {
+                    return false;
+                };
+                if last.key().0 <= priority {
+                    return false;
+                }
+                self.turns.remove(&last.remove());
+            }
+            None => {}
         }
-        self.known.insert(id, priority);
-        self.waiting[priority as usize].push_back(id);
-        self.tidy();
+        self.count += 1;
+        self.put(id, (priority, self.count));
         true
     }
 
-    /// Makes room by dropping the latest of the least urgent, if that is less urgent than this.
-    fn drop_below(&mut self, priority: Priority) -> bool {
-        for lower in Priority::ALL[priority as usize + 1..].iter().rev() {
-            while let Some(id) = self.waiting[*lower as usize].pop_back() {
-                if self.known.get(&id) == Some(lower) {
-                    self.known.remove(&id);
-                    return true;
-                }
-            }
-        }
-        false
+    fn put(&mut self, id: BlockId, turn: Turn) {
+        self.turns.insert(id, turn);
+        self.waiting.insert(turn, id);
     }
 
-    /// Entries that are out of date must not pile up.
-    fn tidy(&mut self) {
-        if self.waiting.iter().map(VecDeque::len).sum::<usize>() <= 2 * MAX_WAITING {
-            return;
-        }
-        let (known, mut seen) = (&self.known, HashSet::new());
-        for (queue, priority) in self.waiting.iter_mut().zip(Priority::ALL) {
-            queue.retain(|id| known.get(id) == Some(&priority) && seen.insert(*id));
-        }
-    }
-
-    /// The next id that may be read, and how urgently.
-    fn next(&mut self, loading: bool) -> Option<(BlockId, Priority)> {
+    /// The next id that may be read, and its turn.
+    fn next(&mut self, loading: bool) -> Option<(BlockId, Turn)> {
         if self.closed || self.reading.len() >= AT_ONCE {
             return None;
         }
-        let count = if loading { 1 } else { Priority::ALL.len() };
-        for &priority in &Priority::ALL[..count] {
-            while let Some(id) = self.waiting[priority as usize].pop_front() {
-                if self.known.get(&id) == Some(&priority) {
-                    self.known.remove(&id);
-                    self.reading.push(id);
-                    return Some((id, priority));
-                }
-            }
+        let first = self.waiting.first_entry()?;
+        if loading && first.key().0 != Priority::Urgent {
+            return None;
         }
-        None
+        let (turn, id) = first.remove_entry();
+        self.turns.remove(&id);
+        self.reading.push(id);
+        Some((id, turn))
     }
 
     /// It was not begun after all.
-    fn put_back(&mut self, id: BlockId, priority: Priority) {
+    fn put_back(&mut self, id: BlockId, turn: Turn) {
         self.reading.retain(|&reading| reading != id);
-        self.known.insert(id, priority);
-        self.waiting[priority as usize].push_front(id);
+        self.put(id, turn);
     }
 
     fn cancel(&mut self, ids: &[BlockId]) -> usize {
-        ids.iter()
-            .filter(|id| self.known.remove(id).is_some())
-            .count()
+        let before = self.turns.len();
+        for id in ids {
+            if let Some(turn) = self.turns.remove(id) {
+                self.waiting.remove(&turn);
+            }
+        }
+        before - self.turns.len()
     }
 }
 
@@ -246,7 +240,7 @@ impl Prefetches {
     pub(super) fn pump(self: &Arc<Self>) {
         {
             let mut queue = self.queue.lock();
-            if queue.pumping || queue.known.is_empty() {
+            if queue.pumping || queue.waiting.is_empty() {
                 return;
             }
             queue.pumping = true;
@@ -261,10 +255,10 @@ impl Prefetches {
     fn next(&self) -> Option<(BlockId, Slot)> {
         let mut queue = self.queue.lock();
         let loading = self.loading.load(Ordering::Acquire) > 0;
-        if let Some((id, priority)) = queue.next(loading) {
+        if let Some((id, turn)) = queue.next(loading) {
             match self.writes.moves.spare.try_acquire() {
                 Some(slot) => return Some((id, slot)),
-                None => queue.put_back(id, priority),
+                None => queue.put_back(id, turn),
             }
         }
         queue.pumping = false;
@@ -385,8 +379,8 @@ mod tests {
         queue.add(id(1), Priority::NextBatch);
         assert_eq!(queue.next(true), None);
         queue.add(id(2), Priority::Urgent);
-        assert_eq!(queue.next(true), Some((id(2), Priority::Urgent)));
-        assert_eq!(queue.next(false), Some((id(1), Priority::NextBatch)));
+        assert_eq!(queue.next(true).unwrap().0, id(2));
+        assert_eq!(queue.next(false).unwrap().0, id(1));
     }
 
     #[test]
@@ -401,7 +395,7 @@ mod tests {
             queue.add(id(0), Priority::Urgent),
             "a block that is being read is taken already"
         );
-        assert_eq!(queue.known.len(), AT_ONCE);
+        assert_eq!(queue.turns.len(), AT_ONCE);
     }
 
     #[test]
@@ -413,21 +407,11 @@ mod tests {
         assert!(!queue.add(id(MAX_WAITING), Priority::Normal));
         assert!(!queue.add(id(MAX_WAITING), Priority::Speculative));
         assert!(queue.add(id(MAX_WAITING), Priority::Urgent));
-        assert_eq!(queue.known.len(), MAX_WAITING);
+        assert_eq!(queue.turns.len(), MAX_WAITING);
         assert!(
-            queue.known.contains_key(&id(0)) && !queue.known.contains_key(&id(MAX_WAITING - 1)),
+            queue.turns.contains_key(&id(0)) && !queue.turns.contains_key(&id(MAX_WAITING - 1)),
             "the latest goes"
         );
-    }
-
-    #[test]
-    fn out_of_date_entries_do_not_pile_up() {
-        let mut queue = Queue::default();
-        for _ in 0..4 * MAX_WAITING {
-            queue.add(id(1), Priority::Normal);
-            queue.cancel(&[id(1)]);
-            assert!(queue.waiting.iter().map(VecDeque::len).sum::<usize>() <= 2 * MAX_WAITING);
-        }
     }
 
     #[test]

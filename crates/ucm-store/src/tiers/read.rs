@@ -22,8 +22,9 @@ pub(crate) trait Reader: Send + 'static {
     fn read_ended(self, result: Result<ReadDone>);
 }
 
-/// A record that is to be read for a load.
+/// A record that is to be read from a tier for a load.
 pub(crate) struct TierRead<R> {
+    pub(crate) tier: usize,
     pub(crate) read: BlockRead,
     pub(crate) request: Request,
     pub(crate) reader: R,
@@ -39,8 +40,15 @@ pub(crate) struct TierReads {
 }
 
 impl TierReads {
-    /// Reads records of one tier, for readers of one kind.
-    pub(crate) fn read<R: Reader>(self: &Arc<Self>, number: usize, reads: Vec<TierRead<R>>) {
+    /// Reads records, those of one tier together.
+    pub(crate) fn read<R: Reader>(self: &Arc<Self>, mut reads: Vec<TierRead<R>>) {
+        while let Some(tier) = reads.first().map(|one| one.tier) {
+            let of_tier = reads.extract_if(.., |one| one.tier == tier).collect();
+            self.read_from(tier, of_tier);
+        }
+    }
+
+    fn read_from<R: Reader>(self: &Arc<Self>, number: usize, reads: Vec<TierRead<R>>) {
         let now = self.table.clock.now();
         let mut admitted: Option<(Request, bool)> = None;
         let mut begun = Vec::with_capacity(reads.len());
@@ -156,6 +164,7 @@ impl TierReads {
                         this.end(number, request, reader, result);
                     }
                     Some(Outcome::Moved(read)) => moved.push(TierRead {
+                        tier: number,
                         read,
                         request,
                         reader,

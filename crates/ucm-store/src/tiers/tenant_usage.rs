@@ -1,9 +1,9 @@
-//! How much each tenant has stored in one level of tiers, and what of it is the oldest.
+//! How much each tenant has stored in one level of tiers, and which of its blocks are the oldest.
 //!
-//! A block is known by the tenant's tag in its header, so each costs one read to learn whose it is,
-//! and none to be counted again. Blocks without a tag are only remembered as such. The number of
-//! blocks is bounded: where there is no room for a block with a tag, one without is forgotten for
-//! it, to be read again.
+//! The owner of a block is the tenant's tag in its header, so each block costs one read, and none
+//! to be counted again. Blocks without a tag are only remembered as such. The number of blocks is
+//! bounded: where there is no room for a block with a tag, one without is forgotten, to be read
+//! again.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -29,7 +29,7 @@ pub(super) struct Stored {
     pub(super) id: BlockId,
 }
 
-/// What a header says of whose block it is.
+/// The owner of a block and its age, by its header.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Owner {
     tenant: Tag,
@@ -59,7 +59,7 @@ struct Block {
     seen: u32,
 }
 
-/// What is known of a tenant.
+/// The blocks of a tenant.
 #[derive(Default)]
 struct Tenant {
     bytes: u64,
@@ -77,7 +77,7 @@ pub(super) struct TenantUsage {
 }
 
 impl TenantUsage {
-    /// A usage of at most so many blocks.
+    /// A usage of at most this many blocks.
     pub(super) fn new(most: usize) -> Self {
         Self {
             most,
@@ -88,8 +88,8 @@ impl TenantUsage {
         }
     }
 
-    /// Takes up a block of `len` bytes, in place of one that was known there. False where there are
-    /// too many: it is not counted.
+    /// Adds a block of `len` bytes, in place of one that was known there. False where there are too
+    /// many: it is not counted.
     pub(super) fn add(&mut self, stored: Stored, len: u64, owner: &Owner) -> bool {
         self.forget(stored);
         if self.is_full()
@@ -131,12 +131,12 @@ impl TenantUsage {
         tenant.is_some_and(|tenant| tenant.bytes > quota)
     }
 
-    /// A scan of the level begins: what is known and is not seen by its end is gone.
+    /// A scan of the level begins: known blocks that are not seen by its end were removed.
     pub(super) fn begin_scan(&mut self) {
         self.scan = self.scan.wrapping_add(1);
     }
 
-    /// A block is there, with this length. False where it is not known whose it is.
+    /// A block is there, with this length. False where its owner is not known.
     pub(super) fn see(&mut self, stored: Stored, len: u64) -> bool {
         if let Some(seen) = self.untagged.get_mut(&stored) {
             *seen = self.scan;
@@ -152,20 +152,22 @@ impl TenantUsage {
         true
     }
 
-    /// All of a tier was seen: the rest of what was known there is gone.
+    /// All of a tier was seen: the other blocks known there were removed.
     pub(super) fn end_scan(&mut self, tier: u8) {
         let scan = self.scan;
         self.untagged
             .retain(|stored, seen| stored.tier != tier || *seen == scan);
-        let gone = |(stored, block): (&Stored, &Block)| {
-            (stored.tier == tier && block.seen != scan).then_some(*stored)
-        };
-        let gone: Vec<Stored> = self.blocks.iter().filter_map(gone).collect();
-        gone.into_iter().for_each(|stored| self.forget(stored));
+        let mut removed = Vec::new();
+        for (stored, block) in &self.blocks {
+            if stored.tier == tier && block.seen != scan {
+                removed.push(*stored);
+            }
+        }
+        removed.into_iter().for_each(|stored| self.forget(stored));
     }
 
-    /// The oldest blocks of each tenant that has more than its quota, as many as have to go; at
-    /// most `most` of all, and none of those that `skip` names: their turn comes later.
+    /// The oldest blocks of each tenant that has more than its quota, as many as must be removed;
+    /// at most `most` of all, and none for which `skip` is true: they are removed later.
     pub(super) fn excess(
         &self,
         quota: u64,
@@ -191,13 +193,10 @@ impl TenantUsage {
         excess
     }
 
-    /// A block was removed, unless another of its name was stored meanwhile.
+    /// A block was removed, unless another of its name was stored since.
     pub(super) fn removed(&mut self, stored: Stored, age: Age) {
-        if self
-            .blocks
-            .get(&stored)
-            .is_some_and(|block| block.age == age)
-        {
+        let block = self.blocks.get(&stored);
+        if block.is_some_and(|block| block.age == age) {
             self.forget(stored);
         }
     }
@@ -245,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_of_who_has_too_much_go_and_no_one_elses() {
+    fn only_the_oldest_blocks_of_tenants_above_their_quota_are_removed() {
         let mut usage = TenantUsage::new(100);
         for n in 0..6 {
             assert!(usage.add(stored(n), 10, &owner(1, 0, u64::from(n) + 1)));
@@ -259,7 +258,7 @@ mod tests {
         assert_eq!(
             usage.excess(35, 9, not_yet).len(),
             2,
-            "no younger one goes in its place"
+            "no younger one is removed in its place"
         );
         assert!(excess(&usage, 60).is_empty());
         for (stored, age) in usage.excess(35, 2, |_| false) {
@@ -269,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn within_a_minute_the_end_of_a_chain_goes_before_its_beginning() {
+    fn within_a_minute_the_end_of_a_chain_is_removed_before_its_beginning() {
         let mut usage = TenantUsage::new(100);
         for n in 0..4 {
             usage.add(
@@ -283,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_scan_does_not_see_is_gone_and_what_came_meanwhile_stays() {
+    fn blocks_that_a_scan_does_not_see_are_forgotten_and_new_ones_stay() {
         let mut usage = TenantUsage::new(100);
         for n in 0..3 {
             usage.add(stored(n), 10, &owner(1, 0, n.into()));
@@ -320,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_remembered_is_bounded_and_those_without_a_tag_make_way() {
+    fn blocks_remembered_are_bounded_and_those_without_a_tag_are_forgotten_first() {
         let mut usage = TenantUsage::new(4);
         for n in 0..4 {
             assert!(usage.add(stored(n), 10, &Owner::default()));
@@ -335,7 +334,7 @@ mod tests {
         assert_eq!(
             excess(&usage, 20),
             [10, 11],
-            "those that are known are kept in bounds"
+            "known blocks are kept in bounds"
         );
     }
 }

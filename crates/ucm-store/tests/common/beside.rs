@@ -39,7 +39,7 @@ pub(crate) struct Several {
 }
 
 impl Several {
-    /// So many roots.
+    /// This many roots.
     pub(crate) fn new(policy: StoragePolicy, roots: usize) -> Self {
         Self {
             setup: Setup::default(),
@@ -51,7 +51,7 @@ impl Several {
         }
     }
 
-    /// Hot above cold, with room for so many records of a test each.
+    /// Hot above cold, each with room for this many records of a test.
     pub(crate) fn tiered(capacities: &[u64]) -> Self {
         Self {
             stacked: true,

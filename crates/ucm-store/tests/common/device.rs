@@ -29,7 +29,7 @@ pub(crate) fn of_this_run(
     )
 }
 
-/// The software driver that stands for CUDA's in this run, told that memory of the tests' own is
+/// The software driver that stands for CUDA's in this run; it registers memory of the tests as
 /// the device's.
 pub(crate) struct SoftCuda(libloading::Library);
 
@@ -401,7 +401,7 @@ impl SlowDevice {
         self.transfers.lock().clone()
     }
 
-    /// Waits until so many copies hang.
+    /// Waits until this many copies hang.
     pub(crate) fn await_hanging(&self, copies: usize) {
         let mut state = self.state.lock();
         while state.1 < copies {

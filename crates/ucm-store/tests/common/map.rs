@@ -20,7 +20,7 @@ pub(crate) struct MapBackend {
     limit: usize,
     inner: Mutex<Inner>,
     hook: Mutex<Option<Arc<Evicted>>>,
-    /// Given up, and still there for readers while somebody takes them down.
+    /// Evicted, and still there for readers while they are written below.
     leaving: Mutex<Vec<(BlockId, Arc<Vec<u8>>)>>,
     /// It has no room for anything.
     busy: AtomicBool,

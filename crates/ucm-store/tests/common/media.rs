@@ -27,7 +27,7 @@ use super::{Layout, Setup, identity};
 pub(crate) enum Medium {
     /// Files below the test's directory.
     Posix,
-    /// Memory for so many records, announced below the test's directory.
+    /// Memory for this many records, announced below the test's directory.
     Memory(u64, Policy),
     /// The kind of the registry that goes by this word, with the options that it has for tests.
     Kind(&'static str),
@@ -166,7 +166,7 @@ fn other_parts(setup: &Setup) -> Vec<PartRecord> {
     setup.other_parts.iter().map(other).collect()
 }
 
-/// A memory tier for so many records of a test.
+/// A memory tier for this many records of a test.
 pub(crate) fn memory_config(setup: &Setup, records: Option<u64>) -> MemoryConfig {
     let record = shape(setup).1;
     let bytes =

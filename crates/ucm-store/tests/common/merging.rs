@@ -24,7 +24,7 @@ pub(crate) fn eager(grace: Duration) -> Setup {
     }
 }
 
-/// Never merges; a segment is sealed when somebody asks.
+/// Never merges; a segment is sealed at a flush.
 pub(crate) fn filling() -> Setup {
     let merging = Merging {
         rate: 0,
@@ -40,7 +40,7 @@ pub(crate) fn filling() -> Setup {
     }
 }
 
-/// A process that was here and is gone.
+/// A process of this host that has ended.
 pub(crate) fn gone() -> Process {
     let mut child = std::process::Command::new("true").spawn().unwrap();
     let pid = child.id();
@@ -95,12 +95,12 @@ pub(crate) fn loads(store: &Store, blocks: &[BlockId]) -> bool {
     loaded
 }
 
-/// All of them, a few at a time: there are not so many slots.
+/// All of them, a few at a time: there are fewer slots.
 pub(crate) fn loads_each(store: &Store, blocks: &[BlockId]) -> bool {
     blocks.chunks(8).all(|some| loads(store, some))
 }
 
-/// What all segments hold together, none of them having come or gone between the looks.
+/// The records of all segments together, if none was added or removed between two listings.
 pub(crate) fn there(store: &Store) -> BTreeSet<BlockId> {
     loop {
         let before = store.segments();
@@ -115,7 +115,7 @@ pub(crate) fn mtime(file: &Path) -> SystemTime {
     std::fs::metadata(file).unwrap().modified().unwrap()
 }
 
-/// Private files; those that another look finds gone are none.
+/// Private files; one that a second listing does not find is none.
 pub(crate) fn privates(store: &Store) -> Vec<PathBuf> {
     store
         .privates()

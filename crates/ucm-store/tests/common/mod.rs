@@ -328,7 +328,7 @@ impl Store {
         gate
     }
 
-    /// How often the medium was asked for this of the file of a block (what the space keeper asks
+    /// How often the medium had this operation on the file of a block (what the space keeper does
     /// is not counted).
     pub(crate) fn asked(&self, kind: OpKind, id: BlockId) -> usize {
         times(&self.faults, kind, &self.file(id))
@@ -382,7 +382,7 @@ impl Store {
         self.engine.stats()[name].as_u64().unwrap()
     }
 
-    /// What was said since this was last asked, oldest first.
+    /// Log lines since the last call, oldest first.
     pub(crate) fn said(&self) -> Vec<String> {
         let records = log::take(self.engine.writer()).into_iter();
         records.map(|record| record.message).collect()

@@ -160,8 +160,8 @@ pub(crate) fn die_at_seal(
     privates.into_iter().next().unwrap()
 }
 
-/// Changes a file in place; its time of use stays. One that is gone (a collector may be at work)
-/// stays so.
+/// Changes a file in place; its time of use stays. One that was removed (a collector may be at
+/// work) stays so.
 pub(crate) fn change(path: &Path, change: impl FnOnce(&mut Vec<u8>)) {
     let Ok(mut file) = std::fs::File::options().read(true).write(true).open(path) else {
         return;
@@ -184,7 +184,7 @@ pub(crate) fn quick() -> Setup {
     }
 }
 
-/// Sealed after an hour, or when somebody asks.
+/// Sealed after an hour, or at a flush.
 pub(crate) fn patient() -> Setup {
     Setup {
         layout: Layout::Segment(SegmentConfig {

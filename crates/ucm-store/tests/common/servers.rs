@@ -84,7 +84,7 @@ impl Drop for Server {
     }
 }
 
-/// A port that no one listens on.
+/// A port without a listener.
 pub(crate) fn free_port() -> u16 {
     let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     listener.local_addr().unwrap().port()
@@ -130,7 +130,7 @@ pub(crate) const BUCKET: &str = "data/bucket";
 const KEYS: [&str; 2] = ["ucm-tests", "ucm-tests-secret"];
 
 impl S3 {
-    /// What a store is told of it.
+    /// Its settings in a store.
     pub(crate) fn options(&self) -> Vec<(&'static str, Value)> {
         vec![
             (

@@ -23,15 +23,15 @@ use super::{Medium, SlowDevice};
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Above {
     Nothing,
-    /// A map of so many records; how the root below is written.
+    /// A map of this many records; how the root below is written.
     Map(usize, WritePolicy),
-    /// Memory for so many records; how the root below is written.
+    /// Memory for this many records; how the root below is written.
     Memory(u64, WritePolicy),
     /// Another root beside it, on an engine of its own.
     File,
 }
 
-/// Records in the memory above a root, where `UCM_TEST_TIERS` asks for one: more than most tests
+/// Records in the memory above a root, where `UCM_TEST_TIERS` names one: more than most tests
 /// have.
 const MEMORY: u64 = 256;
 
@@ -76,7 +76,7 @@ pub(crate) struct Setup {
     pub(crate) transfer: Transfer,
     /// How records lie below the root.
     pub(crate) layout: Layout,
-    /// No one names the layout: the root has records in it already.
+    /// No layout is named: the root has records in it already.
     pub(crate) unnamed: bool,
     /// Options of a [`Medium::Kind`] beside those that it has for tests.
     pub(crate) options: Vec<(&'static str, Value)>,
@@ -181,7 +181,7 @@ impl Setup {
         }
     }
 
-    /// What blocks have beside their KV, as a store is told.
+    /// The side shards of blocks, as the settings of a store name them.
     pub(crate) fn side_specs(&self) -> Vec<SideSpec> {
         let spec = |&(name, len): &(&str, u64)| SideSpec {
             name: name.to_owned(),

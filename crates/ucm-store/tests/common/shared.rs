@@ -14,7 +14,7 @@ use super::{Device, Setup, Store, eventually};
 /// Bytes of a record of a test.
 pub(crate) const RECORD: u64 = 8192;
 
-/// A store with room for so many records.
+/// A store with room for this many records.
 pub(crate) fn small(records: u64) -> Setup {
     Setup {
         capacity: Some(records * RECORD),
@@ -22,7 +22,7 @@ pub(crate) fn small(records: u64) -> Setup {
     }
 }
 
-/// The same on another host, of whose processes no one here knows whether they live.
+/// The same on another host, whose processes may or may not live.
 pub(crate) fn elsewhere(setup: &Setup) -> Setup {
     let host = "elsewhere".into();
     let process = Process {
@@ -43,7 +43,7 @@ pub(crate) fn stored(dir: &Path) -> u64 {
         if path.is_dir() {
             bytes += stored(&path);
         } else if path.extension().is_some_and(|end| end == "bin") {
-            bytes += entry.metadata().map_or(0, |meta| meta.len()); // it may be removed meanwhile
+            bytes += entry.metadata().map_or(0, |meta| meta.len()); // it may be removed at any time
         }
     }
     bytes
@@ -72,7 +72,7 @@ pub(crate) fn on(clock: &Arc<ManualClock>, dir: &Path, setup: &Setup) -> Store {
 }
 
 /// Waits while the clock goes on, twenty times as fast as the real one and for `most` at the
-/// longest: so fast that no one waits long, and slowly enough that no deadline of an operation
+/// longest: so fast that no test waits long, and slowly enough that no deadline of an operation
 /// passes.
 pub(crate) fn in_time(
     clock: &ManualClock,

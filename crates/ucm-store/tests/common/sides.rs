@@ -101,11 +101,11 @@ pub(crate) fn loads(store: &Store, blocks: &[BlockId]) -> bool {
     loaded
 }
 
-/// After so many bytes a record with side shards may end: in its header, at its end, and in the
+/// Lengths at which a record with side shards may end: in its header, at its end, and in the
 /// first side shard.
 pub(crate) const CUTS: [usize; 5] = [64, 134, 4095, 4096, 2 * 4096 + 4095];
 
-/// A record whose segment ends after so many of its bytes has no side shard, whatever the slot it
+/// A record whose segment ends after this many of its bytes has no side shard, whatever the slot it
 /// is read into held: here the same of another block, a moment before.
 pub(crate) fn assert_cut(store: &Store, len: usize) {
     let (cut, whole) = (id(1), id(3));

@@ -50,7 +50,7 @@ impl Store {
         format!("{prefix}:{}:{id}", identity(self.setup.weights).namespace())
     }
 
-    /// Asks the server itself.
+    /// Reads from the server itself.
     pub(crate) fn redis(&self, words: &[&[u8]]) -> Reply {
         let address = self.setup.server();
         ask(address.strip_prefix("redis://").unwrap(), words)
