@@ -52,13 +52,13 @@ impl Default for BreakerConfig {
     }
 }
 
-const CLOSED: State = State::Closed {
+const CLOSED: BreakerState = BreakerState::Closed {
     failures: 0,
     last: MonotonicTime(0),
 };
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
+enum BreakerState {
     Closed {
         failures: u32,
         /// When the latest of them was.
@@ -73,7 +73,7 @@ enum State {
     Probing { until: MonotonicTime, request: u64 },
 }
 
-impl State {
+impl BreakerState {
     fn would_allow(&self, request: u64, now: MonotonicTime) -> bool {
         match *self {
             Self::Closed { .. } => true,
@@ -86,7 +86,7 @@ impl State {
 /// Closed: everything passes. Open: nothing does. Probing: what belongs to one request does.
 pub struct Breaker {
     config: BreakerConfig,
-    state: Mutex<State>,
+    state: Mutex<BreakerState>,
     /// Times of the damaged records within the last minute, oldest first.
     damaged: Mutex<VecDeque<MonotonicTime>>,
 }
@@ -162,11 +162,13 @@ impl Breaker {
     pub fn allows(&self, request: u64, now: MonotonicTime) -> bool {
         let mut state = self.state.lock();
         let allowed = state.would_allow(request, now);
-        let of_this =
-            matches!(*state, State::Probing { request: let_through, .. } if let_through == request);
-        if allowed && !of_this && !matches!(*state, State::Closed { .. }) {
+        let of_this = match *state {
+            BreakerState::Probing { request: of, .. } => of == request,
+            _ => false,
+        };
+        if allowed && !of_this && !matches!(*state, BreakerState::Closed { .. }) {
             let until = now.after(self.config.cool_down);
-            *state = State::Probing { until, request };
+            *state = BreakerState::Probing { until, request };
         }
         allowed
     }
@@ -178,17 +180,17 @@ impl Breaker {
 
     /// Whether everything passes (without letting anything through).
     pub fn is_closed(&self) -> bool {
-        matches!(*self.state.lock(), State::Closed { .. })
+        matches!(*self.state.lock(), BreakerState::Closed { .. })
     }
 
     /// An operation ended well: the medium answers.
     pub fn success(&self) -> Option<Change> {
         let mut state = self.state.lock();
-        if matches!(*state, State::Open { held: true, .. }) {
+        if matches!(*state, BreakerState::Open { held: true, .. }) {
             return None;
         }
         let was = std::mem::replace(&mut *state, CLOSED);
-        (!matches!(was, State::Closed { .. })).then_some(Change::Recovered)
+        (!matches!(was, BreakerState::Closed { .. })).then_some(Change::Recovered)
     }
 
     /// An operation failed: what that says of the medium.
@@ -216,27 +218,27 @@ impl Breaker {
 
     fn count_failure(&self, now: MonotonicTime) -> Option<Change> {
         let mut state = self.state.lock();
-        let open = State::Open {
+        let open = BreakerState::Open {
             until: now.after(self.config.cool_down),
             held: false,
         };
         match *state {
-            State::Closed { failures, last } => {
+            BreakerState::Closed { failures, last } => {
                 let in_a_row = now.since(last) <= self.config.window;
                 let failures = if in_a_row { failures + 1 } else { 1 };
                 let opens = failures >= self.config.threshold;
                 *state = if opens {
                     open
                 } else {
-                    State::Closed {
+                    BreakerState::Closed {
                         failures,
                         last: now,
                     }
                 };
                 opens.then_some(Change::Opened)
             }
-            State::Open { .. } => None,
-            State::Probing { .. } => {
+            BreakerState::Open { .. } => None,
+            BreakerState::Probing { .. } => {
                 *state = open;
                 None
             }
@@ -246,8 +248,8 @@ impl Breaker {
     /// The request that was let through never reached the medium: another may follow at once.
     pub fn undecided(&self, now: MonotonicTime) {
         let mut state = self.state.lock();
-        if matches!(*state, State::Probing { .. }) {
-            *state = State::Open {
+        if matches!(*state, BreakerState::Probing { .. }) {
+            *state = BreakerState::Open {
                 until: now,
                 held: false,
             };
@@ -284,9 +286,9 @@ impl Breaker {
 
     fn open(&self, now: MonotonicTime, hold: bool) -> Option<Change> {
         let mut state = self.state.lock();
-        let was_closed = matches!(*state, State::Closed { .. });
-        let held = hold || matches!(*state, State::Open { held: true, .. });
-        *state = State::Open {
+        let was_closed = matches!(*state, BreakerState::Closed { .. });
+        let held = hold || matches!(*state, BreakerState::Open { held: true, .. });
+        *state = BreakerState::Open {
             until: now.after(self.config.cool_down),
             held,
         };

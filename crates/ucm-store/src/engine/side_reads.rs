@@ -139,7 +139,7 @@ impl SideRead {
 }
 
 /// A read under way.
-struct Reading {
+struct SideReading {
     loads: Arc<SideLoads>,
     read: SideRead,
     id: BlockId,
@@ -295,12 +295,12 @@ impl SideLoads {
 
     /// Where a side shard may be: in its block's record, in this tier or one below, then alone.
     /// Where no record can have it its row has ended, and its read with it.
-    fn place(self: &Arc<Self>, mut read: SideRead) -> Option<Reading> {
+    fn place(self: &Arc<Self>, mut read: SideRead) -> Option<SideReading> {
         loop {
             let (core, number) = (&self.core, read.load.request.number);
             let id = read.id(&core.records.layout);
             if let Some(tier) = core.tiers.table.place(id, read.after, number) {
-                return Some(Reading {
+                return Some(SideReading {
                     loads: Arc::clone(self),
                     read,
                     id,
@@ -332,7 +332,7 @@ impl SideLoads {
     }
 }
 
-impl Reading {
+impl SideReading {
     /// The read in its tier: the header, and the pages where the side shard lies in records of this
     /// store. Where the header names other pages, these are read after it.
     fn in_tier(self, slot: Slot) -> TierRead<Self> {
@@ -435,7 +435,7 @@ impl Reading {
     }
 }
 
-impl Reader for Reading {
+impl Reader for SideReading {
     /// On the thread that has read a side shard: verified and delivered, or read from the next
     /// copy.
     fn read_ended(self, result: Result<ReadDone>) {

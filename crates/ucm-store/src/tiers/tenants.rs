@@ -75,7 +75,7 @@ pub(super) struct Tenants {
 
 /// Removals that failed in one turn, and are left to the next.
 #[derive(Default)]
-struct Failed {
+struct FailedRemovals {
     tiers: HashSet<u8>,
     blocks: HashSet<Stored>,
 }
@@ -407,7 +407,7 @@ impl Tenants {
             return;
         }
         for level_quota in &self.levels {
-            let mut failed = Failed::default();
+            let mut failed = FailedRemovals::default();
             while !self.is_closing() {
                 let quota = level_quota.quota.load(Ordering::Acquire);
                 let later = |stored: &Stored| {
@@ -430,7 +430,7 @@ impl Tenants {
         &self,
         level_quota: &LevelQuota,
         excess: &[(Stored, Age)],
-        failed: &mut Failed,
+        failed: &mut FailedRemovals,
     ) {
         for (tier, number) in self.table.tiers.iter().zip(0..) {
             let here = excess.iter().filter(|(stored, _)| stored.tier == number);
