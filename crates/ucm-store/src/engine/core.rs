@@ -10,7 +10,6 @@ use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, limits};
 use ucm_infra::{Clock, MonotonicTime, WorkerPool};
 
 use super::config::{Deadlines, Row};
-use super::dump::Dumps;
 use super::task::{OpenTasks, TaskState};
 use super::transfer::DeviceSide;
 use super::{COPY_REPLACEMENTS, LEAST_SLOTS};
@@ -34,7 +33,6 @@ pub(super) struct Core {
     pub(super) device: DeviceSide,
     /// Threads for lookups that the caller polls, and for starting reads.
     pub(super) asks: Arc<WorkerPool>,
-    pub(super) dumps: Dumps,
     pub(super) refused: RejectedRecords,
     pub(super) open_tasks: Arc<OpenTasks>,
     pub(super) stats: Stats,

@@ -32,47 +32,31 @@ const LANE_COPIES: usize = 0;
 /// Most header hints remembered.
 const REMEMBERED: usize = 1 << 16;
 
-/// The dumps of an engine: what is under way, and how much of it there may be.
+/// The dumps of an engine: those under way, and how many there may be.
 pub(super) struct Dumps {
-    pub(super) builders: BlockBuilders,
-    pub(super) hints: Mutex<LruCache<BlockId, Hint>>,
+    core: Arc<Core>,
+    builders: BlockBuilders,
+    hints: Mutex<LruCache<BlockId, Hint>>,
     /// Copies from the device that are queued or running, and how many there may be.
     copying: AtomicUsize,
     copy_limit: usize,
     /// Threads that copy from the device, and those of them that also write what they copied.
     copy_threads: usize,
     inline_writers: InlineWriters,
-    /// Rung when a block was gathered, and when the medium has it.
+    /// Notified when a block was gathered, and when the medium has it.
     moved_on: Notify,
-    /// Blocks cannot be stored for a reason that somebody must remove, and the log said so.
+    /// Blocks cannot be stored for a reason that the operator must remove, and the log says so.
     unwritable: AtomicBool,
-    /// A dump found a record that is left alone, and the log said so.
+    /// A dump found a record that is never replaced, and the log says so.
     in_the_way: AtomicBool,
-    /// Just after [`Core::flush`] was last called: dumps begun before are published soon.
-    pub(super) flushed: AtomicU64,
-}
-
-impl Dumps {
-    pub(super) fn new(copy_limit: usize, copy_threads: usize, record_len: u64) -> Self {
-        Self {
-            builders: Mutex::default(),
-            hints: Mutex::new(LruCache::new(REMEMBERED)),
-            copying: AtomicUsize::new(0),
-            copy_limit,
-            copy_threads,
-            inline_writers: InlineWriters::new(copy_threads.saturating_sub(1), record_len),
-            moved_on: Notify::new(),
-            unwritable: AtomicBool::new(false),
-            in_the_way: AtomicBool::new(false),
-            flushed: AtomicU64::new(0),
-        }
-    }
+    /// Just after the last call of [`Dumps::flush`]: dumps begun before are published soon.
+    flushed: AtomicU64,
 }
 
 /// The blocks of one dump. The threads that copy take one after the other.
 struct Run {
     blocks: Vec<(Arc<BlockBuilder>, BlockRowList)>,
-    /// The next one that no one has taken.
+    /// The next one that no thread has taken.
     next: AtomicUsize,
     task: Arc<TaskState>,
 }
@@ -88,15 +72,62 @@ impl Run {
     }
 }
 
-impl Core {
+impl Dumps {
+    pub(super) fn new(core: &Arc<Core>, copy_limit: usize, copy_threads: usize) -> Arc<Self> {
+        let slot_len = core.records.layout.record_len() as u64;
+        Arc::new(Self {
+            core: Arc::clone(core),
+            builders: Mutex::default(),
+            hints: Mutex::new(LruCache::new(REMEMBERED)),
+            copying: AtomicUsize::new(0),
+            copy_limit,
+            copy_threads,
+            inline_writers: InlineWriters::new(copy_threads.saturating_sub(1), slot_len),
+            moved_on: Notify::new(),
+            unwritable: AtomicBool::new(false),
+            in_the_way: AtomicBool::new(false),
+            flushed: AtomicU64::new(0),
+        })
+    }
+
+    /// Remembers hints for the headers of blocks that will be dumped.
+    pub(super) fn describe(&self, hints: impl IntoIterator<Item = (BlockId, Hint)>) {
+        let mut known = self.hints.lock();
+        for (id, hint) in hints {
+            known.insert(id, hint);
+        }
+    }
+
+    /// Dumps begun before now are published soon.
+    pub(super) fn flush(&self) {
+        let now = self.core.clock.now().0;
+        self.flushed.fetch_max(now + 1, Ordering::AcqRel);
+        self.core.tiers.flush(Flush::Now);
+    }
+
+    /// Blocks that are put together or published now.
+    pub(super) fn in_flight(&self) -> usize {
+        self.builders.lock().len()
+    }
+
+    /// How many more blocks a dump could take now.
+    pub(super) fn free_slots(&self) -> usize {
+        self.drop_incomplete(self.core.clock.now());
+        let device = &self.core.device;
+        device
+            .slots
+            .available()
+            .saturating_sub(device.reserved_slots)
+    }
+
     /// Starts dumping rows, or refuses at once (Busy: no slot; Unhealthy: the breaker of the medium
     /// or of writes is open).
     pub(super) fn dump(self: &Arc<Self>, rows: Vec<Row>) -> Result<Task> {
-        self.check_rows(&rows, false)?;
-        let now = self.clock.now();
-        let deadline = now.after(self.deadlines.dump);
+        self.core.check_rows(&rows, false)?;
+        let now = self.core.clock.now();
+        let deadline = now.after(self.core.deadlines.dump);
         let state = TaskState::new(rows.len(), now, deadline);
-        let (tiers, task) = (Arc::clone(&self.tiers), Arc::clone(&state));
+        let (tiers, task) = (Arc::clone(&self.core.tiers), Arc::clone(&state));
         let task = Task {
             state: Arc::clone(&state),
             expire: Arc::new(|| {}), // the pools of copies and of the backend keep its deadline
@@ -110,16 +141,16 @@ impl Core {
         if rows.is_empty() {
             return Ok(task);
         }
-        self.check_available(now)?;
-        if !self.tiers.table.may_take_dumps(now) {
-            let text = "the storage takes no blocks for now; what it has is read";
+        self.core.check_available(now)?;
+        if !self.core.tiers.table.may_take_dumps(now) {
+            let text = "the storage takes no blocks for now; its blocks are read";
             return Err(Error::new(ErrorKind::Unhealthy, text));
         }
         self.drop_incomplete(now);
-        let work = self.take_slots(by_block(rows), self.tiers.table.request(deadline))?;
-        self.open_tasks.add(&state);
-        add(&self.stats.dump_tasks, 1);
-        let threads = self.dumps.copy_threads.min(work.len());
+        let work = self.take_slots(by_block(rows), self.core.tiers.table.request(deadline))?;
+        self.core.open_tasks.add(&state);
+        add(&self.core.stats.dump_tasks, 1);
+        let threads = self.copy_threads.min(work.len());
         let run = Arc::new(Run {
             blocks: work,
             next: AtomicUsize::new(0),
@@ -133,32 +164,37 @@ impl Core {
     /// system call, and the caller has a model to compute.
     fn spread(self: &Arc<Self>, run: &Arc<Run>, threads: usize, deadline: MonotonicTime) {
         let ticket = Arc::new(Ticket::default());
-        let (core, blocks, watched) = (Arc::clone(self), Arc::clone(run), Arc::clone(&ticket));
+        let (dumps, blocks, watched) = (Arc::clone(self), Arc::clone(run), Arc::clone(&ticket));
         let work = move || {
             if threads > 1 {
-                core.spread(&blocks, threads - 1, deadline);
+                dumps.spread(&blocks, threads - 1, deadline);
             }
-            core.dump_blocks(&blocks, &watched);
+            dumps.dump_blocks(&blocks, &watched);
         };
-        let (core, blocks) = (Arc::clone(self), Arc::clone(run));
+        let (dumps, blocks) = (Arc::clone(self), Arc::clone(run));
         let done = move |result: Result<()>| match result {
             Ok(()) => ticket.end(),
             Err(error) => {
                 ticket.write_off(&error);
-                core.leave(&blocks, &error);
+                dumps.leave(&blocks, &error);
             }
         };
-        if let Err(refused) = self.device.copies.offer(LANE_COPIES, deadline, work, done) {
+        if let Err(refused) = self
+            .core
+            .device
+            .copies
+            .offer(LANE_COPIES, deadline, work, done)
+        {
             drop(refused.work);
             (refused.done)(Err(refused.error)); // closed meanwhile
         }
     }
 
     /// Takes one block of a dump after the other and carries it as far as it goes: to the medium,
-    /// or, on the thread that is kept from media so that the device waits for none, to a thread of
-    /// the tier. That one stands by where the others need nothing but their processors.
+    /// or, on the one thread that does not write so that the device waits for no medium, to a
+    /// thread of the tier. That thread waits where the others need nothing but their processors.
     fn dump_blocks(self: &Arc<Self>, run: &Arc<Run>, ticket: &Arc<Ticket>) {
-        let (writers, cached) = (&self.dumps.inline_writers, self.tiers.table.writes_cached());
+        let (writers, cached) = (&self.inline_writers, self.core.tiers.table.writes_cached());
         let mut writer = writers.begin();
         while !ticket.is_over() {
             if writer.is_none() && cached {
@@ -166,9 +202,9 @@ impl Core {
             }
             let Some(index) = run.take() else { return };
             let (builder, rows) = &run.blocks[index];
-            let (core, of) = (Arc::clone(self), Arc::clone(run));
+            let (dumps, of) = (Arc::clone(self), Arc::clone(run));
             let (here, began) = (writer.as_ref().map(|_| Arc::clone(ticket)), Instant::now());
-            let gathered = move |result| core.gathered(&of, index, here.as_ref(), result);
+            let gathered = move |result| dumps.gathered(&of, index, here.as_ref(), result);
             ticket.run(|| self.gather(builder, rows), gathered);
             if let Some(writer) = &writer {
                 writer.wrote(began.elapsed());
@@ -191,26 +227,23 @@ impl Core {
         request: Request,
     ) -> Result<Vec<(Arc<BlockBuilder>, BlockRowList)>> {
         let (mut work, mut fresh) = (Vec::with_capacity(blocks.len()), Vec::new());
-        let mut builders = self.dumps.builders.lock();
+        let mut builders = self.builders.lock();
         let blocks_wanted = blocks.len();
-        let mut full =
-            self.dumps.copying.load(Ordering::Acquire) + blocks_wanted > self.dumps.copy_limit;
+        let mut full = self.copying.load(Ordering::Acquire) + blocks_wanted > self.copy_limit;
         for (id, rows) in blocks {
             let builder = match builders.get(&id) {
                 _ if full => break,
                 Some(builder) => Arc::clone(builder),
                 None => {
-                    let Some(slot) = self
-                        .device
-                        .slots
-                        .try_acquire_above(self.device.reserved_slots)
-                    else {
+                    let device = &self.core.device;
+                    let slot = device.slots.try_acquire_above(device.reserved_slots);
+                    let Some(slot) = slot else {
                         full = true;
                         break;
                     };
                     let alone = rows.sides.iter().find_map(|(_, sides)| sides.alone());
                     let builder =
-                        BlockBuilder::new(id, alone, request, slot, &self.records.geometry);
+                        BlockBuilder::new(id, alone, request, slot, &self.core.records.geometry);
                     let builder = Arc::new(builder);
                     fresh.push(Arc::clone(&builder));
                     builder
@@ -220,32 +253,29 @@ impl Core {
         }
         if full {
             drop(builders); // before the slots, whose return may start reads
-            add(&self.stats.dumps_refused, 1);
+            add(&self.core.stats.dumps_refused, 1);
             let busy = Error::new(ErrorKind::Busy, "no staging slot is free for this dump");
-            let busy = busy
-                .with("blocks", blocks_wanted)
-                .with("slots", self.device.slots.capacity());
-            return Err(busy.with(
-                "free",
-                self.device
-                    .slots
-                    .available()
-                    .saturating_sub(self.device.reserved_slots),
-            ));
+            let device = &self.core.device;
+            let free = device
+                .slots
+                .available()
+                .saturating_sub(device.reserved_slots);
+            let busy = busy.with("blocks", blocks_wanted).with("free", free);
+            return Err(busy.with("slots", device.slots.capacity()));
         }
         // Counted under the lock, so that two dumps cannot both take the last places.
-        self.dumps.copying.fetch_add(work.len(), Ordering::AcqRel);
+        self.copying.fetch_add(work.len(), Ordering::AcqRel);
         builders.extend(fresh.into_iter().map(|builder| (builder.id, builder)));
         Ok(work)
     }
 
     /// Copies rows from the device into the record and checksums them. Nothing but memory is
-    /// touched here: a copy that returns late, after its block was given up, changes nothing but
-    /// its slot's freedom.
+    /// touched here: a copy that returns late, after its block was given up, only frees its slot.
     fn gather(&self, builder: &BlockBuilder, rows: &BlockRowList) -> Result<()> {
         if !rows.are_of(builder.alone) {
             return Err(
-                Error::invalid("a block has the id of another's side shard").with("id", builder.id)
+                Error::invalid("a block has the id of another block's side shard")
+                    .with("id", builder.id),
             );
         }
         let _alone = builder.copying.lock();
@@ -259,27 +289,28 @@ impl Core {
             let lost = || Error::internal("the record in the making was lost");
             (inner.slot.take().ok_or_else(lost)?, wanted)
         };
-        let pieces = self.records.pieces(wanted.iter().copied())?;
+        let pieces = self.core.records.pieces(wanted.iter().copied())?;
         let with_kv = wanted.iter().filter(|_| builder.alone.is_none());
         let layers: Vec<u32> = with_kv
-            .flat_map(|row| self.records.layers_of(row.1))
+            .flat_map(|row| self.core.records.layers_of(row.1))
             .collect();
         let mut crcs = Vec::with_capacity(layers.len());
         // Each layer as soon as its last piece is there: its bytes are in the caches then.
         let mut seal = |record: &mut [u8], landed: usize| {
-            for &layer in &layers[crcs.len()..landed / self.records.geometry.tensors().len()] {
-                crcs.push((layer, self.records.layout.seal_layer(record, layer)));
+            for &layer in &layers[crcs.len()..landed / self.core.records.geometry.tensors().len()] {
+                crcs.push((layer, self.core.records.layout.seal_layer(record, layer)));
             }
         };
-        self.device
+        self.core
+            .device
             .streams
             .with(&rows.ready, builder.request.deadline, |stream| {
                 stream.gather(&pieces, slot.as_mut_slice(), &mut seal)
             })?;
         seal(slot.as_mut_slice(), pieces.len());
-        let sided = self.records.place_sides(rows, slot.as_mut_slice());
+        let sided = self.core.records.place_sides(rows, slot.as_mut_slice());
         let staged: u64 = pieces.iter().map(|piece| piece.span.len()).sum();
-        add(&self.stats.bytes_staged, staged);
+        add(&self.core.stats.bytes_staged, staged);
         let mut inner = builder.inner.lock();
         if matches!(inner.stage, Stage::Filling) {
             for (_, shard, _) in wanted {
@@ -315,13 +346,13 @@ impl Core {
                 After::Ended(Err(error))
             }
         };
-        self.dumps.copying.fetch_sub(1, Ordering::AcqRel); // now that its stage says where it is
+        self.copying.fetch_sub(1, Ordering::AcqRel); // now that its stage says where it is
         if let After::Ended(Err(error)) = &after {
             rows.iter()
                 .for_each(|&row| task.fail_row(row, error.clone()));
         }
         if task.rows_staged(count) {
-            self.stats.stage_latency.observe(self.elapsed(task));
+            self.core.stats.stage_latency.observe(self.elapsed(task));
         }
         match after {
             After::Ended(_) => {
@@ -337,32 +368,32 @@ impl Core {
             }
         }
         self.flush_if_wanted(task);
-        self.dumps.moved_on.notify();
+        self.moved_on.notify();
     }
 
-    /// Waits until all that was begun is gathered and the media have it, by `until` at the latest.
+    /// Waits until every block that was begun is gathered and the media have it, by `until` at the
+    /// latest.
     pub(super) fn await_placed(&self, until: MonotonicTime) {
         let on_its_way = |builder: &Arc<BlockBuilder>| {
             let inner = builder.inner.lock();
             matches!(inner.stage, Stage::Publishing) && !inner.placed
         };
         loop {
-            let seen = self.dumps.moved_on.seen();
-            let builders: Vec<_> = self.dumps.builders.lock().values().cloned().collect();
-            let all =
-                self.dumps.copying.load(Ordering::Acquire) == 0 && !builders.iter().any(on_its_way);
-            if all || self.clock.now() >= until {
+            let seen = self.moved_on.seen();
+            let builders: Vec<_> = self.builders.lock().values().cloned().collect();
+            let all = self.copying.load(Ordering::Acquire) == 0 && !builders.iter().any(on_its_way);
+            if all || self.core.clock.now() >= until {
                 return;
             }
-            self.clock.sleep(&self.dumps.moved_on, seen, Some(until));
+            self.core.clock.sleep(&self.moved_on, seen, Some(until));
         }
     }
 
-    /// Publishes what a task waits for, once the medium has all of it.
+    /// Publishes the blocks that a task waits for, once the medium has all of them.
     fn flush_if_wanted(&self, task: &TaskState) {
-        let flushed = task.started.0 < self.dumps.flushed.load(Ordering::Acquire);
+        let flushed = task.started.0 < self.flushed.load(Ordering::Acquire);
         if task.only_waits() || flushed && task.is_handed_over() {
-            self.tiers.flush(Flush::Soon);
+            self.core.tiers.flush(Flush::Soon);
         }
     }
 
@@ -376,15 +407,14 @@ impl Core {
             let rows = |(task, rows): &(Arc<TaskState>, Vec<usize>)| (Arc::clone(task), rows.len());
             inner.waiting.iter().map(rows).collect()
         };
-        self.dumps.moved_on.notify();
+        self.moved_on.notify();
         for (task, rows) in waiting {
             task.rows_placed(rows);
             self.flush_if_wanted(&task);
         }
     }
 
-    /// Makes a record of what was gathered, with its side shards or without, and says how it is to
-    /// be written.
+    /// Makes a record of a gathered block, with its side shards or without; how to write it.
     fn seal(
         &self,
         builder: &BlockBuilder,
@@ -392,37 +422,22 @@ impl Core {
         mut crcs: Vec<u32>,
         sided: bool,
     ) -> Result<WriteOptions> {
-        let (layout, block) = (
-            &self.records.layout,
-            self.records.block_of(builder.id, builder.alone),
-        );
-        let hint = self
-            .dumps
-            .hints
-            .lock()
-            .get(&block)
-            .copied()
-            .unwrap_or_default();
-        let Hint {
-            parent,
-            ordinal,
-            tokens,
-            tenant,
-        } = hint;
+        let layout = &self.core.records.layout;
+        let block = self.core.records.block_of(builder.id, builder.alone);
+        let hint = self.hints.lock().get(&block).copied().unwrap_or_default();
         let meta = RecordMeta {
             id: builder.id,
-            parent,
-            ordinal,
-            namespace: *self.records.identity.digest(),
-            part: self.records.part,
-            tokens: if tokens == 0 {
-                layout.block_tokens()
-            } else {
-                tokens
+            parent: hint.parent,
+            ordinal: hint.ordinal,
+            namespace: *self.core.records.identity.digest(),
+            part: self.core.records.part,
+            tokens: match hint.tokens {
+                0 => layout.block_tokens(),
+                tokens => tokens,
             },
-            time_ns: self.clock.wall_ns(),
-            writer: self.records.writer,
-            tenant,
+            time_ns: self.core.clock.wall_ns(),
+            writer: self.core.records.writer,
+            tenant: hint.tenant,
         };
         let record = slot.as_mut_slice();
         let len = if let Some(index) = builder.alone {
@@ -431,16 +446,15 @@ impl Core {
             let sides = if sided { 0..layout.sides().len() } else { 0..0 };
             crcs.extend(sides.map(|index| layout.seal_side(record, index)));
             encode_header(layout, &meta, &crcs, record)?;
-            if sided {
-                layout.record_len()
-            } else {
-                layout.kv_len()
+            match sided {
+                true => layout.record_len(),
+                false => layout.kv_len(),
             }
         };
         Ok(WriteOptions {
             len,
-            ordinal,
-            replace: self.refused.replaces(builder.id),
+            ordinal: hint.ordinal,
+            replace: self.core.refused.replaces(builder.id),
             read_back: false,
         })
     }
@@ -454,18 +468,18 @@ impl Core {
         options: WriteOptions,
         here: Option<&Arc<Ticket>>,
     ) {
-        let (core, done_for) = (Arc::clone(self), Arc::clone(builder));
-        let done = Box::new(move |result| core.write_done(&done_for, Some(&options), result));
-        let (core, placed_for) = (Arc::clone(self), Arc::clone(builder));
+        let (dumps, done_for) = (Arc::clone(self), Arc::clone(builder));
+        let done = Box::new(move |result| dumps.write_done(&done_for, Some(&options), result));
+        let (dumps, placed_for) = (Arc::clone(self), Arc::clone(builder));
         let write = TierWrite {
             id: builder.id,
             slot,
             options,
             alone: builder.alone.is_some(),
             request: builder.request,
-            placed: Box::new(move || core.placed(&placed_for)),
+            placed: Box::new(move || dumps.placed(&placed_for)),
         };
-        self.tiers.writes.write(write, here, done);
+        self.core.tiers.writes.write(write, here, done);
     }
 
     /// The record of a block is published, or will not be; `options`: how it was written, if it
@@ -476,61 +490,60 @@ impl Core {
         options: Option<&WriteOptions>,
         result: Result<Written>,
     ) {
-        self.dumps.builders.lock().remove(&builder.id);
-        self.dumps
-            .hints
+        self.builders.lock().remove(&builder.id);
+        self.hints
             .lock()
-            .remove(&self.records.block_of(builder.id, builder.alone));
+            .remove(&self.core.records.block_of(builder.id, builder.alone));
         let in_the_way = match result {
-            Ok(Written::Present) => self.refused.kept_for(builder.id),
+            Ok(Written::Present) => self.core.refused.kept_for(builder.id),
             Ok(Written::InTheWay(reason)) => {
-                self.refused.add(builder.id, reason);
+                self.core.refused.add(builder.id, reason);
                 Some(reason)
             }
             _ => None,
         };
         let result = match (result, in_the_way) {
-            (Ok(Written::Unsound(reason)), _) => Err(self.refuse(builder.id, None, reason)),
+            (Ok(Written::Unsound(reason)), _) => Err(self.core.refuse(builder.id, None, reason)),
             (_, Some(reason)) => Err(self.in_the_way(builder.id, reason)),
             (result, None) => result,
         };
         match &result {
             Ok(written) => {
-                if *written == Written::Published
-                    && self.dumps.unwritable.swap(false, Ordering::AcqRel)
-                {
-                    info!(store = self.records.writer, "blocks are stored again");
+                if *written == Written::Published && self.unwritable.swap(false, Ordering::AcqRel) {
+                    info!(store = self.core.records.writer, "blocks are stored again");
                 }
                 let counted = match (*written, builder.alone) {
-                    (Written::Present, None) => &self.stats.blocks_present,
-                    (Written::Present, Some(_)) => &self.stats.sides_present,
-                    (_, None) => &self.stats.blocks_published,
-                    (_, Some(_)) => &self.stats.sides_published,
+                    (Written::Present, None) => &self.core.stats.blocks_present,
+                    (Written::Present, Some(_)) => &self.core.stats.sides_present,
+                    (_, None) => &self.core.stats.blocks_published,
+                    (_, Some(_)) => &self.core.stats.sides_published,
                 };
                 add(counted, 1);
                 if *written == Written::Published {
-                    self.refused.published(builder.id);
+                    self.core.refused.published(builder.id);
                     let len = options.map_or(0, |options| options.len);
-                    add(&self.stats.bytes_published, len as u64);
+                    add(&self.core.stats.bytes_published, len as u64);
                 }
                 let replaced = options.is_some_and(|options| options.replace);
-                if replaced && *written == Written::Published && self.refused.clear_bad(builder.id)
+                if replaced
+                    && *written == Written::Published
+                    && self.core.refused.clear_bad(builder.id)
                 {
-                    add(&self.stats.records_replaced, 1);
+                    add(&self.core.stats.records_replaced, 1);
                     let id = builder.id;
-                    info!(store = self.records.writer, block = %id, "a refused record was \
+                    info!(store = self.core.records.writer, block = %id, "a refused record was \
                     replaced: {id}");
                 }
             }
             Err(error) => {
-                add(&self.stats.publishes_failed, 1);
+                add(&self.core.stats.publishes_failed, 1);
                 if matches!(error.kind(), ErrorKind::Io | ErrorKind::Foreign)
                     && in_the_way.is_none()
-                    && !self.dumps.unwritable.swap(true, Ordering::AcqRel)
+                    && !self.unwritable.swap(true, Ordering::AcqRel)
                 {
-                    let (id, kind) = (builder.id, error.kind().name());
-                    warn!(store = self.records.writer, block = %id, error = kind, "a block could \
-                    not be stored: {error}");
+                    let (store, kind) = (self.core.records.writer, error.kind().name());
+                    let id = builder.id;
+                    warn!(store, block = %id, error = kind, "a block could not be stored: {error}");
                 }
             }
         }
@@ -555,22 +568,21 @@ impl Core {
     fn in_the_way(&self, id: BlockId, reason: MissReason) -> Error {
         let text = match reason {
             MissReason::WrongKey => {
-                "another key has encrypted what is stored under the name of this block, and it is \
-                 not replaced: the block is \
-                 not stored. Add that key behind the first one of this store, or use another root"
+                "another key has encrypted the record under the name of this block, and it is not \
+                 replaced: the block is not stored. Add that key behind the first one of this \
+                 store, or use another root"
             }
             MissReason::NotEncrypted => {
-                "what is stored under the name of this block is not encrypted: the block is not \
-                 stored now, and its next dump replaces that"
+                "the record under the name of this block is not encrypted: the block is not stored \
+                 now, and its next dump replaces that record"
             }
             _ => {
                 "a newer version has stored this block, and it is not replaced: the block is not \
-                 stored. Upgrade, or use \
-                 another root"
+                 stored. Upgrade, or use another root"
             }
         };
-        if !self.dumps.in_the_way.swap(true, Ordering::AcqRel) {
-            let (store, why) = (self.records.writer, reason.name());
+        if !self.in_the_way.swap(true, Ordering::AcqRel) {
+            let (store, why) = (self.core.records.writer, reason.name());
             warn!(store, block = %id, reason = why, "{text}; further blocks like this are not \
             named");
         }
@@ -578,7 +590,7 @@ impl Core {
     }
 
     /// Drops a block that cannot be completed; false if it is complete, or was dropped before. No
-    /// one waits for it: rows wait only for a block that is being published.
+    /// task waits for it: rows wait only for a block that is being published.
     fn give_up(&self, builder: &Arc<BlockBuilder>, error: &Error) -> bool {
         let slot = {
             let mut inner = builder.inner.lock();
@@ -590,40 +602,34 @@ impl Core {
         };
         // Still this one: it leaves the list once, here or when its publishing ended, and no other
         // takes its place before.
-        self.dumps.builders.lock().remove(&builder.id);
+        self.builders.lock().remove(&builder.id);
         drop(slot);
         true
     }
 
     fn finish_rows(&self, task: &TaskState, rows: usize) {
         if task.rows_finished(rows) {
-            self.stats.dump_latency.observe(self.elapsed(task));
+            self.core.stats.dump_latency.observe(self.elapsed(task));
         }
     }
 
-    /// Drops blocks whose last shard did not come by their deadline.
+    /// Drops blocks whose last shard was not dumped by their deadline.
     pub(super) fn drop_incomplete(&self, now: MonotonicTime) {
-        let late: Vec<Arc<BlockBuilder>> = self
-            .dumps
-            .builders
-            .lock()
-            .values()
-            .filter(|builder| builder.request.deadline <= now)
-            .cloned()
-            .collect();
-        for builder in late {
+        let mut builders: Vec<_> = self.builders.lock().values().cloned().collect();
+        builders.retain(|builder| builder.request.deadline <= now);
+        for builder in builders {
             // Without its slot there it is being copied or published: then its pool keeps the
             // deadline.
             if builder.inner.lock().slot.is_some() {
-                let text = "the block's other shards did not come in time";
+                let text = "the block's other shards were not dumped in time";
                 let error = Error::new(ErrorKind::Timeout, text).with("block", builder.id);
                 let dropped = self.give_up(&builder, &error);
-                add(&self.stats.blocks_incomplete, u64::from(dropped));
+                add(&self.core.stats.blocks_incomplete, u64::from(dropped));
             }
         }
     }
 
     fn elapsed(&self, task: &TaskState) -> u64 {
-        self.clock.now().since(task.started).as_nanos() as u64
+        self.core.clock.now().since(task.started).as_nanos() as u64
     }
 }

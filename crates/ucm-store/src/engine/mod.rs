@@ -68,6 +68,7 @@ const MAX_COPIES: usize = 1 << 20;
 /// The engine. Dropping it closes it.
 pub struct Engine {
     core: Arc<Core>,
+    dumps: Arc<Dumps>,
     loads: Arc<Loads>,
     side_loads: Arc<SideLoads>,
     lookups: Arc<Lookups>,
@@ -175,7 +176,6 @@ impl Engine {
                 _attached: attached,
             },
             asks,
-            dumps: Dumps::new(copy_limit, config.copy_threads.max(1), slot_len),
             refused: RejectedRecords::default(),
             open_tasks: Arc::default(),
             stats: Stats::default(),
@@ -183,6 +183,7 @@ impl Engine {
             closed: AtomicBool::new(false),
             pid: std::process::id(),
         });
+        let dumps = Dumps::new(&core, copy_limit, config.copy_threads.max(1));
         let (loads, side_loads) = (Loads::new(&core), SideLoads::new(&core));
         let weak = (Arc::downgrade(&loads), Arc::downgrade(&side_loads));
         core.device.slots.on_release(move || {
@@ -199,6 +200,7 @@ impl Engine {
                 core: Arc::clone(&core),
             }),
             core,
+            dumps,
             loads,
             side_loads,
         })
@@ -290,7 +292,7 @@ impl Engine {
     /// Starts dumping rows, or refuses at once (Busy: no slot; Unhealthy: the breaker of the medium
     /// or of writes is open).
     pub fn dump(&self, rows: Vec<Row>) -> Result<Task> {
-        self.core.dump(rows)
+        self.dumps.dump(rows)
     }
 
     /// Starts writing side shards of blocks that are stored without them, each as a record of its
@@ -341,10 +343,7 @@ impl Engine {
     /// Remembers hints for the headers of blocks that will be dumped.
     pub fn describe(&self, hints: impl IntoIterator<Item = (BlockId, Hint)>) -> Result<()> {
         self.core.check_open()?;
-        let mut known = self.core.dumps.hints.lock();
-        for (id, hint) in hints {
-            known.insert(id, hint);
-        }
+        self.dumps.describe(hints);
         Ok(())
     }
 
@@ -396,11 +395,8 @@ impl Engine {
     /// Publishes soon the dumped records that wait for others to be published with them (a
     /// segment). Never waits.
     pub fn flush(&self) -> Result<()> {
-        let core = &self.core;
-        core.check_open()?;
-        let now = core.clock.now().0;
-        core.dumps.flushed.fetch_max(now + 1, Ordering::AcqRel);
-        core.tiers.flush(Flush::Now);
+        self.core.check_open()?;
+        self.dumps.flush();
         Ok(())
     }
 
@@ -432,10 +428,7 @@ impl Engine {
 
     /// How many more blocks a dump could take now.
     pub fn free_dump_slots(&self) -> usize {
-        let core = &self.core;
-        core.drop_incomplete(core.clock.now());
-        let available = core.device.slots.available();
-        available.saturating_sub(core.device.reserved_slots)
+        self.dumps.free_slots()
     }
 
     /// The device whose memory it loads into and dumps from; it makes the events of rows and tasks.
@@ -477,7 +470,7 @@ impl Engine {
     /// Counters, histograms and gauges as one JSON object.
     pub fn stats(&self) -> serde_json::Value {
         let (core, tiers) = (&self.core, &self.core.tiers);
-        core.drop_incomplete(core.clock.now());
+        self.dumps.drop_incomplete(core.clock.now());
         let base = tiers.table.base_stats();
         let usage = base.usage;
         let stuck = tiers.stuck() + core.copies_stuck() + core.asks.stuck();
@@ -501,7 +494,7 @@ impl Engine {
                 "reads_awaiting_a_look",
                 tiers.reads.awaiting_refresh() as u64,
             ),
-            ("blocks_in_flight", core.dumps.builders.lock().len() as u64),
+            ("blocks_in_flight", self.dumps.in_flight() as u64),
             ("workers_stuck", stuck as u64),
             ("breaker_opened", tiers.breaker_opened()),
             ("refused_now", core.refused.len() as u64),
@@ -529,7 +522,7 @@ impl Engine {
         let left = || until.since(core.clock.now());
         // A record that is written after the last flush is published alone, so first the media get
         // those on their way.
-        core.await_placed(core.clock.now().after(left() / 2));
+        self.dumps.await_placed(core.clock.now().after(left() / 2));
         core.tiers.flush(Flush::Last);
         // First the tasks, then the pools: a task is many jobs, and a pool that ends takes no next
         // one.
@@ -541,7 +534,7 @@ impl Engine {
         self.side_loads.await_pump();
         self.loads.end();
         self.side_loads.end();
-        core.drop_incomplete(MonotonicTime::NEVER);
+        self.dumps.drop_incomplete(MonotonicTime::NEVER);
     }
 }
 
@@ -551,7 +544,8 @@ impl Drop for Engine {
             // A forked child has none of the threads, and their locks as they were: it must not
             // even drop them.
             let (loads, side_loads) = (Arc::clone(&self.loads), Arc::clone(&self.side_loads));
-            Box::leak(Box::new((Arc::clone(&self.core), loads, side_loads)));
+            let dumps = Arc::clone(&self.dumps);
+            Box::leak(Box::new((Arc::clone(&self.core), dumps, loads, side_loads)));
         }
         self.close();
     }
