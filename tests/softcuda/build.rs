@@ -1,7 +1,7 @@
-//! Names the shared library as nobody else looks for one.
+//! Gives the shared library a unique SONAME.
 
-/// It is opened by its path; whoever asks for the real driver by name must not be given this one.
-/// Calls inside the library stay inside, whatever else the process has loaded.
+/// It is opened by its path; a lookup of the real driver by name must not find it. Calls inside the
+/// library are bound inside it.
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     println!("cargo:rustc-cdylib-link-arg=-Wl,-soname,libsoftcuda.so");

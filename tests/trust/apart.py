@@ -1,7 +1,7 @@
-"""Which cells of the matrix mean nothing, and why; and which of the others the short form runs.
+"""The cells of the matrix that do not apply, with reasons; and the cells of the short form.
 
-Every exclusion stands in :data:`APART`, with the reason that the table prints. A row or a column
-that is new has none: it is run everywhere, until somebody says here why not.
+Every exclusion is in :data:`APART`, with the reason that the table prints. A new row or column has
+none: it runs everywhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kinds import LONG, EngineRow, FileRow, FuseRow, Row
 
 @dataclass(frozen=True)
 class Apart:
-    """Something is so of these rows in those columns."""
+    """A statement about these rows in those columns."""
 
     row: Callable[[Row], bool]
     column: Callable[[Column], bool]
@@ -43,17 +43,17 @@ APART = (
     Apart(
         _named("newer version, longer"),
         lambda column: column.in_segments,
-        "what lies in a segment cannot grow; the entry's length is a row of its own",
+        "a record in a segment cannot grow; the entry's length is a row of its own",
     ),
     Apart(
         _on_fuse,
         lambda column: column.direct,
-        "what goes past the page cache meets a disk of its own: the rows of the disk",
+        "I/O past the page cache uses a disk of its own: the rows of the disk",
     ),
     Apart(
         lambda row: isinstance(row, FileRow) and row.of_codecs,
         lambda column: not column.compressed,
-        "records that are stored as they are have no codec",
+        "uncompressed records have no codec",
     ),
     Apart(
         lambda row: isinstance(row, EngineRow),
@@ -63,14 +63,14 @@ APART = (
     Apart(
         _named("stalled: lookup", "EIO: lookup"),
         lambda column: column.in_segments,
-        "a lookup of segments asks memory and no file system",
+        "a lookup of segments uses memory and no file system",
     ),
 )
 
-#: Cells that are known to fail, and why; they must fail.
+#: Cells that are known to fail, with reasons; they must fail.
 KNOWN: tuple[Apart, ...] = ()
 
-#: What every column but the first meets in the short form, where it means something.
+#: Rows that every column but the first runs in the short form, if they apply.
 _SHORT = {
     *(
         "flip: header checksum",
@@ -84,15 +84,15 @@ _SHORT = {
     *("stalled: read", "stalled: write", "EIO: read", "EIO: write", "lie: write"),
     *("much damage", "root missing"),
 }
-#: Rows of processes that some of the columns meet in it, by their names: each layout, each way of
-#: reading and each tier above meets each of these rows at least once.
+#: Rows of processes that some of the columns run in it, by name: each layout, each mode of reading
+#: and each upper tier runs each of these rows at least once.
 _SHORT_OF_PROCESSES = {
     "kill -9 of a writer": {"segment", "file/direct", "Cache|Posix", "Compress|Pc"},
     "two writers": {"segment/direct", "Cache|Pc", "Cache|Posix|Posix"},
     "no descriptors": {"segment/direct", "Cache|Posix"},
     "power cut": {"segment/direct"},
 }
-#: What only some of them meet in it: rows that are about what is new in these columns.
+#: Rows that only some of them run in it: rows about the special features of these columns.
 _SHORT_OF_SEGMENTS = {
     "footer: entry",
     "footer: cut off",
@@ -106,13 +106,13 @@ _SHORT_PAST_CACHE = {"disk stalled: read", "disk stalled: write", "disk EIO: rea
 #: segments.
 V1, V2, OVER_PC = "vLLM v1", "vLLM v2", "vLLM Cache|Pc"
 ENGINES = (V1, V2, OVER_PC)
-#: What the second of these meets in the short form: what is the runner's differs in how a failed
-#: load ends, not in what was wrong.
+#: Rows of the second of these in the short form: the runner affects the end of a failed load, not
+#: the kind of damage.
 _SHORT_ON_V2 = {
     *("flip: last shard", "truncated: middle", "removed", "pipe", "newer version"),
     *("full", "unmounted", "EIO: read"),
 }
-#: What the last of these meets in it. The other rows of engines have a test of their own there:
+#: Rows of the last of these in it. The other rows of engines have tests of their own:
 #: tests/vllm/test_beside.py and test_media.py.
 _SHORT_OVER_PC = {
     *("flip: last shard", "flip: header checksum", "truncated: middle", "removed", "pipe"),
@@ -124,7 +124,7 @@ R = TypeVar("R", bound=Row)
 
 
 def why_not(row: Row, column: Column) -> str:
-    """Why this row means nothing in this column; empty if it does mean something."""
+    """Why this row does not apply to this column; empty if it applies."""
     return _first(APART, row, column)
 
 
@@ -138,7 +138,7 @@ def _first(aparts: Sequence[Apart], row: Row, column: Column) -> str:
 
 
 def is_run(row: Row, column: Column) -> bool:
-    """Whether this run has this cell."""
+    """True if this run has this cell."""
     if why_not(row, column):
         return False
     if LONG:
@@ -154,7 +154,7 @@ def is_run(row: Row, column: Column) -> bool:
 
 
 def through(row: Row, engine: str) -> bool:
-    """Whether a live engine meets this row in this run."""
+    """True if a live engine runs this row in this run."""
     if engine == OVER_PC:
         over_pc = next(column for column in COLUMNS if column.memory and column.in_segments)
         meets = isinstance(row, EngineRow) or (row.through != "no" and not why_not(row, over_pc))
@@ -165,5 +165,5 @@ def through(row: Row, engine: str) -> bool:
 
 
 def cells(rows: Sequence[R]) -> list[tuple[R, Column]]:
-    """The cells of these rows that this run has, column by column."""
+    """The cells of these rows in this run, column by column."""
     return [(row, column) for column in COLUMNS for row in rows if is_run(row, column)]

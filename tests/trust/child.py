@@ -1,8 +1,8 @@
-"""A store in a process of its own, for rows where a process dies, runs beside another, or runs out
-of something.
+"""A store in a process of its own, for rows where a process dies, runs beside another, or exhausts
+a resource.
 
-Run as ``child.py <work> <root> <seed>``. What happened is written to standard output, a line at a
-time and at once.
+Run as ``child.py <work> <root> <seed>``. Results are written to standard output, line by line,
+without buffering.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ground import Ground, Memory, block_ids, counted
 
 from ucm.errors import NoSpaceError, TaskError, UnhealthyError
 
-#: Blocks that are on their way at any time, so that a kill meets some in every state.
+#: Blocks in flight at any time, so that a kill hits some in every state.
 WINDOW = 6
 BLOCKS, MANY = 160, 640
-#: Room for half of them, and how much is done in it.
+#: Space for half of them, and the amount of work in it.
 SMALL, STEPS = "2MiB", 120
 #: Bytes that a hungry process may still take.
 SPARE = 16 << 20
@@ -37,19 +37,19 @@ def say(*words: object) -> None:
 
 
 def write(root: Path, seed: int, count: int = BLOCKS, salt: str = "shared") -> None:
-    """Dumps block after block in an order of its own and says which ones were published."""
+    """Dumps block after block in its own order and reports the published ones."""
     ground = Ground(root)
     order = list(range(count))
     random.Random(seed).shuffle(order)
     names = block_ids(count, salt)
-    ground.fill([names[order[0]]])  # from here on there is room
+    ground.fill([names[order[0]]])  # from here on there is space
     under_way: deque[tuple[int, Memory, object]] = deque()
 
     def finish() -> None:
         number, _memory, task = under_way.popleft()
         try:
             ground.store.wait(task)
-        except TaskError as error:  # storage that stands still grants no room for a while
+        except TaskError as error:  # hanging storage grants no space for a while
             if not all(isinstance(each, NoSpaceError) for each in error.failures.values()):
                 raise
             ground.fill([names[number]])
@@ -69,13 +69,13 @@ def write(root: Path, seed: int, count: int = BLOCKS, salt: str = "shared") -> N
 
 
 def write_many(root: Path, seed: int) -> None:
-    """The same for so many blocks that it does not end before somebody ends it: power cuts wait for
-    up to 636."""
+    """The same for so large a number of blocks that only a kill ends it: power cuts wait for up to
+    636."""
     write(root, seed, MANY, "many")
 
 
 def write_as_host(root: Path, seed: int) -> None:
-    """A few blocks that nobody else writes, then those that all do."""
+    """A few blocks of its own, then the common ones."""
     ground = Ground(root)
     ground.fill(block_ids(3, f"of {seed}"))
     ground.close()
@@ -83,18 +83,17 @@ def write_as_host(root: Path, seed: int) -> None:
 
 
 def starve(root: Path, seed: int) -> None:
-    """Uses the store where no descriptor can be had, then where there are some again."""
+    """Uses the store without free descriptors, then with some again."""
     names = block_ids(6, f"starved {seed}")
     ground = Ground(root)
     ground.fill(names[:3])
     before = ground.counts()
-    # The lowest ones are in use: none can be had, whatever the store's own threads give back
-    # meanwhile.
+    # The lowest ones are in use: none is available, even if the store's own threads close some.
     usual, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
     states, failures = ground.load(names[:1])
     if ground.column.memory:
-        assert states == ["right"], "what is in memory needs no descriptor"
+        assert states == ["right"], "blocks in memory need no descriptor"
     else:
         assert failures and states == ["blank"], "a load without a descriptor worked"
     assert ground.dump(names[3:4]), "a dump without a descriptor worked"
@@ -107,15 +106,15 @@ def starve(root: Path, seed: int) -> None:
 
 
 def mix(root: Path, seed: int) -> None:
-    """Dumps, looks up and loads a few blocks at a time in a room too small for all, so that some
+    """Dumps, looks up and loads a few blocks at a time with too little space for all, so that some
     are removed."""
     source, ground = random.Random(seed), Ground(root, storage_capacity=SMALL)
     names = block_ids(BLOCKS, "shared")
     for step in range(STEPS):
         some = source.sample(names, source.randrange(1, 9))
         if source.random() < 0.6:
-            with suppress(UnhealthyError):  # a busy machine may hold the storage up
-                ground.dump(some)  # published, or refused for want of room
+            with suppress(UnhealthyError):  # a busy machine may delay the storage
+                ground.dump(some)  # published, or refused for lack of space
         else:
             ground.store.lookup(some)
             ground.load(some)  # each one right, or failed and blank
@@ -125,8 +124,7 @@ def mix(root: Path, seed: int) -> None:
 
 
 def hunger(root: Path, seed: int) -> None:
-    """Uses the store with no memory left that a buffer or a thread could have, and again when there
-    is some."""
+    """Uses the store without memory for a buffer or a thread, and then with some again."""
     names = block_ids(6, f"hungry {seed}")
     ground = Ground(root)
     ground.fill(names[:3])
@@ -136,14 +134,15 @@ def hunger(root: Path, seed: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (size + SPARE, hard))
     try:
-        bytearray(16 * SPARE)  # more than an allocator may have put by
+        bytearray(16 * SPARE)  # more than an allocator may have reserved
     except MemoryError:
         say("hungry")
     for name, into in zip(names[:3], memory, strict=False):
         ground.store.wait(ground.store.load_data([name], [0], into.addresses()))
     for name, source in zip(names[3:], filled[3:], strict=True):
         ground.store.wait(ground.store.dump_data([name], [0], source.addresses()))
-    # A second store has no room for its buffers: an error that says so, and nothing else ends.
+    # A second store has no memory for its buffers: an error with that reason, and nothing else
+    # fails.
     try:
         Ground(root, staging_capacity="256MiB").close()
         say("opened")
@@ -158,7 +157,7 @@ def hunger(root: Path, seed: int) -> None:
 
 
 def hang(root: Path, seed: int) -> None:
-    """Opens, uses and closes a store on a root that does not answer."""
+    """Opens, uses and closes a store on a hanging root."""
     deadlines = {
         "lookup_ms": 200,
         "load_unknown_s": 0.2,

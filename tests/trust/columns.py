@@ -1,8 +1,7 @@
-"""The columns of the matrix at the store level: what a store of ours can be made of.
+"""The columns of the matrix at the store level: the kinds of our stores.
 
-A test says which column it is about with :func:`use`, in the environment, so that the processes it
-starts open the same kind of store. Everything else of the matrix asks a :class:`Column` and never
-its name.
+A test selects its column with :func:`use`, in the environment, so that its child processes open the
+same kind of store. The rest of the matrix uses the :class:`Column` and never its name.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from ucm.store.posix import UcmPosixStore
 
 #: Name of the column under test; the first one if it is not set.
 VARIABLE = "UCM_TRUST_COLUMN"
-#: Tells the memory of this run from that of others on the machine: it is found by the identity.
+#: Separates the memory of this run from that of others on the machine, which is found by identity.
 RUN = os.environ.setdefault("UCM_TRUST_RUN", os.urandom(8).hex())
 
 
 @dataclass(frozen=True)
 class Column:
-    """A kind of store: how its records lie, how they are read and written, and what stands above
-    that."""
+    """A kind of store: the layout of its records, the mode of reading and writing, and the upper
+    tiers."""
 
     name: str
     layout: Literal["file", "segment"] = "file"
@@ -35,14 +34,14 @@ class Column:
     direct: bool = False
     #: A memory tier is the top stage.
     memory: bool = False
-    #: Records are stored in a shorter form, every one, whether that pays here or not.
+    #: Every record is stored compressed, independent of the gain.
     compressed: bool = False
-    #: One directory, or two, of which the lower decides whether a block is published.
+    #: One directory, or two, of which the lower one decides about publishing.
     directories: Literal[1, 2] = 1
 
     @property
     def in_segments(self) -> bool:
-        """Whether many records share a file."""
+        """True if many records share a file."""
         return self.layout == "segment"
 
     def roots(self, root: Path) -> list[Path]:
@@ -56,7 +55,9 @@ class Column:
             "storage_backends": ":".join(map(str, self.roots(root))),
         }
         if self.in_segments:
-            keys["segment_age"] = 0.05  # else what nobody waits for is early for long
+            keys["segment_age"] = (
+                0.05  # otherwise blocks without a waiter stay unpublished for long
+            )
         above = ["Cache"] * self.memory + ["Compress"] * self.compressed
         if above:
             lower = "Pc" if self.in_segments else "Posix"
@@ -91,5 +92,5 @@ def current() -> Column:
 
 
 def use(column: Column, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on and until the test ends stores are of this kind, those of its children too."""
+    """Until the test ends all stores are of this kind, including those of child processes."""
     monkeypatch.setenv(VARIABLE, column.name)

@@ -1,5 +1,5 @@
-"""The trust matrix: its columns, and its table at the end of a run (``rows.py`` says what it is
-about)."""
+"""The trust matrix: its columns, and its table at the end of a run (``rows.py`` describes the
+matrix)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _table = Table()
 
 @pytest.fixture(scope="session")
 def kv_transfer_config(request: pytest.FixtureRequest) -> dict[str, Any] | None:
-    """Another connector to put in our place, as vLLM's --kv-transfer-config takes it."""
+    """Another connector to use instead of ours, as in vLLM's --kv-transfer-config."""
     text = request.config.getoption("--kv-transfer-config")
     return None if text is None else dict(json.loads(text))
 
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Notes what became of a row."""
+    """Records the result of a row."""
     report = yield
     row = getattr(getattr(item, "callspec", None), "params", {}).get("row")
     if (
@@ -69,7 +69,7 @@ def pytest_runtest_makereport(
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Prints the table, and writes it where it was asked for."""
+    """Prints the table, and writes it to the requested file."""
     if not _table.cells:
         return
     terminalreporter.section("trust matrix")

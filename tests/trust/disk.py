@@ -1,8 +1,7 @@
-"""A local file system whose disk misbehaves: an ext4 in a file on the matrix's own file system
+"""A local file system with a faulty disk: an ext4 in a file on the matrix's own file system
 (``fuse.py``).
 
-The disk is met by what goes past the page cache; what the kernel has in memory (names, most of what
-describes files) it need not ask the disk for.
+Only I/O past the page cache reaches the disk; names and most metadata are in the kernel's memory.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ SIZE = 64 << 20
 
 
 class Disk:
-    """The file system in ``image``, mounted; a context manager that takes the mount away."""
+    """The file system in ``image``, mounted; a context manager that unmounts it."""
 
     def __init__(self, image: Path, mount_point: Path, size: int = SIZE) -> None:
         self.mount_point = mount_point

@@ -1,11 +1,11 @@
-"""A file system of the matrix's own, over /dev/fuse: it shows a directory and stalls, errs or lies
-when told to.
+"""A file system of the matrix's own, over /dev/fuse: it shows a directory and, on demand, stalls,
+fails or returns wrong results.
 
 :class:`Fuse` mounts it and runs its server, which is this file as a program: ``fuse.py <directory>
-<mount point>``. The server takes its manners from standard input, a JSON object a line, and answers
-each with ``ok``; for every request that it holds it says ``stalled``. When its input ends it
-leaves, and the kernel aborts every request that waits: nothing is ever left hanging. Nothing is
-cached, so what the server does is what a system call returns. Needs root.
+<mount point>``. The server reads its behaviour from standard input, a JSON object a line, and
+confirms each with ``ok``; for every held request it prints ``stalled``. When its input ends it
+exits, and the kernel aborts every waiting request, so nothing hangs afterwards. Nothing is cached,
+so system calls return the server's results. Needs root.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ NAMES |= {
     27: "OPENDIR",
 }
 NAMES |= {28: "READDIR", 29: "RELEASEDIR", 35: "CREATE", 45: "RENAME2"}
-#: Requests that want no answer: FORGET, INTERRUPT, DESTROY, BATCH_FORGET.
+#: Requests without a reply: FORGET, INTERRUPT, DESTROY, BATCH_FORGET.
 _SILENT = {2, 36, 38, 42}
 
 
 class Fuse:
     """The mounted file system, seen from a test."""
 
-    #: Its server, and what that is told after the two directories.
+    #: Its server, with the arguments after the two directories.
     program = __file__
     arguments: tuple[str, ...] = ()
 
@@ -72,10 +72,10 @@ class Fuse:
             raise AssertionError("the FUSE server did not start")
 
     def behave(self, **manners: Any) -> None:
-        """Its manners from now on, nothing for none: ``stall`` (names of requests that get no
-        answer for now), ``slow`` (seconds by name of the request), ``error`` (number of the error
-        by name), ``lie`` (names: READ gives other bytes than there are, WRITE stores zeros). What
-        was stalled before is answered if it may be."""
+        """Its behaviour from now on; empty for normal: ``stall`` (names of requests without a reply
+        for now), ``slow`` (seconds by name of the request), ``error`` (number of the error by
+        name), ``lie`` (names: READ returns wrong bytes, WRITE stores zeros). Stalled requests get a
+        reply if that is permitted again."""
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps(manners) + "\n")
         self._server.stdin.flush()
@@ -87,7 +87,7 @@ class Fuse:
         assert self._line() == "stalled"
 
     def close(self) -> None:
-        """Ends the connection and takes the mount away. Idempotent."""
+        """Ends the connection and unmounts. Idempotent."""
         self._server.communicate()
         unmount(self.mount_point)
 
@@ -97,8 +97,8 @@ class Fuse:
 
 
 def unmount(mount_point: Path) -> None:
-    """Takes a mount away at once, whoever uses it, and though its server was killed; nothing where
-    there is none."""
+    """Unmounts at once, even if it is in use or its server was killed; does nothing without a
+    mount."""
     subprocess.run(["umount", "-l", str(mount_point)], check=False, capture_output=True)
 
 
@@ -115,19 +115,18 @@ class Server:
         self.manners: dict[str, Any] = {}
         self.paths = {ROOT: ""}
         self.nodes = {"": ROOT}
-        #: An open descriptor of a node, for files that were removed while they are open.
+        #: An open descriptor of a node, for files removed while open.
         self.open: dict[int, int] = {}
 
     def run(self) -> None:
-        """Reads requests until the end; each is answered on a thread of its own, for it may
-        stall."""
+        """Reads requests until the end; each gets a thread of its own, because it may stall."""
         while True:
             try:
                 request = os.read(self.device, self.longest)
             except OSError as error:
                 if error.errno == errno.ENODEV:
                     return
-                continue  # interrupted, or taken back
+                continue  # interrupted, or withdrawn
             threading.Thread(target=self.answer, args=(request,), daemon=True).start()
 
     def answer(self, request: bytes) -> None:
@@ -144,7 +143,7 @@ class Server:
         try:
             os.write(self.device, struct.pack("<IiQ", 16 + len(body), code, unique) + body)
         except OSError:
-            pass  # who asked was killed meanwhile
+            pass  # the caller was killed
 
     def _manners(self, name: str) -> None:
         with self.lock:

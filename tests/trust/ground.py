@@ -1,8 +1,8 @@
-"""What the matrix stands on at the store level: blocks whose bytes follow from their ids, and a
-store over a root.
+"""The base of the matrix at the store level: blocks whose bytes follow from their ids, and a store
+over a root.
 
-Any process can make the bytes of a block again from its id alone, so whoever finds a block can
-judge it. What kind of store it is says the column under test (``columns.py``).
+Any process can compute the bytes of a block from its id, so every process can check a block. The
+column under test decides the kind of store (``columns.py``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LAYERS = 3
 BLOCK_TOKENS = 16
 BLOCK = sum(TENSORS) * LAYERS
 SHAPE = Shape(tensors=TENSORS, layers=LAYERS, block_tokens=BLOCK_TOKENS, dtype=2)
-#: What a target holds before a load; no block is full of it.
+#: Initial bytes of a target; no block consists of them.
 BLANK = 0x33
 
 T = TypeVar("T")
@@ -51,8 +51,8 @@ def wait_until(condition: Callable[[], T], what: str, deadline: float = 120.0) -
 
 
 def config(**changes: Any) -> dict[str, Any]:
-    """What every store under test is told; deadlines long enough for a busy machine, so that one
-    hit is news."""
+    """The configuration of every store under test. Deadlines are long enough for a busy machine, so
+    a single missed one matters."""
     config: dict[str, Any] = {
         "identity": f"trust {columns.RUN}",
         "storage_capacity": "64MiB",
@@ -73,8 +73,7 @@ def config(**changes: Any) -> dict[str, Any]:
         "block_size": BLOCK,
         "block_tokens": BLOCK_TOKENS,
         "dtype": "bfloat16",
-        # The software driver interprets its kernels, so that they are never measured to be the
-        # cheapest.
+        # The software driver interprets its kernels, so they are never the cheapest method.
         **({"platform": "cuda", "transfer": "staging"} if IN_USE else {}),
     }
     return config | changes
@@ -87,15 +86,14 @@ def block_ids(count: int, salt: str = "") -> list[bytes]:
 
 
 def right_bytes(block: bytes) -> npt.NDArray[np.uint8]:
-    """The KV of a block, one piece after the other: bfloat16 whose exponents are alike, as they are
-    in a model's."""
+    """The KV of a block, piece by piece: bfloat16 with similar exponents, like a model's."""
     numbers = np.frombuffer(random.Random(block).randbytes(BLOCK), dtype=np.uint8).copy()
     numbers[1::2] = numbers[1::2] & 0x81 | 0x3C
     return numbers
 
 
 class Memory:
-    """Blocks as a device holds them: one row of pieces each."""
+    """Blocks in device layout: one row of pieces each."""
 
     def __init__(self, blocks: Sequence[bytes], filled: bool) -> None:
         self.blocks = list(blocks)
@@ -113,7 +111,7 @@ class Memory:
         return np.array([np.uint64(address) + sizes for address in first], dtype=np.uint64)
 
     def states(self) -> list[str]:
-        """Of each block: ``right``, ``blank`` (not a byte of it was written) or ``wrong``."""
+        """State of each block: ``right``, ``blank`` (no byte written) or ``wrong``."""
         return [self._state(block, row) for block, row in zip(self.blocks, self.rows, strict=True)]
 
     @staticmethod
@@ -126,33 +124,32 @@ class Memory:
 
 
 class Ground:
-    """A store over a root, and what a test does with it again and again."""
+    """A store over a root, with common operations of the tests."""
 
     def __init__(self, root: Path, **changes: Any) -> None:
         self.root = root
         self.column = columns.current()
-        #: All its directories, the one that decides what is published last.
+        #: All its directories; the last one decides about publishing.
         self.roots = self.column.roots(root)
         self._changes = changes
         self.store = self.column.open(root, config(**changes))
 
     def reopen(self, **changes: Any) -> None:
-        """Another store of the same kind in its place, as another process opens one: it has nothing
-        in memory."""
+        """Replaces it by a new store of the same kind, as in another process, with empty memory."""
         self.close()
         self._changes |= changes
         self.store = self.column.open(self.root, config(**self._changes))
 
     def settle(self, blocks: Sequence[bytes]) -> None:
-        """Waits until every directory has these blocks: nobody waits for copies between tiers but
-        who asks for them."""
+        """Waits until every directory has these blocks, because copies between tiers run in the
+        background."""
         wait_until(
             lambda: all(set(blocks) <= set(places.newest(root)) for root in self.roots),
             "copies are everywhere",
         )
 
     def forget(self) -> None:
-        """Leaves nothing in memory, where there is a memory."""
+        """Empties the memory tier, if there is one."""
         if self.column.memory:
             self.reopen()
 
@@ -169,7 +166,7 @@ class Ground:
 
     def fill(self, blocks: Sequence[bytes]) -> None:
         """Dumps the blocks into a root that may be new: on a busy machine its first count may take
-        longer than one dump waits for room."""
+        longer than one dump waits for space."""
         wait_until(lambda: not self.dump(blocks), "blocks are stored")
 
     def load(self, blocks: Sequence[bytes]) -> tuple[list[str], dict[int, Exception]]:
@@ -196,8 +193,8 @@ class Ground:
         assert states == ["right"] * len(blocks)
 
     def is_healthy(self, blocks: Sequence[bytes]) -> bool:
-        """Whether these blocks can be dumped and loaded again now; wrong bytes are an error at any
-        time."""
+        """True if these blocks can be dumped and loaded again now; wrong bytes are always an
+        error."""
         try:
             if self.dump(blocks) or not all(self.store.lookup(blocks)):
                 return False
@@ -208,8 +205,8 @@ class Ground:
         return not self.load(blocks)[1]
 
     def counts(self) -> dict[str, int]:
-        """Misses by reason and the other counters, under one roof: their names do not overlap.
-        Those of tiers are ``<tier>.<name>``."""
+        """Misses by reason and the other counters in one dict: their names do not overlap. Those of
+        tiers are ``<tier>.<name>``."""
         stats = self.store.stats()
         numbers = {name: value for name, value in stats.items() if isinstance(value, int)}
         for tier in stats.get("tiers", ()):
@@ -225,11 +222,11 @@ class Ground:
         return [Victim(copies[block], copies[other], random.Random(seed)) for copies in found]
 
     def place(self, block: bytes) -> Place:
-        """Where the record of a block lies by which it counts as published."""
+        """The location of the record by which a block counts as published."""
         return places.newest(self.root)[block]
 
     def newest(self, block: bytes, directory: int = -1) -> Place | None:
-        """The same, or in another of the directories, if it is there and right."""
+        """The same, or in another directory, if it exists and is right."""
         place = places.newest(self.roots[directory]).get(block)
         return place if place is not None and place.is_right(SHAPE) else None
 
@@ -238,8 +235,8 @@ class Ground:
         return [place for root in self.roots for place in places.places(root)]
 
     def await_all_right(self) -> None:
-        """Waits until the second reader agrees that every record is right: copies of a tier come a
-        little later, and where a file system was full some are still being removed."""
+        """Waits until the second reader accepts every record: copies of a tier are written later,
+        and after a full file system some are still being removed."""
 
         def is_wrong(place: Place) -> bool:
             return place.path.exists() and not place.is_right(SHAPE)
@@ -247,11 +244,11 @@ class Ground:
         wait_until(lambda: not any(map(is_wrong, self.places())), "every record is right", 30)
 
     def files(self) -> list[Path]:
-        """Every file of records, in the directory that decides."""
+        """Every file of records, in the deciding directory."""
         return places.files(self.root)
 
     def bytes_stored(self) -> int:
-        """Bytes of all of these and of what is not published yet; the collector may be at work."""
+        """Bytes of all of these and of unpublished ones; the collector may be running."""
         total = 0
         for path in [*places.private_files(self.root), *self.files()]:
             try:

@@ -1,9 +1,8 @@
-"""What is done to one block's record, or to the file it lies in: every function of here makes one
-kind of damage.
+"""Damage to one block's record or its file: each function makes one kind of damage.
 
-The damage is done in place, as a disk, a program or an operator would do it. Records that are whole
-but not the right ones are *forged*: fields of the header are changed and its checksums made again,
-by the offsets of ``docs/format.md``. What is done to a file is done to all records in it.
+The damage is made in place, as by a disk, a program or an operator. Complete but wrong records are
+*forged*: fields of the header are changed and its checksums computed again, by the offsets of
+``docs/format.md``. Damage to a file affects all records in it.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from plain_record import Header, Layer, Part, Refused, crc32c, parse_header
 
 @dataclass(frozen=True)
 class Victim:
-    """The copy that is damaged, another block's copy beside it, and a source of numbers that a seed
-    fixes."""
+    """The damaged copy, another block's copy beside it, and a seeded source of numbers."""
 
     copy: Copy
     other: Copy
@@ -35,13 +33,13 @@ class Victim:
         return self.copy.path
 
     def header(self) -> Header:
-        """What the record says of itself."""
+        """The record's own header."""
         return header_of(self.copy.read())
 
 
 def header_of(data: bytes) -> Header:
-    """The header of a record; for a file of another store one that makes a quarter of it a header,
-    the rest shards."""
+    """The header of a record; for a file of another store, one with a quarter of it as header and
+    the rest as shards."""
     try:
         return parse_header(data)
     except Refused:
@@ -118,7 +116,7 @@ def noise(start: Place, length: int) -> Harm:
 
 
 def zero(start: Place, end: Place) -> Harm:
-    """Zeros, as a file system leaves them where it lost what was written."""
+    """Zeros, as after a lost write."""
 
     def harm(victim: Victim) -> None:
         def change(data: bytearray, header: Header) -> bytearray:
@@ -144,7 +142,7 @@ def truncate_share(share: float) -> Harm:
 
 
 def lengthen(more: int) -> Harm:
-    """Bytes that do not belong there, behind the record."""
+    """Extra bytes behind the record."""
 
     def harm(victim: Victim) -> None:
         with victim.path.open("ab") as file:
@@ -154,7 +152,7 @@ def lengthen(more: int) -> Harm:
 
 
 def swap(victim: Victim) -> None:
-    """The files of two blocks under each other's names, or their records in each other's places."""
+    """Swaps the files of two blocks, or their records."""
     if victim.copy.in_segment:
         one, other = victim.copy.read(), victim.other.read()
         victim.copy.write(other)
@@ -172,7 +170,7 @@ def copy_other(victim: Victim) -> None:
 
 
 def forge(*fields: tuple[int, bytes]) -> Harm:
-    """Other values at these offsets of the header, under checksums that are right."""
+    """Other values at these offsets of the header, with correct checksums."""
 
     def harm(victim: Victim) -> None:
         def change(data: bytearray, header: Header) -> bytearray:
@@ -193,8 +191,7 @@ def _sealed(data: bytearray, header: Header) -> bytearray:
 
 
 def forge_frame(victim: Victim) -> None:
-    """The last frame of the first compressed layer with noise in it, under checksums that are
-    right."""
+    """The last frame of the first compressed layer with noise in it, with correct checksums."""
 
     def change(data: bytearray, header: Header) -> bytearray:
         first, second = header.table[:2]
@@ -217,13 +214,13 @@ def forge_part(victim: Victim) -> None:
 
 
 def newer_and_longer(victim: Victim) -> None:
-    """A record of a later version, whose blocks are made otherwise and take more room."""
+    """A record of a later version, with another form and more space."""
     forge((4, struct.pack("<I", 2)))(victim)
     lengthen(4096)(victim)
 
 
 def seed_form(victim: Victim) -> None:
-    """A block file of the original's own form: 64 bytes of header whose second half is empty, then
+    """A block file in the original's format: 64 bytes of header with an empty second half, then
     bare KV."""
 
     def change(data: bytearray, header: Header) -> bytes:
@@ -236,7 +233,7 @@ def seed_form(victim: Victim) -> None:
 
 
 def stranger(victim: Victim) -> None:
-    """A file of another program, of this length by chance, renamed to the block's name."""
+    """A file of another program, accidentally of this length, renamed to the block's name."""
     about = json.dumps(
         {"model.embed_tokens.weight": {"dtype": "F32", "shape": [512, 128]}}
     ).encode()
@@ -273,7 +270,7 @@ def symlink_to_nothing(victim: Victim) -> None:
 
 
 def fifo(victim: Victim) -> None:
-    """A pipe that nobody writes to: whoever opens it the plain way waits for ever."""
+    """A pipe without a writer: a plain open of it waits for ever."""
     victim.path.unlink()
     os.mkfifo(victim.path)
 

@@ -1,8 +1,7 @@
-"""What is done to the footer, the head or the name of the segment that a block lies in: each is one
-kind of damage.
+"""Damage to the footer, the head or the name of a block's segment: each function makes one kind.
 
-A footer is *forged* where it is whole but not right: its fields are changed and its checksums made
-again, by the offsets of ``docs/format.md``, section 9.
+A complete but wrong footer is *forged*: its fields are changed and its checksums computed again, by
+the offsets of ``docs/format.md``, section 9.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from harm import Harm, Victim
 from plain_record import crc32c
 from plain_segment import ENTRY_LEN, TRAILER_LEN, Footer, parse_footer
 
-#: Changes the bytes of a segment, of which the footer is this and the victim's entry lies at that
-#: offset.
+#: Changes the bytes of a segment, given its footer and the offset of the victim's entry.
 Change = Callable[[bytearray, Footer, int], bytearray | None]
 
 
@@ -30,12 +28,12 @@ def _edit(victim: Victim, change: Change) -> None:
 
 
 def edit(change: Change) -> Harm:
-    """Done as it is: checksums are wrong afterwards."""
+    """Applied directly: checksums are wrong afterwards."""
     return lambda victim: _edit(victim, change)
 
 
 def forge(change: Change) -> Harm:
-    """Done to a footer whose checksums are made again."""
+    """Applied to a footer whose checksums are then computed again."""
 
     def sealed(data: bytearray, footer: Footer, entry: int) -> bytearray:
         changed = change(data, footer, entry)
@@ -69,7 +67,7 @@ def no_footer(data: bytearray, footer: Footer, _entry: int) -> bytearray:
 
 
 def zeroed_footer(data: bytearray, footer: Footer, _entry: int) -> None:
-    """Zeros, as a file system leaves them where it lost what was written."""
+    """Zeros, as after a lost write."""
     data[footer.start :] = bytes(footer.length)
 
 
@@ -90,7 +88,7 @@ def other_place(data: bytearray, _footer: Footer, entry: int) -> None:
 
 
 def another_id(data: bytearray, _footer: Footer, entry: int) -> None:
-    """The victim's entry names a block that nobody stored; nothing names the victim."""
+    """The victim's entry names a block that was never stored; no entry names the victim."""
     data[entry : entry + 16] = bytes(16)
 
 

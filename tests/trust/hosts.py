@@ -1,9 +1,8 @@
-"""Rows with two hosts on one root, and with processes that are killed at moments nobody chose.
+"""Rows with two hosts on one root, and with processes killed at random moments.
 
-A host is a process with a mount namespace, a name and a clock of its own: it sees the root at a
-place that only it has, and its clock is off. The clock is shifted by a small library of this
-file's, compiled here and put before the C library; times of files come from the file system, as
-they do on a share.
+A host is a process with a mount namespace, a name and a clock of its own: it has the root at a path
+of its own, and its clock is wrong. A small library in this file, compiled here and preloaded before
+the C library, shifts the clock; times of files come from the file system, as on a share.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from ground import Ground, block_ids, wait_until
 from harm import header_of
 from processes import assert_all_exact, child, ended_well, new_seed
 
-#: Mounts an export at a place, for as long as it is entered.
+#: Mounts an export at a path while it is entered.
 Mounted = Callable[[Path, Path], AbstractContextManager[object]]
 #: Seconds by which a host is before or behind the file system.
 APART = 3600
-#: Bytes that one model may take, and all together.
+#: Limits of one model and of all together, in bytes.
 QUOTA, LIMIT = 1 << 20, 4 << 20
 _CLOCK = r"""
 #define _GNU_SOURCE
@@ -59,7 +58,7 @@ time_t time(time_t *at) {
     return now.tv_sec;
 }
 """
-#: Names the host, mounts the root where only it sees it, and becomes the program.
+#: Names the host, mounts the root privately, and executes the program.
 _ENTER = 'hostname "$1" && mount --bind "$2" "$3" && shift 3 && exec "$@"'
 
 
@@ -72,11 +71,10 @@ def clock_library(base: Path) -> Path:
 
 
 def two_hosts(base: Path, long: bool, mounted: Mounted | None = None) -> None:
-    """Two hosts whose clocks are apart write the same ids, then write, read and remove in a small
-    room.
+    """Two hosts with different clocks write the same ids, then write, read and remove in little
+    space.
 
-    ``mounted`` mounts an export where a host sees it; else each has a mount namespace in which it
-    is bound there.
+    ``mounted`` mounts an export for a host; else each has a mount namespace with a bind mount.
     """
     source, library = random.Random(new_seed()), clock_library(base)
     for number in range(4 if long else 1):
@@ -102,7 +100,7 @@ def two_hosts(base: Path, long: bool, mounted: Mounted | None = None) -> None:
 def _run_hosts(
     work: str, base: Path, library: Path, source: random.Random, mounted: Mounted | None
 ) -> None:
-    """Both hosts at this work, until they end."""
+    """Runs this work on both hosts until they end."""
     (base / "export").mkdir(parents=True)
     with ExitStack() as stack:
         hosts = []
@@ -144,7 +142,7 @@ def _run_hosts(
 
 
 def random_kills(base: Path, long: bool) -> None:
-    """Processes that write, read and remove are killed at random and replaced; one ends well in
+    """Processes that write, read and remove are killed at random and replaced; one ends normally in
     every round."""
     source, root = random.Random(new_seed()), base / "root"
     for _ in range(20 if long else 2):
@@ -168,8 +166,7 @@ def random_kills(base: Path, long: bool) -> None:
 
 
 def two_collectors(base: Path, long: bool) -> None:
-    """The collector stops for so long that another follows it, and goes on as if nothing had
-    been."""
+    """The collector stops until another takes over, and then continues."""
     source, root = random.Random(new_seed()), base / "root"
     for _ in range(2 if long else 1):
         with child("mix", root, source.randrange(1 << 32)) as (process, lines):
@@ -185,11 +182,11 @@ def two_collectors(base: Path, long: bool) -> None:
             process.send_signal(signal.SIGCONT)
             for step in range(30):
                 names = block_ids(8, f"beside {step}")
-                ground.dump(names)  # published, or refused for want of room
+                ground.dump(names)  # published, or refused for lack of space
                 ground.load(names)
             ended_well(process)
             ground.close()
-            # counts anew: both may have written the same block
+            # counts again: both may have written the same block
             ground = Ground(root, storage_capacity=SMALL)
             assert_usage(ground)
             assert_all_exact(ground)
@@ -218,7 +215,7 @@ def quota(base: Path, long: bool) -> None:
     def used() -> int:
         return ground.bytes_stored() - sum(path.stat().st_size for path in theirs)
 
-    # It is kept to by every count, and there is one whenever a sixteenth of the limit was written.
+    # Every count enforces it, and there is one after each sixteenth of the limit.
     wait_until(lambda: used() <= QUOTA + LIMIT // 16, "the quota is kept")
     other.assert_hits(kept)
     for first in range(0, len(names), 32):
@@ -229,10 +226,10 @@ def quota(base: Path, long: bool) -> None:
 
 
 def assert_usage(ground: Ground) -> None:
-    """What the store says is used is what lies there, and no more than it may."""
+    """The store's used bytes are those of the files, within the limit."""
     wait_until(lambda: ground.store.stats()["storage_counted"], "the root was counted")
     limit = ground.store.stats()["storage_capacity_bytes"]
-    assert ground.bytes_stored() <= limit, "more is stored than may be"
+    assert ground.bytes_stored() <= limit, "more bytes are stored than the limit"
     wait_until(
         lambda: ground.store.stats()["storage_used_bytes"] == ground.bytes_stored(),
         "the number of bytes used is that of the files",

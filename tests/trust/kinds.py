@@ -1,10 +1,9 @@
-"""The kinds of rows of the matrix (``rows.py`` has the rows): what each says of a harm, and its
-words in the table.
+"""The kinds of rows of the matrix (``rows.py`` has the rows): their properties and their texts in
+the table.
 
-A :class:`FileRow` harms the record of one block, or the file it lies in; it is run at the store
-level and in live engines. A :class:`RootRow` harms the root under an open store, a :class:`FuseRow`
-the file system below it, or the disk below that. A :class:`ProcessRow` has several processes or
-clocks in it.
+A :class:`FileRow` harms the record of one block or its file, at the store level and in live
+engines. A :class:`RootRow` harms the root under an open store, a :class:`FuseRow` the file system
+below it, or the disk below that. A :class:`ProcessRow` has several processes or clocks.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Through = Literal["short", "long", "no"]
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table. ``reasons``: one of these is counted; none means that nothing is."""
+    """A line of the table. ``reasons``: one of these is counted; empty: none is counted."""
 
     name: str
     what: str
@@ -34,14 +33,14 @@ class Row:
 
     @property
     def through(self) -> Through:
-        """Whether a live engine over block files meets it: in the short form, in the long form, or
+        """Whether a live engine over block files runs it: in the short form, in the long form, or
         not at all."""
         engine: Through = getattr(self, "engine", "no")
         return engine
 
     @property
     def line(self) -> str:
-        """Where in the table it stands: rows that differ by a number share a line."""
+        """Its line in the table: rows that differ by a number share a line."""
         return self.name.partition(" #")[0]
 
     @property
@@ -57,25 +56,25 @@ class FileRow(Row):
     harm: harm.Harm
     #: Both blocks' files are bad afterwards.
     both: bool = False
-    #: ``dump``: the next dump replaces it. ``left``: it is not ours to replace; a miss until
-    #: somebody removes it.
+    #: ``dump``: the next dump replaces it. ``left``: it is not ours to replace; a miss until it is
+    #: removed.
     heals: Literal["dump", "left"] = "dump"
-    #: Whether the second reader has a word on it (it knows records, not directories and pipes).
+    #: True if the second reader can check it (records, but not directories and pipes).
     judged: bool = True
-    #: Whether a live engine meets it too: in the short form, in the long form, or not at all.
+    #: Whether a live engine runs it too: in the short form, in the long form, or not at all.
     engine: Through = "short"
-    #: Harms any file of this kind; the others know how a record of ours is made.
+    #: Harms any file of this kind; the others use the structure of our records.
     any_file: bool = True
-    #: It is done behind the record: what is there is right, and who knows where it lies may read
-    #: it.
+    #: The change is behind the record, which stays right for a reader that knows its location.
     behind: bool = False
-    #: The segment is whole under another name: who keeps it open reads on, exactly.
+    #: The segment is complete under another name: a process that keeps it open still reads exact
+    #: bytes.
     moved: bool = False
-    #: It is about how segments are made: their footer, their head, their name.
+    #: Concerns the structure of segments: footer, head, name.
     of_segments: bool = False
-    #: It is about the form in which compressed records are stored.
+    #: Concerns the stored form of compressed records.
     of_codecs: bool = False
-    #: Nothing is lost by it, and nobody may mind.
+    #: It has no effect and must not cause an error.
     harmless: bool = False
 
     @property
@@ -83,25 +82,25 @@ class FileRow(Row):
         if self.harmless:
             return "hits go on"
         if self.heals == "left":
-            return "miss, left alone until it is removed"
+            return "miss, not replaced until it is removed"
         return super().expected
 
 
 @dataclass(frozen=True)
 class RootRow(Row):
-    """``harm`` is done to the root under an open store and taken back."""
+    """``harm`` changes the root under an open store and reverts the change."""
 
     harm: roots.RootHarm
     kind: roots.Kind = "plain"
-    #: Whether blocks stored before are found and loaded meanwhile.
+    #: True if blocks stored before are hits during the harm.
     reads: bool = False
-    #: Blocks stored before are gone (also to make room), or misses until they are dumped again.
+    #: Blocks stored before are removed (also to free space), or misses until they are dumped again.
     lost: bool = False
-    #: ``made``: they make again what is missing, at the latest the second time. ``untried``: none
-    #: is tried meanwhile.
+    #: ``made``: they create missing parts again, at the latest at the second dump. ``untried``: no
+    #: dump is tried during the harm.
     dumps: Literal["fail", "made", "untried"] = "fail"
-    #: The files are whole where nobody gets at them any more: who keeps a segment open reads on,
-    #: exactly.
+    #: The files are intact but unreachable: a process that keeps a segment open still reads exact
+    #: bytes.
     whole: bool = False
     nobody: bool = False
     #: As above; the root of an engine is mounted.
@@ -116,16 +115,16 @@ class RootRow(Row):
 
 @dataclass(frozen=True)
 class FuseRow(Row):
-    """The file system behaves like this for a while (``fuse.py``), while one kind of call is made.
+    """The file system has this behaviour for a while (``fuse.py``), during one kind of call.
 
-    With ``disk`` it is the disk of a local file system that behaves so (``disk.py``).
+    With ``disk`` the disk of a local file system has it (``disk.py``).
     """
 
     manners: Mapping[str, Any]
     call: Literal["lookup", "load", "dump"]
-    #: The call waits until its deadline, once; the others do not wait at all.
+    #: The call waits until its deadline, once; other calls do not wait.
     waits: bool = False
-    #: A dump that is told to have worked; what it wrote is found out when it is read.
+    #: A dump with a wrong success; the damage is detected by the next read.
     believed: bool = False
     disk: bool = False
     #: As above.
@@ -134,14 +133,14 @@ class FuseRow(Row):
     @property
     def expected(self) -> str:
         if self.believed:
-            return "found out by the next load, then healthy"
+            return "detected by the next load, then healthy"
         fails = "dumps fail" if self.call == "dump" else "misses"
         return f"{fails}{', one deadline' if self.waits else ''}; then healthy"
 
 
 @dataclass(frozen=True)
 class EngineRow(Row):
-    """Done to the processes of a live engine; each costs a start."""
+    """A harm to the processes of a live engine; each costs a start."""
 
     engine: Through = "long"
 

@@ -1,4 +1,4 @@
-"""A live engine over a root that is harmed between requests, and what the matrix asks of it."""
+"""A live engine over a root that is harmed between requests, with the checks of the matrix."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from ucm.store import BlockHasher, part_mask, record_ids
 #: Full blocks of every prompt; its answer fills none.
 BLOCKS = 4
 LENGTH, ANSWER = BLOCKS * BLOCK + 10, 6
-#: Whatever else lies on the disk of the tests. How much it may take is a share of it: some roots
-#: are on small ones.
+#: A limit that is independent of the disk of the tests: a share of it, because some roots are on
+#: small ones.
 FLOOR: Mapping[str, Any] = {"free_space_floor": 0}
-#: What the engine is told: deadlines that a row may wait for, a breaker that tries again at once,
-#: and no limit to damage, for a matrix of it is more in a minute than a healthy disk has in years.
+#: The engine's configuration: deadlines that a row can wait for, a breaker that tries again at
+#: once, and no limit of damage, because the matrix makes more in a minute than a healthy disk in
+#: years.
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "deadlines": (
         PATIENT | {"load_min_ms": 6000, "load_max_s": 6.0, "load_unknown_s": 6.0, "dump_s": 10.0}
@@ -33,8 +34,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "breaker": {"cool_down_s": 0.5, "damaged_per_minute": 1_000_000},
 }
 
-#: Bytes of memory above a root: so little that the blocks of a few prompts are all there is room
-#: for.
+#: Bytes of memory above a root: so little that it has space only for the blocks of a few prompts.
 MEMORY = 512 << 10
 
 #: An engine that has just started has no store yet.
@@ -43,16 +43,16 @@ _OURS, _LOOKUPS = (
     for store in ("connector._worker._store", "connector._scheduler.readiness.store")
 )
 
-#: How far the store is, and of whose blocks.
+#: The state of the store, and its identity.
 _OPENED = "(connector._scheduler.readiness.phase, connector._scheduler.readiness.identity_text)"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A live engine of the matrix: the model runner, and what the store is."""
+    """A live engine of the matrix: the model runner and the store."""
 
     runner: str
-    #: Memory above a directory of segments, in place of block files.
+    #: Memory above a directory of segments, instead of block files.
     over_pc: bool = False
 
     def spec(self, model: Path, root: Path, transfer: Mapping[str, Any] | None) -> EngineSpec:
@@ -90,7 +90,7 @@ def _placed(value: Any, root: str) -> Any:
 
 @dataclass
 class Prompt:
-    """A prompt, the right answer to it, and where its blocks are stored, in order."""
+    """A prompt, its right answer, and the locations of its blocks, in order."""
 
     tokens: list[int]
     right: Result
@@ -107,9 +107,9 @@ class Live:
         self.has_memory = has_memory
         self.engine = host.get(spec)
         self.root = root
-        #: Whether it is our connector, so that reasons can be asked for.
+        #: True for our connector, which reports reasons.
         self.ours = spec.transfer is None
-        #: Seconds in which a cache is healthy again; past the longest pause of ours.
+        #: Seconds until a cache is healthy again; longer than our longest pause.
         self.patience = 240.0 if self.ours else 30.0
         self._source = random.Random(7)
         self._digest = b""
@@ -134,7 +134,7 @@ class Live:
 
     @contextmanager
     def instead(self, label: str, **changes: Any) -> Iterator[Engine]:
-        """An engine of another kind on the same root takes its place; then it again."""
+        """Replaces it by an engine of another kind on the same root; afterwards it runs again."""
         self.engine = self._host.get(self._spec.but(label=f"{self._spec.label}-{label}", **changes))
         yield self.engine
         self.engine = self._host.get(self._spec)
@@ -148,30 +148,29 @@ class Live:
         return answer
 
     def new_prompt(self) -> list[int]:
-        """A prompt that was never asked before."""
+        """A new prompt."""
         return prompt(self._source.randrange(1 << 48), LENGTH)
 
     def store_prompt(self) -> Prompt:
-        """Asks a new prompt, computed without any cache, until it is stored; asked again it is a
-        hit."""
+        """Sends a new prompt, computed without any cache, until it is stored and then a hit."""
         for _ in range(24):
             stored = self._store_prompt()
-            # What memory has is a hit, and not offered again, whether it went down or not.
+            # A block in memory is a hit and is not offered again, even if it was not written below.
             if stored.copies or not self.has_memory:
                 return stored
-        raise AssertionError("nothing of what is in memory is ever in the directory")
+        raise AssertionError("blocks in memory are never in the directory")
 
     def _store_prompt(self) -> Prompt:
         tokens, before = self.new_prompt(), set(self.files())
         right = self.ask(tokens)
         assert right.cached == 0, "a new prompt was found in a cache"
         stored = Prompt(tokens, right, [])
-        # After a harm the connector may pause before it offers blocks again, and offers only those
-        # of a live request.
+        # After a harm the connector may pause before it offers blocks again, and it offers only
+        # those of a live request.
         self.await_hit(stored, "a new prompt is stored, and then a hit")
         if self.ours:
-            # What memory has is a hit whether it goes down or not; all else gets there, late on a
-            # busy disk.
+            # A block in memory is a hit even if it is not written below; other blocks are written,
+            # late on a busy disk.
             poll(lambda: bool(self.copies_of(tokens)), 10 if self.has_memory else self.patience)
             stored.copies = self.copies_of(tokens)
             assert stored.copies or self.has_memory, "a hit is on no disk"
@@ -181,7 +180,7 @@ class Live:
         return stored
 
     def forget(self) -> None:
-        """Leaves nothing of the prompts so far in memory: others take their place."""
+        """Evicts the prompts so far from memory by others."""
         for _ in range(3 if self.has_memory else 0):
             self.store_prompt()
 
@@ -190,8 +189,8 @@ class Live:
         return [path for path in self.root.rglob("*") if path.is_file()]
 
     def copies_of(self, tokens: list[int]) -> list[Place]:
-        """Where our store keeps the blocks of a prompt, all of them or nothing: their keys follow
-        from the identity in the manifest."""
+        """The locations of a prompt's blocks in our store, all or none: their keys follow from the
+        identity in the manifest."""
         if not self._digest:
             (manifest,) = wait_until(
                 lambda: list(self.root.glob("*/manifest.json")), "the manifest is there"
@@ -203,29 +202,27 @@ class Live:
         return [found[record] for record in ids] if all(record in found for record in ids) else []
 
     def is_hit(self, stored: Prompt) -> bool:
-        """Asks again; the answer is right whatever happens. Whether all of it came from the
-        cache."""
+        """Sends the prompt again and checks the answer. True if all of it came from the cache."""
         before = self.counts()
         answer = self.ask(stored.tokens)
         assert answer.tokens == stored.right.tokens, "wrong tokens"
         if not self.ours:
             return answer.cached >= BLOCK
         news = counted(before, self.counts())
-        # vLLM's own number of cached tokens is what was claimed, also when the load failed.
+        # vLLM's own number of cached tokens is the claimed one, also after a failed load.
         return news.get("blocks_loaded", 0) >= BLOCKS and not news.get("blocks_failed")
 
     def await_hit(self, stored: Prompt, what: str) -> None:
-        """Asks until all of it comes from the cache."""
+        """Sends it until all of it comes from the cache."""
         wait_until(lambda: self.is_hit(stored), what, self.patience)
 
     def opened(self) -> str:
-        """Whose blocks the store has that is open: a word that is the same for the same
-        identity."""
+        """The identity of the open store, as a text."""
         return self.engine.scheduler_eval(_OPENED)
 
     def await_opened(self, opened: str, tokens: list[int], right: Result) -> None:
-        """Asks until the store of that identity is open again: a request waits for that, but not
-        for ever."""
+        """Sends it until the store of that identity is open again: a request waits for that only
+        for a limited time."""
 
         def is_open() -> bool:
             assert self.ask(tokens).tokens == right.tokens, "wrong tokens"
@@ -234,11 +231,11 @@ class Live:
         wait_until(is_open, "these weights are known again and their store is open", self.patience)
 
     def await_stored(self, stored: Prompt) -> None:
-        """Asks until all of it is in the directory, and not in memory alone.
+        """Sends it until all of it is in the directory, and not in memory only.
 
-        What is in memory is a hit while it is on its way down, and also where it never went:
-        whoever knows a segment by heart writes none of its blocks again before it has read the
-        footer anew. So memory forgets it, and it is asked again.
+        A block in memory is a hit even if it is not in the directory, and a process that knows a
+        segment does not write its blocks again before it reads the footer again. So memory is
+        emptied and the prompt is sent again.
         """
 
         def found() -> bool:
@@ -251,14 +248,14 @@ class Live:
         wait_until(found, "every block of the prompt is in the directory", self.patience)
 
     def await_written(self) -> None:
-        """Waits until no block is on its way to the store: a request, and its device blocks, are
-        free before."""
+        """Waits until no block is being stored; a request and its device blocks are free
+        earlier."""
         if self.ours:
             wait_until(lambda: not self.counts()["blocks_in_flight"], "every block is written")
 
     def counts(self) -> dict[str, int]:
-        """Misses by reason and counters of the worker's and the scheduler's store, added up; empty
-        for others."""
+        """Misses by reason and counters of the worker's and the scheduler's store, summed; empty
+        for other connectors."""
         if not self.ours:
             return {}
         total: dict[str, int] = {}
@@ -284,7 +281,7 @@ def counted(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
 
 
 def poll(condition: Callable[[], bool], deadline: float) -> bool:
-    """Whether the condition becomes true within so many seconds."""
+    """True if the condition becomes true within this number of seconds."""
     try:
         return wait_until(condition, "", deadline)
     except AssertionError:

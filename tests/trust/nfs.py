@@ -1,25 +1,25 @@
 """A file system with the semantics of an NFS client, over /dev/fuse: each mount is the client of
 one host.
 
-The kernel of the test machines has no NFS. What NFS does to programs is done here, on a directory
-that stands for the export, by the kernel's own caches and by this server, one for each mount:
+The kernel of the test machines has no NFS. The effects of NFS on programs are produced here, on a
+directory as the export, by the kernel's own caches and by this server, one for each mount:
 
-* *Handles.* A file is what its handle on the export names (``name_to_handle_at``), not its path:
-  what another client removed is ``ESTALE``, what it replaced is the old file until the name is
-  looked up again.
-* *Caches.* Names that are there and that are not, attributes and listings are believed for ``ac``
-  seconds, whatever other clients do meanwhile. A file that is opened has its attributes asked for
-  anew, and keeps its cached pages only if they are those that this client saw last (close-to-open).
-* *Write-behind.* What is written reaches the export when the file is closed or synced, or when
-  there is much of it; so do its errors.
-* *Replays.* A call is carried out, its answer is lost, and the client sends it again: the answer is
-  that of the second time.
+* *Handles.* A file is identified by its handle on the export (``name_to_handle_at``), not by its
+  path: a file removed by another client is ``ESTALE``, and a replaced one is the old file until the
+  next lookup of the name.
+* *Caches.* Present and missing names, attributes and listings are cached for ``ac`` seconds,
+  independent of other clients. An open reads the attributes again, and keeps cached pages only if
+  the file is unchanged for this client (close-to-open).
+* *Write-behind.* Written bytes, and their errors, reach the export when the file is closed or
+  synced, or when there are many.
+* *Replays.* A call is executed, its reply is lost, and the client sends it again: the result is
+  that of the second call.
 * *Silly renames.* A name that is removed, or replaced, while this client has the file open becomes
   ``.nfs...`` until the file is closed.
 * No ``renameat2`` with flags, no ``fallocate``; hard links.
 
-Manners are those of ``fuse.py``, and ``replay``: the share of calls, between 0 and 1, whose answer
-is lost. Run as ``nfs.py <export> <mount point> <ac>``.
+Behaviours are those of ``fuse.py``, and ``replay``: the share of calls, between 0 and 1, with a
+lost reply. Run as ``nfs.py <export> <mount point> <ac>``.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fuse import NAMES, ROOT, Fuse, Server, main
 
 KEEP_CACHE = 2
-#: Bytes of a file that wait for its close, at most.
+#: Most bytes of a file that wait for its close.
 BEHIND = 4 << 20
-#: Calls that are not harmless when they are repeated.
+#: Calls for which a repetition is not harmless.
 REPLAYED = ("UNLINK", "RENAME", "LINK", "MKDIR", "RMDIR")
 NAMES[13] = "LINK"
 _AT_EMPTY_PATH = 0x1000
@@ -54,7 +54,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class NfsClient(Fuse):
-    """A mount of the export, as one host has it."""
+    """A mount of the export on one host."""
 
     program = __file__
 
@@ -83,17 +83,17 @@ def handle_of(directory: int, name: str) -> bytes:
 
 @dataclass
 class Node:
-    """A file or directory that this client knows."""
+    """A file or directory known to this client."""
 
     handle: bytes
     opened: int = 0
-    #: What was written and waits for the close: where, and the bytes.
+    #: Written bytes that wait for the close, with their offset.
     behind: list[tuple[int, bytes]] = field(default_factory=list)
-    #: Time and length of the file when this client opened or closed it last.
+    #: Time and length of the file at this client's last open or close.
     seen: tuple[int, int] | None = None
-    #: Where it lies since it was removed while it was open: handle of the directory, and name.
+    #: Its location after a removal while open: handle of the directory, and name.
     silly: tuple[bytes, str] | None = None
-    #: Of a directory: when it was listed, its time then, and the names.
+    #: For a directory: the time of the listing, its own time then, and the names.
     listed: tuple[float, int, list[tuple[str, int, bool]]] | None = None
 
 
@@ -125,7 +125,7 @@ class NfsServer(Server):
 
     @contextmanager
     def opened(self, handle: bytes, flags: int) -> Iterator[int]:
-        """The file of a handle; ``ESTALE`` where it is gone."""
+        """The file of a handle; ``ESTALE`` if it was removed."""
         length, kind = struct.unpack_from("<Ii", handle)
         made = _Handle(length, kind, (ctypes.c_ubyte * 128)(*handle[8:]))
         fd = _libc.open_by_handle_at(self.mount, ctypes.byref(made), flags | os.O_CLOEXEC)
@@ -141,7 +141,7 @@ class NfsServer(Server):
         return self.opened(self.known[node].handle, os.O_RDONLY | os.O_DIRECTORY)
 
     def number(self, handle: bytes) -> int:
-        """The number by which the kernel is told of a handle."""
+        """The kernel's number of a handle."""
         with self.state:
             if handle not in self.numbers:
                 self.numbers[handle] = len(self.known) + 1
@@ -149,7 +149,7 @@ class NfsServer(Server):
             return self.numbers[handle]
 
     def changed(self, node: int) -> None:
-        """This client changed a directory, and knows that."""
+        """Records this client's own change of a directory."""
         self.known[node].listed = None
 
     def _carry_out(self, name: str, node: int, data: bytes) -> bytes:
@@ -166,7 +166,7 @@ class NfsServer(Server):
         return int(self.ac), int(self.ac % 1 * 1e9)
 
     def attributes_of(self, node: int) -> bytes:
-        """A file as it is on the export, and what this client has written to it since."""
+        """The attributes of a file on the export, with this client's pending writes."""
         known = self.known[node]
         with self.opened(known.handle, os.O_PATH) as fd:
             packed = bytearray(self._attributes(fd))
@@ -177,7 +177,7 @@ class NfsServer(Server):
         return bytes(packed)
 
     def entry_of(self, handle: bytes) -> bytes:
-        """What the kernel is told of a name, and for how long that holds."""
+        """The reply to the kernel about a name, with its lifetime."""
         node, (seconds, ns) = self.number(handle), self._seconds()
         return struct.pack("<QQQQII", node, 0, seconds, seconds, ns, ns) + self.attributes_of(node)
 
@@ -187,8 +187,8 @@ class NfsServer(Server):
             try:
                 handle = handle_of(here, name)
             except FileNotFoundError:
-                # A real client looks again: the answer of a call that failed comes with the
-                # directory's new time.
+                # A real client looks up again: the reply to a failed call has the directory's new
+                # time.
                 seconds, ns = (0, 0) if self.manners.get("replay") else self._seconds()
                 # known not to be there
                 return struct.pack("<QQQQII", 0, 0, seconds, 0, ns, 0) + bytes(88)
@@ -226,8 +226,7 @@ class NfsServer(Server):
             return self.entry_of(handle_of(here, name))
 
     def hide(self, here: int, parent: int, name: str) -> bool:
-        """Renames a file that this client has open, in place of removing its name; whether that was
-        so."""
+        """Renames a file that this client has open instead of removing it; true if it was open."""
         with self.state:
             try:
                 node = self.known[self.numbers[handle_of(here, name)]]
@@ -302,7 +301,7 @@ class NfsServer(Server):
         with self.state:
             known.opened += 1
             same, known.seen = known.seen == now, now
-        # Its attributes are asked for anew; pages that may be old are dropped.
+        # Its attributes are read again; possibly old pages are dropped.
         notice = struct.pack("<IiQQqq", 40, _NOTIFY_INVAL_INODE, 0, node, -1, 0)
         try:
             os.write(self.device, notice)
@@ -334,7 +333,7 @@ class NfsServer(Server):
         return struct.pack("<II", size, 0)
 
     def written(self, node: int) -> None:
-        """What was written goes to the export."""
+        """Pending writes go to the export."""
         known = self.known[node]
         with self.state:
             behind, known.behind = known.behind, []

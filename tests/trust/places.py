@@ -1,5 +1,5 @@
-"""Where records lie below a root: in a file each, or many in one; by ``docs/format.md``, not by the
-code under test."""
+"""Locations of records below a root, one file each or many in one; by ``docs/format.md``, not by
+the code under test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plain_planes import find_zstd
 from plain_record import Expect, Header, Part, Refused, Shape, verify
 from plain_segment import NAME, Footer, parse_footer
 
-#: Decodes what is compressed; one of the development requirements.
+#: Decodes compressed records; one of the development requirements.
 _ZSTD = find_zstd()
 _RECORD = re.compile(r"[0-9a-f]{32}\.bin")
 
@@ -28,11 +28,11 @@ class Place:
 
     @property
     def in_segment(self) -> bool:
-        """Whether other records lie in the file."""
+        """True if the file has other records."""
         return self.length is not None
 
     def read(self) -> bytes:
-        """Its bytes; as many as there are."""
+        """Its existing bytes."""
         if self.length is None:
             return self.path.read_bytes()
         with self.path.open("rb") as file:
@@ -40,8 +40,7 @@ class Place:
             return file.read(self.length)
 
     def write(self, data: bytes | bytearray) -> None:
-        """Other bytes in its place, as a disk or a program would put them there: the file stays the
-        same one."""
+        """Overwrites it in place, as a disk or a program would: the file stays the same one."""
         if self.length is None:
             self.path.write_bytes(data)
             return
@@ -51,15 +50,15 @@ class Place:
             file.write(data)
 
     def judge(self, shape: Shape | None = None) -> Header:
-        """The second reader's word on it, as a record of the first part; raises its verdict when
-        that is not a hit."""
+        """Checks it with the second reader, as a record of the first part; raises the verdict if it
+        is not a hit."""
         namespace = bytes.fromhex(self.path.parents[1 if self.in_segment else 2].name)
         return verify(
             self.read(), Expect(self.record_id, namespace, Part(0, 0, 0), shape), zstd=_ZSTD
         )
 
     def is_right(self, shape: Shape | None = None) -> bool:
-        """Whether it can be read and is a hit; what is no plain file is not opened."""
+        """True if it can be read and is a hit; anything but a plain file is not opened."""
         if self.path.is_symlink() or not self.path.is_file():
             return False
         try:
@@ -78,12 +77,12 @@ def files(root: Path) -> list[Path]:
 
 
 def private_files(root: Path) -> list[Path]:
-    """Every file that is being written, or that somebody left who died meanwhile."""
+    """Every file that is being written, or was left by a dead writer."""
     return list(root.glob("*/tmp/*.tmp"))
 
 
 def footers(root: Path) -> Iterator[tuple[Path, Footer]]:
-    """Every segment whose footer can be believed."""
+    """Every segment with a valid footer."""
     for path in files(root):
         if path.suffix != ".seg" or path.is_symlink() or not path.is_file():
             continue
@@ -91,13 +90,13 @@ def footers(root: Path) -> Iterator[tuple[Path, Footer]]:
             data = path.read_bytes()
             footer = parse_footer(data, len(data))
         except (Refused, OSError):
-            continue  # damaged, or removed meanwhile
+            continue  # damaged, or just removed
         if footer.name == path.name and footer.namespace[:16].hex() == path.parents[1].name:
             yield path, footer
 
 
 def places(root: Path) -> list[Place]:
-    """Every copy of every record that a reader would find, the oldest of one record first."""
+    """Every copy of every record that a reader would find, the oldest of each record first."""
     found = [Place(path, bytes.fromhex(path.stem)) for path in files(root) if path.suffix == ".bin"]
     for path, footer in sorted(footers(root), key=lambda item: item[1].time_ns):
         found += [
@@ -107,5 +106,5 @@ def places(root: Path) -> list[Place]:
 
 
 def newest(root: Path) -> dict[bytes, Place]:
-    """The copy of every record that counts."""
+    """The newest copy of every record."""
     return {place.record_id: place for place in places(root)}

@@ -1,9 +1,9 @@
-"""Power cuts: a file system in an image, the image copied at moments nobody chose, and every copy
+"""Power cuts: a file system in an image, the image copied at random moments, and every copy
 mounted.
 
-The image lies on the matrix's own file system (``fuse.py``). While that holds back writes nothing
-of the image changes, so a copy made then is what a disk holds whose power went at that moment: what
-the kernel had not written yet is lost.
+The image lies on the matrix's own file system (``fuse.py``). While that holds back writes the image
+does not change, so a copy made then is the state of a disk after a power cut at that moment: data
+that the kernel had not written is lost.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from fuse import Fuse
 from ground import Ground, block_ids, wait_until
 from processes import child, new_seed
 
-#: How the file system orders what it writes: as usual; without any order between a file's bytes and
-#: its name; and without the care for renamed files that ext4 takes by default.
+#: The write order of the file system: default; without order between a file's bytes and its name;
+#: and without ext4's default handling of renamed files.
 MODES = ("data=ordered", "data=writeback", "data=writeback,noauto_da_alloc")
 SIZE = 96 << 20
 
 
 def power_cuts(base: Path, long: bool) -> None:
-    """A writer works; now and then somebody syncs; the power goes. What was synced is a hit,
-    nothing is wrong."""
+    """A writer works with syncs at intervals; the power is cut. Synced blocks are hits, and no
+    block is wrong."""
     source, names = random.Random(new_seed()), block_ids(MANY, "many")
     hits = 0
     for number in range(8 if long else 1):
@@ -53,7 +53,7 @@ def power_cuts(base: Path, long: bool) -> None:
                     safe = published if source.random() < 0.5 else 0
                     syncing = subprocess.Popen(["sync", "-f", str(place / "live")])
                     if safe:
-                        syncing.wait()  # otherwise the power goes in the middle of it
+                        syncing.wait()  # otherwise the cut is in the middle of it
                     clones.append((place / f"clone-{cut}", safe))
                     system.behave(stall=["WRITE"])
                     shutil.copyfile(disk / "image", clones[-1][0])
@@ -64,7 +64,7 @@ def power_cuts(base: Path, long: bool) -> None:
             with ExitStack() as stack:
                 _mount(clone, place / "seen", "", stack)
                 found = _assert_survived(place / "seen" / "root", names)
-                assert found >= safe, "what was published and synced is lost"
+                assert found >= safe, "a published and synced block is lost"
                 hits += found
             clone.unlink()
     print(f"hits found after power cuts: {hits}")

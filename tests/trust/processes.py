@@ -1,5 +1,5 @@
-"""Rows with several processes, other users or other clocks: each function does it all over a
-directory, and asserts."""
+"""Rows with several processes, other users or other clocks: each function runs over a directory and
+asserts."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ CHILD = Path(__file__).with_name("child.py")
 
 
 def new_seed() -> int:
-    """A new seed, or that of a run that is looked into: ``UCM_TEST_SEED``. Printed where a test
-    fails."""
+    """A new seed, or that of an earlier run: ``UCM_TEST_SEED``. Printed if a test fails."""
     seed = int(os.environ.get("UCM_TEST_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"UCM_TEST_SEED={seed}")
     return seed
@@ -38,8 +37,8 @@ def child(
     before: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
-    """``child.py`` at some work, ``before`` its command line words of another that ends by becoming
-    it. What it said of errors is printed, for a test that fails."""
+    """Runs ``child.py`` with some work; ``before`` is a command that executes it. Its standard
+    error is printed if a test fails."""
     process = subprocess.Popen(
         [*before, sys.executable, str(CHILD), work, str(root), str(seed)],
         env={**os.environ, **(env or {})},
@@ -56,7 +55,7 @@ def child(
 
 
 def ended_well(process: subprocess.Popen[str]) -> list[str]:
-    """What a child said that was left to end by itself."""
+    """The output of a child that ended by itself."""
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     lines = out.splitlines()
@@ -65,11 +64,10 @@ def ended_well(process: subprocess.Popen[str]) -> list[str]:
 
 
 def assert_all_exact(ground: Ground, judged: set[tuple[str, int, int]] | None = None) -> set[bytes]:
-    """Both readers agree that every record is right; the ids that are there.
+    """Both readers accept every record; returns the stored ids.
 
-    A published file is never written again, so the slow reader need not look again at those it has
-    ``judged``. In a small room the collector may take some before they are loaded: those are
-    absent, and nowhere any more.
+    A published file is never written again, so the slow reader skips those in ``judged``. With
+    little space the collector may remove some before they are loaded: those are absent everywhere.
     """
     judged = set() if judged is None else judged
     found = set()
@@ -79,10 +77,10 @@ def assert_all_exact(ground: Ground, judged: set[tuple[str, int, int]] | None = 
             if seen not in judged:
                 place.judge(SHAPE)
         except FileNotFoundError:
-            continue  # removed meanwhile, to make room
+            continue  # just removed, to free space
         found.add(place.record_id)
         judged.add(seen)
-    # One by one: of one load, those behind the first that fails are given up.
+    # One by one, because a load cancels the blocks behind the first failure.
     missed = {
         block for block in found if not ground.store.lookup([block])[0] or ground.load([block])[1]
     }
@@ -90,19 +88,20 @@ def assert_all_exact(ground: Ground, judged: set[tuple[str, int, int]] | None = 
     def are_gone() -> bool:
         return missed.isdisjoint(place.record_id for place in ground.places())
 
-    wait_until(are_gone, "what was a miss is nowhere", 30)
+    wait_until(are_gone, "a missed block does not exist", 30)
     reasons = {reason for reason, count in ground.store.stats()["misses"].items() if count}
     assert not missed or reasons <= {"absent"}, "not taken by the collector"
     return found
 
 
 def killed_writers(base: Path, long: bool) -> None:
-    """A writer is killed after a random number of blocks, again and again over one root."""
+    """Writers are killed after a random number of blocks, repeatedly over one root."""
     names, source, root = block_ids(BLOCKS, "shared"), random.Random(new_seed()), base / "root"
     published: set[int] = set()
     judged: set[tuple[str, int, int]] = set()
     for _ in range(40 if long else 3):
-        # Others find what the one before left; the last of many rounds finds nearly all present.
+        # Each finds the blocks of its predecessors; the last of many rounds finds nearly all
+        # present.
         with child("write", root, source.randrange(1 << 32)) as (process, lines):
             for _ in range(source.randrange(1, BLOCKS)):
                 line = lines.readline().split()
@@ -114,11 +113,10 @@ def killed_writers(base: Path, long: bool) -> None:
         ground = Ground(root)
         found = assert_all_exact(ground, judged)
         assert found >= {names[number] for number in published}, (
-            "what was reported as published is lost"
+            "a block reported as published is lost"
         )
-        # What the dead left unfinished is seen by nobody: neither as a block nor as one that is
-        # there to others. What of it is whole may be taken over while we look, and is a block then
-        # like any other.
+        # Unfinished files of dead writers are visible to no process. Complete records in them may
+        # be taken over during the check, and are then blocks like any other.
         absent = [name for name in names if name not in found]
         late = {
             name for name, there in zip(absent, ground.store.lookup(absent), strict=True) if there
@@ -164,7 +162,7 @@ def killed_in_calls(base: Path, long: bool) -> None:
 
 
 def dead_root(base: Path, long: bool) -> None:
-    """A root that never answers while a process opens, uses and closes a store on it."""
+    """A root that hangs while a process opens, uses and closes a store on it."""
     del long
     system = Fuse(base / "shown", base / "seen")
     try:
@@ -187,7 +185,7 @@ def dead_root(base: Path, long: bool) -> None:
         )
         with child("hang", root, 1) as (process, lines):
             assert [lines.readline() for _ in range(2)] == ["used\n", "closed\n"]
-            # a thread in the kernel keeps its process until the file system answers
+            # a thread in the kernel keeps its process until the file system responds
             system.behave()
             assert lines.readline() == "end\n"
             assert process.wait() == 0
@@ -202,7 +200,7 @@ def dead_root(base: Path, long: bool) -> None:
 
 def much_damage(base: Path, long: bool) -> None:
     """More bad records than the breaker tolerates: they stay misses, none is wrong, and all are
-    made again."""
+    stored again."""
     del long
     names = block_ids(12, "much")
     ground = Ground(base / "root", breaker={"cool_down_s": 0.5, "damaged_per_minute": 4})
@@ -224,8 +222,8 @@ def much_damage(base: Path, long: bool) -> None:
 
 
 def two_writers(base: Path, long: bool) -> None:
-    """Two processes write the same ids in orders of their own; a reader and a remover are beside
-    them."""
+    """Two processes write the same ids in different orders; a reader and a remover run at the same
+    time."""
     source, root = random.Random(new_seed()), base / "root"
     names = block_ids(BLOCKS, "shared")
     ground = Ground(root)
@@ -247,7 +245,7 @@ def two_writers(base: Path, long: bool) -> None:
             path.unlink()
     news = counted(before, ground.counts())
     assert set(news) & {"absent"} or ground.column.memory, (
-        "what was removed is missed, where no memory has it"
+        "a removed block is a miss, unless it is in memory"
     )
     assert not set(news) & {
         "bad_checksum",
@@ -256,19 +254,19 @@ def two_writers(base: Path, long: bool) -> None:
         "wrong_length",
         "records_refused",
     }, news
-    # Who knows where records lie finds out about once a second that they were removed.
+    # A process that knows the locations of records detects their removal about once a second.
     wait_until(lambda: ground.is_healthy(names[:3]), "blocks are stored and found again")
     ground.close()
 
 
 def clock_jumps(base: Path, long: bool) -> None:
-    """Files from long ago and from far ahead are hits; space is made all the same, and new blocks
-    are stored."""
+    """Files from the far past and future are hits; space is still freed, and new blocks are
+    stored."""
     del long
     names = block_ids(120, "clocks")
     ground = Ground(base / "root", storage_capacity="1MiB")
     old, ahead, new = names[:3], names[3:6], names[6:]
-    wait_until(lambda: ground.is_healthy(old + ahead), "the root was counted and there is room")
+    wait_until(lambda: ground.is_healthy(old + ahead), "the root was counted and has space")
     for year, blocks in ((1971, old), (2100, ahead)):
         for block in blocks:
             for victim in ground.victims(block, block, "clocks"):
@@ -281,13 +279,13 @@ def clock_jumps(base: Path, long: bool) -> None:
         wait_until(lambda block=block: not ground.dump([block]), "there is room again")  # type: ignore[misc]
     assert ground.bytes_stored() <= 1 << 20
     for first in range(0, len(new), 32):
-        ground.load(new[first : first + 32])  # each one right, or removed to make room
+        ground.load(new[first : first + 32])  # each one right, or removed to free space
     wait_until(lambda: ground.is_healthy(old), "there is room again")
     ground.close()
 
 
 def no_descriptors(base: Path, long: bool) -> None:
-    """A process at its limit of open files: loads and dumps fail, nothing wrong is read, and it
+    """A process at its limit of open files: loads and dumps fail, no wrong byte is read, and it
     recovers."""
     del long
     with child("starve", base / "root", 1) as (process, _):
@@ -298,8 +296,8 @@ def no_descriptors(base: Path, long: bool) -> None:
 
 
 def no_memory(base: Path, long: bool) -> None:
-    """A process at its limit of memory: what is open works on, what is opened fails, and nothing
-    dies."""
+    """A process at its limit of memory: open stores work, a new one fails, and the process
+    survives."""
     del long
     with child("hunger", base / "root", 1) as (process, _):
         said = ended_well(process)
@@ -308,7 +306,7 @@ def no_memory(base: Path, long: bool) -> None:
 
 
 def missing_root(base: Path, long: bool) -> None:
-    """A root that cannot be made when the store opens is taken up when it can."""
+    """A root that cannot be created when the store opens is used when it can be."""
     del long
     obstacle = base / "parent"
     obstacle.write_text("a file where a directory should be")
@@ -337,14 +335,14 @@ def owned_by_another(base: Path, long: bool) -> None:
         with roots.as_root():
             for victim in ground.victims(names[1], names[0], "owned"):
                 os.chown(victim.path, 0, 0)
-        # another store is asked where this one has memory
+        # another store is used, because this one has memory
         before = {} if ground.column.memory else ground.counts()
         ground.forget()
         states, failures = ground.load(names)
         assert states[1] == "blank"
         assert 1 in failures
         news = counted(before, ground.counts())
-        # A process that opens the store anew cannot read the footer either, and knows of no record.
+        # A process that opens the store again cannot read the footer either, and finds no record.
         anew = ground.column.memory and ground.column.in_segments
         assert ("absent" if anew else "io_error") in news, f"counted: {news}"
         assert_no_wait(news)

@@ -1,7 +1,6 @@
-"""What is done to a root while a store is open on it: every function harms it, waits, and takes the
-harm back.
+"""Harm to a root under an open store: every function harms it, waits, and reverts the harm.
 
-Mounts are real ones and need root. Every place lies in the test's own directory and is unmounted
+Mounts are real and need root. Every mount point is in the test's own directory and is unmounted
 when the test ends.
 """
 
@@ -19,7 +18,7 @@ from typing import Literal
 import pytest
 from fuse import unmount
 
-#: Who is not root and owns nothing.
+#: An unprivileged user that owns nothing.
 NOBODY = 65534
 MARKER = "ucm-root.json"
 
@@ -28,13 +27,13 @@ RootHarm = Callable[[Path], Iterator[None]]
 
 
 def is_root() -> bool:
-    """Whether this process may mount and change its user."""
+    """True if this process may mount and change its user."""
     return os.geteuid() == 0 and _can_mount()
 
 
 def need_root() -> None:
-    """Skips without root, saying why; with ``UCM_REQUIRE_ROOT_TESTS`` in the environment that is a
-    failure."""
+    """Skips without root, with the reason; with ``UCM_REQUIRE_ROOT_TESTS`` in the environment that
+    is a failure."""
     if is_root():
         return
     words = "mounting file systems and changing the user needs root"
@@ -53,14 +52,13 @@ def _can_mount() -> bool:
 
 
 def mount(*words: str | Path) -> None:
-    """Runs mount; an error of it is the test's."""
+    """Runs mount; an error of it fails the test."""
     subprocess.run(["mount", *map(str, words)], check=True, capture_output=True, text=True)
 
 
 @contextmanager
 def new_root(base: Path, kind: Kind, size: str = "8m", inodes: int = 400) -> Iterator[Path]:
-    """A root below ``base``: a directory, a small file system of its own, or a directory that is
-    mounted there."""
+    """A root below ``base``: a directory, a small file system of its own, or a bind mount."""
     root = base / "root"
     with ExitStack() as stack:
         if kind != "plain":
@@ -101,7 +99,7 @@ def as_nobody(*roots: Path) -> Iterator[None]:
 
 @contextmanager
 def as_root() -> Iterator[None]:
-    """Root's rights again, for as long as something is done behind the store's back."""
+    """Root's rights again, during a change behind the store's back."""
     os.seteuid(0)
     try:
         yield
@@ -110,7 +108,7 @@ def as_root() -> Iterator[None]:
 
 
 def remove(path: Path) -> None:
-    """Removes what lies under a block's name, whatever it is."""
+    """Removes anything under a block's name."""
     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
@@ -126,7 +124,7 @@ def read_only(root: Path) -> Iterator[None]:
 
 
 def moved_away(root: Path) -> Iterator[None]:
-    """The whole directory gets another name, and its old one back."""
+    """Renames the whole directory, and back."""
     aside = root.with_name("aside")
     root.rename(aside)
     yield
@@ -134,11 +132,11 @@ def moved_away(root: Path) -> Iterator[None]:
     if made:
         shutil.rmtree(root)
     aside.rename(root)
-    assert not made, "a root that was moved away was made again"
+    assert not made, "a moved root was created again"
 
 
 def _empty(directory: Path) -> None:
-    """Removes everything below, though a store may put something into it meanwhile."""
+    """Removes everything below, while a store may still write into it."""
     for _ in range(1000):
         try:
             for path in directory.iterdir():
@@ -151,7 +149,7 @@ def _empty(directory: Path) -> None:
 
 
 def _remove_tree(directory: Path) -> None:
-    """Removes a directory that a store may put something into meanwhile."""
+    """Removes a directory, while a store may still write into it."""
     for _ in range(1000):
         _empty(directory)
         try:
@@ -221,7 +219,7 @@ def covered(root: Path) -> Iterator[None]:
 
 
 def full(root: Path) -> Iterator[None]:
-    """Another program takes all the room of the file system."""
+    """Another program uses all space of the file system."""
     filler, chunk = root / "filler", bytes(4096)
     with filler.open("wb", buffering=0) as file:
         try:
@@ -234,7 +232,7 @@ def full(root: Path) -> Iterator[None]:
 
 
 def no_inodes(root: Path) -> Iterator[None]:
-    """Another program takes all inodes of the file system."""
+    """Another program uses all inodes of the file system."""
     fillers = root / "fillers"
     fillers.mkdir()
     for number in range(100_000):
@@ -247,7 +245,7 @@ def no_inodes(root: Path) -> Iterator[None]:
 
 
 def other_owner(root: Path) -> Iterator[None]:
-    """Root takes the directory and shuts it; the store runs as somebody else."""
+    """Root becomes the owner of the directory and closes it; the store runs as another user."""
     with as_root():
         os.chown(root, 0, 0)
         root.chmod(0o700)
@@ -257,7 +255,7 @@ def other_owner(root: Path) -> Iterator[None]:
 
 
 def no_permission(root: Path) -> Iterator[None]:
-    """The blocks' directory loses its mode bits; the store runs as somebody who minds them."""
+    """The blocks' directory loses its mode bits; the store runs as an unprivileged user."""
     (blocks,) = [*root.glob("*/blocks"), *root.glob("*/segments")]
     blocks.chmod(0)
     yield

@@ -1,9 +1,8 @@
-"""The matrix: every kind of harm, what is done, which reason is counted for it, and what is
-expected.
+"""The matrix: every kind of harm, its action, its counted reason, and the expected result.
 
-All rows (``kinds.py`` says what kinds there are, ``apart.py`` which mean nothing where) expect in
-common: right bytes or none (through vLLM: right tokens), no request failed, no deadline hit, and a
-healthy cache afterwards; the table says what more.
+All rows (``kinds.py`` has the kinds, ``apart.py`` the exclusions) expect: right bytes or none
+(through vLLM: right tokens), no failed request, no missed deadline, and a healthy cache afterwards;
+the table has further expectations.
 """
 
 from __future__ import annotations
@@ -147,7 +146,7 @@ _LENGTHS = [
     ),
     _length(
         "truncated: header only",
-        "the payload is gone",
+        "the payload is missing",
         SHORT,
         harm.truncate(lambda h: h.header_len),
     ),
@@ -232,7 +231,7 @@ _OTHERS = [
     ),
     FileRow(
         "newer flag",
-        "a flag nobody knows",
+        "an unknown flag",
         ("newer_version",),
         harm.forge((64, _u32(8))),
         heals="left",
@@ -241,7 +240,7 @@ _OTHERS = [
     ),
     FileRow(
         "newer codec",
-        "a codec nobody knows",
+        "an unknown codec",
         ("newer_version",),
         harm.forge((136, _u32(3))),
         heals="left",
@@ -252,7 +251,7 @@ _OTHERS = [
     FileRow(
         "seed form", "the original's own block file", ("seed_form",), harm.seed_form, any_file=False
     ),
-    FileRow("removed", "the file is gone", ("absent",), harm.remove, judged=False),
+    FileRow("removed", "the file is missing", ("absent",), harm.remove, judged=False),
     FileRow(
         "directory",
         "under the block's name",
@@ -349,13 +348,19 @@ def _codec(name: str, what: str, how: harm.Harm, *reasons: str) -> FileRow:
 
 _CODECS = [
     _codec(
-        "none", "compressed, and says that it is not", harm.forge((136, _u32(0))), "foreign_shape"
+        "none",
+        "compressed, and marked as uncompressed",
+        harm.forge((136, _u32(0))),
+        "foreign_shape",
     ),
     _codec("another width", "elements of one byte", harm.forge((136, _u32(0x101))), *CHECKSUM),
     _codec(
-        "raw checksum", "right as stored, not as used", harm.forge((576 + 20, _u32(7))), *CHECKSUM
+        "raw checksum",
+        "right as stored, wrong as decoded",
+        harm.forge((576 + 20, _u32(7))),
+        *CHECKSUM,
     ),
-    _codec("frame", "noise under a checksum that is right", harm.forge_frame, *CHECKSUM),
+    _codec("frame", "noise under a correct checksum", harm.forge_frame, *CHECKSUM),
 ]
 
 FILE_ROWS = [*_FLIPS, *_BURSTS, *_LENGTHS, *_OTHERS, *_SEGMENTS, *_CODECS]
@@ -418,7 +423,7 @@ ROOT_ROWS = [
     ),
     RootRow(
         "full",
-        "no room on a file system of 8 MiB",
+        "no space on a file system of 8 MiB",
         FAILED,
         roots.full,
         kind="tmpfs",
@@ -583,7 +588,7 @@ PROCESS_ROWS = [
     ProcessRow("no descriptors", "RLIMIT_NOFILE reached", ("io_error",), processes.no_descriptors),
     ProcessRow("no memory", "RLIMIT_AS reached", (), processes.no_memory),
     ProcessRow(
-        "dead root", "no answer from start to end", (), processes.dead_root, needs_root=True
+        "dead root", "no response from start to end", (), processes.dead_root, needs_root=True
     ),
     ProcessRow(
         "much damage", "more than the breaker tolerates", ("bad_checksum",), processes.much_damage
@@ -600,11 +605,9 @@ PROCESS_ROWS = [
     ),
 ]
 
-KILLED = EngineRow("kill -9 of an engine", "all its processes, while blocks are on their way", ())
-WEIGHTS = EngineRow("weights replaced", "by another checkpoint's, by nobody's, and back", ())
+KILLED = EngineRow("kill -9 of an engine", "all its processes, while blocks are being stored", ())
+WEIGHTS = EngineRow("weights replaced", "by another checkpoint's, by unknown ones, and back", ())
 SLEEP = EngineRow("sleep and wake", "level 1 and 2", ())
 BESIDE = EngineRow("beside another connector", "whose loads end too early, or fail in a step", ())
-MEDIA = EngineRow(
-    "media renamed", "another picture under the name that a client gave the first", ()
-)
+MEDIA = EngineRow("media renamed", "another picture under the client's name of the first", ())
 ENGINE_ROWS = [KILLED, WEIGHTS, SLEEP, BESIDE, MEDIA]

@@ -1,4 +1,4 @@
-"""The matrix as a table: what every row came to in every column, for the terminal and as
+"""The matrix as a table: the result of every row in every column, for the terminal and as
 markdown."""
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _WORST = ("ok", "skipped", "known fault", "FAILED")
 
 
 class Table:
-    """Results by row and column; a cell nobody ran is empty, one that means nothing has the number
-    of the reason."""
+    """Results by row and column; a cell that was not run is empty, one that does not apply has the
+    number of the reason."""
 
     def __init__(self) -> None:
         self.cells: dict[tuple[str, str], str] = {}
 
     def add(self, row: str, column: str, outcome: str) -> None:
-        """What a test said; of several tests of one cell the worst stays."""
+        """Records the result of a test; of several tests of one cell the worst counts."""
         before = self.cells.get((row, column), "ok")
         self.cells[row, column] = max(before, outcome, key=_WORST.index)
 
@@ -49,21 +49,21 @@ class Table:
         return f"- ({self._reasons().index(why) + 1})" if why else ""
 
     def _reasons(self) -> list[str]:
-        """Why cells mean nothing, each reason once, in the order of the table."""
+        """The reasons of cells that do not apply, each once, in the order of the table."""
         found = (
             why_not(row, column) for row in self._rows().values() for column in columns.COLUMNS
         )
         return list(dict.fromkeys(filter(None, found)))
 
     def notes(self) -> list[str]:
-        """What the numbers in the cells stand for."""
+        """The meaning of the numbers in the cells."""
         return [
             f"({number}) not applicable: {why}" for number, why in enumerate(self._reasons(), 1)
         ]
 
     def totals(self) -> Iterator[tuple[str, ...]]:
-        """Of every column: its rows that were run, how many of them were in order, and how many
-        mean nothing there."""
+        """For every column: its run rows, the number of passed ones, and the number of those that
+        do not apply."""
         yield ("column", "rows run", "ok", "not applicable")
         for column in COLUMNS:
             outcomes = [outcome for (_, name), outcome in self.cells.items() if name == column]

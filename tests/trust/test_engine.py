@@ -29,9 +29,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 #: The block that is harmed, and its neighbour.
 VICTIM, OTHER = 1, 2
-#: How often a file system may misbehave before a request meets it.
+#: Attempts until a request is affected by the file system's fault.
 GOES = 4
-#: What tells of waiting: nothing of it is counted while a file is bad.
+#: Counters of waiting: none of them changes while a file is bad.
 WAITS = {"timeout", "lookup_late", "busy", "unhealthy", "breaker_opened"}
 
 
@@ -47,7 +47,7 @@ def each(rows: Sequence[R]) -> list[ParameterSet]:
         for row in rows
         if through(row, engine)
     ]
-    left = pytest.mark.skip(reason="no engine meets it in the short form: make test-long")
+    left = pytest.mark.skip(reason="no engine runs it in the short form: make test-long")
     return cells or [pytest.param(OVER_PC, rows[0], id=rows[0].name, marks=left)]
 
 
@@ -90,14 +90,14 @@ def test_file(engine: str, row: FileRow, live: Live) -> None:
 
     row.harm(victim)
     if live.has_memory:
-        assert live.is_hit(stored), "what is in memory is sound"
+        assert live.is_hit(stored), "blocks in memory are sound"
     live.forget()
     before = live.counts()
     answer = live.ask(stored.tokens)
     assert answer.tokens == stored.right.tokens, "wrong tokens"
     news = counted(before, live.counts())
     if live.ours:
-        # The scheduler's half reads footers: with the footer all records of a segment are gone.
+        # The scheduler side reads footers: with the footer all records of a segment are lost.
         gone = ("absent",) if victim.copy.in_segment else ()
         assert set(row.reasons + gone) & set(news), f"counted: {news}"
         assert not WAITS & set(news), f"counted: {news}"
@@ -106,7 +106,7 @@ def test_file(engine: str, row: FileRow, live: Live) -> None:
         kept = victim.path.read_bytes() if victim.path.is_file() else None
         assert live.ask(stored.tokens).tokens == stored.right.tokens
         assert (victim.path.read_bytes() if victim.path.is_file() else None) == kept, (
-            "what is not ours was replaced"
+            "a foreign file was replaced"
         )
         roots.remove(victim.path)
     live.await_hit(stored, "the prompt is stored and found again")
@@ -131,7 +131,7 @@ def test_root(engine: str, row: RootRow, live: Live) -> None:
         for _ in range(2):
             assert live.ask(fresh).tokens == right.tokens, "wrong tokens"
             assert live.ask(old.tokens).tokens == old.right.tokens, "wrong tokens"
-        if live.ours:  # dumps end behind the back of the request
+        if live.ours:  # dumps end after the request
             wait_until(
                 lambda: set(row.reasons) <= set(counted(before, live.counts())),
                 f"{row.reasons} are counted",
@@ -142,7 +142,7 @@ def test_root(engine: str, row: RootRow, live: Live) -> None:
     finally:
         next(harmed, None)
 
-    live.await_hit(old, "what was stored is a hit again, or was stored again")
+    live.await_hit(old, "a stored block is a hit again, or was stored again")
     again = live.store_prompt()
     if live.ours:
         _judge(live, again)
@@ -150,7 +150,7 @@ def test_root(engine: str, row: RootRow, live: Live) -> None:
 
 @pytest.mark.parametrize(("engine", "row"), each(FUSE_ROWS), scope="module")
 def test_file_system(engine: str, row: FuseRow, live: Live) -> None:
-    """The file system is mounted over the root and shows what was there, with bad manners."""
+    """A faulty file system is mounted over the root and shows its files."""
     roots.need_root()
     system = Fuse(live.root.with_name("export"), live.root)
     try:
@@ -168,11 +168,11 @@ def test_file_system(engine: str, row: FuseRow, live: Live) -> None:
     finally:
         system.behave()
         system.close()
-    live.await_hit(old, "what was stored is a hit again, or was stored again")
+    live.await_hit(old, "a stored block is a hit again, or was stored again")
 
 
 def _judge(live: Live, stored: Prompt) -> None:
-    """The second reader agrees that every block of it is right."""
+    """The second reader accepts every block of it."""
     live.await_stored(stored)
     copies = live.copies_of(stored.tokens)
     assert len(copies) >= BLOCKS
@@ -181,16 +181,17 @@ def _judge(live: Live, stored: Prompt) -> None:
 
 
 def _meets(row: FuseRow, live: Live, system: Fuse, old: Prompt) -> bool:
-    """Asks while the file system has bad manners, and judges; whether the request met them.
+    """Sends a request while the file system is faulty and checks the result; true if the request
+    was affected.
 
-    It does not where the store found out first, by itself: then it is unhealthy for a moment and
-    nothing is promised.
+    It is not if the store detected the fault first: then the store is unhealthy for a moment and
+    there are no hits.
     """
     fresh = live.new_prompt()
     right = live.ask(fresh, salt="another key, the same computation")
     before = live.counts()
     system.behave(**row.manners)
-    if row.believed:  # stored as zeros; read back when the disk is honest again
+    if row.believed:  # stored as zeros; read back after the fault has ended
         assert live.ask(fresh).tokens == right.tokens, "wrong tokens"
         live.await_written()
         system.behave()
@@ -213,26 +214,26 @@ def _meets(row: FuseRow, live: Live, system: Fuse, old: Prompt) -> bool:
             if news.get(name, 0) > most
         } == {}, news
     assert live.ask(fresh).tokens == right.tokens, "wrong tokens"
-    # a request that came while the store was off met nothing, and the one after it did
+    # a request while the store was off was not affected, and the next one was
     return met or is_met()
 
 
 @pytest.mark.parametrize(("engine", "row"), each([KILLED]), scope="module")
 def test_engine(engine: str, row: EngineRow, live: Live) -> None:
-    """What was stored before an engine was killed is a hit for the next one, and right."""
+    """Blocks stored before an engine was killed are hits for the next one, and right."""
     stored, last = live.store_prompt(), live.new_prompt()
     right = live.ask(last, salt="another key, the same computation")
-    live.ask(last)  # its blocks may be anywhere on their way
+    live.ask(last)  # its blocks may be in any state
     live.restart()
-    live.await_hit(stored, "what was stored is a hit")
+    live.await_hit(stored, "a stored block is a hit")
     assert live.ask(last).tokens == right.tokens, "wrong tokens"
     _judge(live, stored)
 
 
 @pytest.mark.parametrize(("engine", "row"), each([WEIGHTS]), scope="module")
 def test_weights(engine: str, row: EngineRow, live: Live, model: Path, other_model: Path) -> None:
-    """What other weights computed is never an answer of these, and these are known again when they
-    come back."""
+    """Results of other weights are never used for these, and these are recognised when they
+    return."""
     if not live.ours:
         pytest.skip("this row is about our identities")
     stored, fresh = live.store_prompt(), live.new_prompt()
@@ -253,30 +254,29 @@ def test_weights(engine: str, row: EngineRow, live: Live, model: Path, other_mod
     live.engine.rpc("reload_weights", weights_path=str(model))
     live.engine.reset()
     live.await_opened(opened, fresh, right)
-    assert live.is_hit(stored), "what these weights stored is no hit any more"
+    assert live.is_hit(stored), "blocks of these weights are no hits any more"
     _judge(live, stored)
 
 
 @pytest.mark.parametrize(("engine", "row"), each([SLEEP]), scope="module")
 def test_sleep(engine: str, row: EngineRow, live: Live) -> None:
-    """An engine that slept has its weights as they were, and hits at once."""
+    """After a sleep an engine has its old weights, and hits at once."""
     if not live.ours:
-        pytest.skip("another connector has promises of its own")
+        pytest.skip("another connector has other promises")
     stored = live.store_prompt()
     for level in (1, 2):
         live.engine.call("sleep", level=level)
         live.engine.call("wake_up")
-        assert live.is_hit(stored), "what was stored is no hit any more"
+        assert live.is_hit(stored), "a stored block is no hit any more"
     _judge(live, stored)
 
 
 @pytest.mark.parametrize(("engine", "row"), each([BESIDE]), scope="module")
 def test_beside(engine: str, row: EngineRow, live: Live) -> None:
-    """What an engine stores beside a connector whose loads go wrong is right for the engine that
-    finds it.
+    """Blocks stored beside a connector with failing loads are right for the next engine.
 
-    ``kv_load_failure_policy`` is vLLM's own here, which fails a request for a block that is
-    refused: nothing is loaded.
+    ``kv_load_failure_policy`` is vLLM's own here, which fails a request for a refused block:
+    nothing is loaded.
     """
     if not live.ours:
         pytest.skip("this row is about a connector beside ours")
@@ -293,12 +293,11 @@ def test_beside(engine: str, row: EngineRow, live: Live) -> None:
         wait_until(lambda: both.scheduler_eval(LOADING) == "True", "the other connector loads")
         both.abort(*stalled)
         both.collect(stalled)
-        # vLLM's own policy: the request ends with an error, and that is the other connector's
-        # doing.
+        # vLLM's own policy: the request ends with an error, caused by the other connector.
         both.ask(fresh[1], ANSWER, extra_args=load_of_sibling("fail"))
         assert live.ask(fresh[2]).tokens == right[2].tokens, "wrong tokens"
-    live.await_hit(stored, "what was stored before is a hit")
-    live.await_hit(Prompt(fresh[2], right[2], []), "what was stored beside the other is a hit")
+    live.await_hit(stored, "an earlier block is a hit")
+    live.await_hit(Prompt(fresh[2], right[2], []), "a block stored beside the other is a hit")
     for tokens, answer in zip(fresh[:2], right[:2], strict=True):
         live.await_hit(Prompt(tokens, answer, []), "the prompt is stored, right, and found")
     _judge(live, stored)
@@ -306,7 +305,7 @@ def test_beside(engine: str, row: EngineRow, live: Live) -> None:
 
 @pytest.mark.parametrize(("engine", "row"), each([MEDIA]), scope="module")
 def test_media(engine: str, row: EngineRow, live: Live, work: Path) -> None:
-    """Two engines of a model that sees: the name of a picture is the same, the picture is not."""
+    """Two engines of a vision model: the same name for different pictures."""
     if not live.ours:
         pytest.skip("this row is about our keys")
     llava = write_llava(work / f"llava-{live.root.name}")

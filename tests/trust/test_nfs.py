@@ -1,10 +1,10 @@
-"""A store over an NFS client's semantics: two hosts with a mount each, and what the protocol does
-to programs.
+"""A store over an NFS client's semantics: two hosts with a mount each, and the protocol's effects
+on programs.
 
-Without more the mounts are those of ``nfs.py``, a file system over FUSE. With ``UCM_NFS_ROOT``
+By default the mounts are those of ``nfs.py``, a file system over FUSE. With ``UCM_NFS_ROOT``
 (``make test-nfs ROOT=...``) they are real: one mount point, or two of one export
-(``/mnt/a:/mnt/b``, mounted with ``nosharecache``); what needs a server that fails by script is
-skipped there.
+(``/mnt/a:/mnt/b``, mounted with ``nosharecache``); tests that need scripted failures of the server
+are skipped there.
 """
 
 from __future__ import annotations
@@ -30,24 +30,23 @@ from processes import assert_all_exact, child
 pytestmark = pytest.mark.timeout(600)
 
 REAL = os.environ.get("UCM_NFS_ROOT", "")
-#: Seconds for which clients believe their caches.
+#: Lifetime of the clients' caches in seconds.
 AC = 0.7
-#: What is tried over NFS: a file for each block, and many in one.
+#: The tested layouts: a file for each block, and many in one.
 TRIED = [column for column in COLUMNS if column.name in ("file", "segment")]
 
 
 @dataclass
 class Mounts:
-    """One export, as two hosts see it."""
+    """One export, mounted by two hosts."""
 
     export: Path
     seen: tuple[Path, Path]
-    #: What mounted it; none where it is real.
+    #: Its servers; none if it is real.
     clients: list[NfsClient]
 
     def again(self, host: int) -> None:
-        """Another client in the place of one: that host's mount after its server was started
-        again."""
+        """Replaces one client: that host's mount after its server was restarted."""
         self.clients[host].close()
         self.clients[host] = NfsClient(self.export, self.seen[host], AC)
 
@@ -73,7 +72,7 @@ def mounts(tmp_path: Path) -> Iterator[Mounts]:
 
 @pytest.fixture(params=TRIED, ids=lambda column: column.name)
 def column(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Column:
-    """What kind of store every store of the test is."""
+    """The kind of the test's stores."""
     found: Column = request.param
     use(found, monkeypatch)
     return found
@@ -81,13 +80,13 @@ def column(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
-    """What is taken back when the test ends."""
+    """Cleanup at the end of the test."""
     with ExitStack() as stack:
         yield stack
 
 
 def scripted(mounts: Mounts, host: int) -> NfsClient:
-    """A host's client, which does as it is told."""
+    """A host's client with scripted behaviour."""
     if not mounts.clients:
         pytest.skip("a real server does not fail by script")
     return mounts.clients[host]
@@ -102,13 +101,13 @@ def hosts(mounts: Mounts, stack: ExitStack) -> tuple[Ground, Ground]:
 
 
 def await_hits(ground: Ground, names: list[bytes]) -> None:
-    """Waits until a host sees blocks of the other, whose bytes are then right."""
-    wait_until(lambda: all(ground.store.lookup(names)), "what the other host stored is found")
+    """Waits until a host finds blocks of the other, and checks their bytes."""
+    wait_until(lambda: all(ground.store.lookup(names)), "the other host's blocks are found")
     ground.assert_hits(names)
 
 
 def assert_bounded(news: dict[str, int]) -> None:
-    """Nothing of it was waited for past a deadline, and no breaker opened."""
+    """No wait exceeded a deadline, and no breaker opened."""
     waits = {
         name for name in ("timeout", "lookup_late", "unhealthy", "breaker_opened") if news.get(name)
     }
@@ -120,7 +119,7 @@ def test_what_one_host_stores_the_other_finds(
 ) -> None:
     left, right = hosts(mounts, stack)
     names = block_ids(24, "theirs")
-    assert right.store.lookup(names) == [False] * 24  # and this is believed for a while
+    assert right.store.lookup(names) == [False] * 24  # and this is cached for a while
     left.fill(names)
     await_hits(right, names)
     more = block_ids(24, "ours")
@@ -134,7 +133,7 @@ def test_what_was_removed_is_a_miss(mounts: Mounts, column: Column, stack: ExitS
     left, right = hosts(mounts, stack)
     names = block_ids(24, "removed")
     left.fill(names)
-    await_hits(right, names)  # its descriptors stay open, where they are kept
+    await_hits(right, names)  # its kept descriptors stay open
     before = right.counts()
     for path in left.files():
         path.unlink()
@@ -152,8 +151,8 @@ def test_what_was_removed_is_a_miss(mounts: Mounts, column: Column, stack: ExitS
 def test_a_file_that_is_open_when_its_name_goes(
     mounts: Mounts, column: Column, stack: ExitStack
 ) -> None:
-    """The host that removes has them open: its client hides each file until it is closed, and then
-    it is gone."""
+    """The removing host has them open: its client hides each file until it is closed, and then
+    removes it."""
     left, _ = hosts(mounts, stack)
     names = block_ids(24, "silly")
     left.fill(names)
@@ -164,15 +163,14 @@ def test_a_file_that_is_open_when_its_name_goes(
             path.unlink()
         assert REAL or list(mounts.export.rglob(".nfs*"))
         left.load(names)
-        wait_until(lambda: left.is_healthy(names), "they are stored again beside what is hidden")
+        wait_until(lambda: left.is_healthy(names), "they are stored again beside the hidden files")
         assert_usage_of_names(left)
     left.close()
     wait_until(lambda: not list(mounts.export.rglob(".nfs*")), "nothing hidden is left over")
 
 
 def assert_usage_of_names(ground: Ground) -> None:
-    """No more is stored than may be; what is hidden has no name of ours and is its client's to
-    remove."""
+    """The limit holds; hidden files have no name of ours and are removed by their client."""
     assert ground.bytes_stored() <= ground.store.stats()["storage_capacity_bytes"]
 
 
@@ -188,7 +186,7 @@ def test_a_damaged_block_is_replaced_for_both(
     data[-1] ^= 1
     place.write(data)
     for ground in (left, right):
-        ground.load(names)  # the bad one fails, unless this host's cache still has it as it was
+        ground.load(names)  # the bad one fails, unless this host's cache has the old bytes
     wait_until(lambda: left.load([names[3]])[1] or left.is_healthy(names), "the damage was met")
     wait_until(lambda: left.is_healthy(names), "it is stored anew")
 
@@ -224,14 +222,14 @@ def test_errors_that_arrive_with_the_close(
     names = block_ids(6, "closed")
     left.fill(block_ids(3, "before"))
     scripted(mounts, 0).behave(error={"FLUSH": number})
-    assert set(left.dump(names)) == set(range(6)), "a close that failed was taken for a success"
+    assert set(left.dump(names)) == set(range(6)), "a failed close counted as a success"
     assert not any(left.store.lookup(names))
     assert not any(right.store.lookup(names))
     scripted(mounts, 0).behave()
 
     def is_found() -> bool:
-        # Room is made for a while where the medium was full, of what was stored meanwhile too: then
-        # it is stored again.
+        # After a full medium space is freed for a while, also of newly stored blocks: then they are
+        # stored again.
         return (
             left.is_healthy(names) and all(right.store.lookup(names)) and not right.load(names)[1]
         )
@@ -242,8 +240,8 @@ def test_errors_that_arrive_with_the_close(
 def test_a_server_that_goes_and_comes_back(
     mounts: Mounts, column: Column, stack: ExitStack
 ) -> None:
-    """In the middle of loads and dumps: misses and failed dumps, then all as before, with what was
-    stored."""
+    """During loads and dumps: misses and failed dumps, then everything as before, with the stored
+    blocks."""
     left, right = hosts(mounts, stack)
     names, source = block_ids(60, "restarted"), random.Random(1)
     left.fill(names)
@@ -284,7 +282,7 @@ def test_a_collector_that_dies_on_another_host(
 
 def test_two_hosts_with_other_clocks_share_a_root(column: Column, tmp_path: Path) -> None:
     if REAL or not LONG:
-        pytest.skip("it has mounts of its own, and takes its time: make test-long")
+        pytest.skip("it has mounts of its own and takes long: make test-long")
     two_hosts(tmp_path, False, lambda export, place: closing(NfsClient(export, place, AC)))
 
 

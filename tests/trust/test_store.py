@@ -23,26 +23,26 @@ from rows import FILE_ROWS, FUSE_ROWS, PROCESS_ROWS, ROOT_ROWS
 
 from ucm.errors import TaskError
 
-#: Longer than what is awaited may take: a store that found no room asks again after up to a minute.
+#: Longer than any wait: a store without space tries again after up to a minute.
 pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(autouse=True)
 def ours(kv_transfer_config: dict[str, object] | None) -> None:
-    """These rows are about this store; another connector is met in the engine's column alone."""
+    """These rows test this store; another connector is tested in the engine's column only."""
     if kv_transfer_config is not None:
-        pytest.skip("--kv-transfer-config names another connector: only engines are asked")
+        pytest.skip("--kv-transfer-config names another connector: only engines are tested")
 
 
 @pytest.fixture(autouse=True)
 def used(column: Column, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every store of the test, and of the processes it starts, is of the column's kind."""
+    """Every store of the test and its child processes is of the column's kind."""
     use(column, monkeypatch)
 
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
-    """What is taken back when the test ends."""
+    """Cleanup at the end of the test."""
     with ExitStack() as stack:
         yield stack
 
@@ -80,7 +80,7 @@ def test_file(row: FileRow, column: Column, tmp_path: Path, stack: ExitStack) ->
             known[1].judge(SHAPE)
         assert caught.value.reason in row.reasons, "the second reader sees something else"
     met = False
-    if column.memory:  # what is there is sound, and nothing of what lies below takes its place
+    if column.memory:  # blocks above are sound, and no copy from below replaces them
         before = ground.counts()
         for _ in range(2):
             ground.assert_hits(names)
@@ -88,7 +88,7 @@ def test_file(row: FileRow, column: Column, tmp_path: Path, stack: ExitStack) ->
         ground.forget()
     elif column.in_segments:  # a process that knows the segment, then one that does not
         if row.moved:
-            ground.load(names)  # each one right, from the segment that is kept open, or blank
+            ground.load(names)  # each one right, from the open segment, or blank
         else:
             met = _assert_met(row, ground, names, known)
         ground.reopen()
@@ -102,17 +102,17 @@ def test_file(row: FileRow, column: Column, tmp_path: Path, stack: ExitStack) ->
     if left:
         kept = [_content(victim.path) for victim in victims]
         ground.dump(names)
-        assert [_content(victim.path) for victim in victims] == kept, (
-            "what is not ours was replaced"
-        )
-        found = ground.store.lookup(names)  # a memory may have it now that it was dumped again
+        assert [_content(victim.path) for victim in victims] == kept, "a foreign file was replaced"
+        found = ground.store.lookup(names)  # a memory may have it after the new dump
         assert found[:1] + found[2:] == [True, True]
-        assert not found[1] or (column.memory and not row.judged), "what was not replaced is a hit"
+        assert not found[1] or (column.memory and not row.judged), (
+            "a block that was not replaced is a hit"
+        )
         ground.assert_hits([name for name, there in zip(names, found, strict=True) if there])
         for victim in victims:
             roots.remove(victim.path)
         ground.forget()
-        # Who knew the segment that is gone with other records in it finds out by looking, about
+        # A process that knew the missing segment with other records detects this by a check about
         # once a second.
         wait_until(lambda: ground.is_healthy(names), "all are stored again")
     ground.fill(names)
@@ -120,7 +120,7 @@ def test_file(row: FileRow, column: Column, tmp_path: Path, stack: ExitStack) ->
     for name in names:
         ground.place(name).judge(SHAPE)
     assert_no_wait(counted(before, ground.counts()))
-    if column != FILES or LONG:  # files have no other state than themselves
+    if column != FILES or LONG:  # files have no additional state
         ground.reopen()
         ground.assert_hits(names)
 
@@ -132,11 +132,11 @@ def _content(path: Path) -> bytes | None:
 def _assert_met(
     row: FileRow, ground: Ground, names: list[bytes], copies: list[Place | None]
 ) -> bool:
-    """The store sees what the second reader sees of these copies: hits, or misses that cost no
-    waiting; whether any."""
+    """The store agrees with the second reader about these copies: hits, or misses without waiting;
+    true if any is a hit."""
     bad = [index for index, copy in enumerate(copies) if copy is None or not copy.is_right(SHAPE)]
-    # Who knew a segment looks at it about once a second: where its footer is gone, all of it may be
-    # misses by now.
+    # A process that knew a segment checks it about once a second: without its footer all of it may
+    # be misses by now.
     either = [
         index
         for index, name in enumerate(names)
@@ -144,12 +144,12 @@ def _assert_met(
     ]
     before = ground.counts()
     ground.store.lookup(names)
-    # one load: what lies behind a bad block may be given up, never be wrong
+    # one load: blocks behind a bad one may be cancelled, never wrong
     states, failures = ground.load(names)
     assert set(bad) <= set(failures)
     first = min(failures, default=None)
     assert first in either or first == min(bad, default=None), (
-        "all before the first bad block arrive"
+        "all before the first bad block are loaded"
     )
     for index in bad:
         assert states[index] == "blank", "bytes of a bad record reached the device"
@@ -160,14 +160,14 @@ def _assert_met(
         ground.load([names[index]])  # right, or failed and blank
     news = counted(before, ground.counts())
     if bad:
-        # with the footer all records of a segment go
+        # with the footer all records of a segment are lost
         gone = ("absent",) if ground.column.in_segments else ()
         assert set(row.reasons + gone) & set(news), f"counted: {news}"
     assert_no_wait(news)
     return bool(bad)
 
 
-#: Rows in which the bytes of one of two copies are harmed; what lies below must then do.
+#: Rows in which the bytes of one of two copies are harmed; the lower one must serve.
 ONE_OF_TWO = [(row, column) for row, column in cells(FILE_ROWS) if column.directories == 2]
 
 
@@ -176,8 +176,8 @@ ONE_OF_TWO = [(row, column) for row, column in cells(FILE_ROWS) if column.direct
     [pytest.param(row, column, id=f"{column.name}-{row.name}") for row, column in ONE_OF_TWO],
 )
 def test_one_of_two_copies(row: FileRow, column: Column, tmp_path: Path, stack: ExitStack) -> None:
-    """The other directory serves what is bad in one, and the bad copy is replaced unless it is not
-    ours to replace."""
+    """The other directory serves a block that is bad in one, and the bad copy is replaced if it is
+    ours."""
     ground = Ground(tmp_path / "root")
     stack.callback(lambda: ground.close())
     names = block_ids(3, row.name)
@@ -195,7 +195,7 @@ def test_one_of_two_copies(row: FileRow, column: Column, tmp_path: Path, stack: 
     if row.heals == "left":
         ground.dump(names)
         ground.assert_hits(names)
-        assert _content(victim.path) == kept, "what is not ours was replaced"
+        assert _content(victim.path) == kept, "a foreign file was replaced"
     else:
         wait_until(lambda: ground.newest(names[1], 0) is not None, "a sound copy is above again")
     ground.forget()
@@ -219,7 +219,7 @@ def test_root(row: RootRow, column: Column, tmp_path: Path, stack: ExitStack) ->
         ground.fill(held)
     wait_until(
         lambda: ground.store.stats()["storage_counted"],
-        "the root was counted, so that nobody is at work there",
+        "the root was counted, so that no count is running",
     )
 
     before = ground.counts()
@@ -227,13 +227,13 @@ def test_root(row: RootRow, column: Column, tmp_path: Path, stack: ExitStack) ->
     harmed = row.harm(root)
     next(harmed)
     if column.memory:
-        ground.assert_hits(held)  # whatever is wrong below
+        ground.assert_hits(held)  # independent of the harm below
     if row.reads or column.directories == 2:
         ground.assert_hits(old)
     else:
         assert column.in_segments or ground.store.lookup(old) == [False] * 3
         states, failures = ground.load(old)
-        # A segment that is kept open is read as ever, also where its root is no longer seen.
+        # An open segment is still read, even if its root is unreachable.
         through_kept = column.in_segments and row.whole and not failures
         assert states == (["right"] if through_kept else ["blank"]) * 3
         assert through_kept or set(failures) == {0, 1, 2}
@@ -251,15 +251,15 @@ def test_root(row: RootRow, column: Column, tmp_path: Path, stack: ExitStack) ->
     next(harmed, None)
     wait_until(lambda: ground.is_healthy(new), "blocks are stored and found again")
     if not row.lost:
-        wait_until(lambda: all(ground.store.lookup(old)), "what was stored is found again")
+        wait_until(lambda: all(ground.store.lookup(old)), "stored blocks are found again")
         ground.assert_hits(old)
-    # Where it was full, some are still being removed.
+    # After a full file system, some are still being removed.
     wait_until(lambda: ground.is_healthy(names), "all are stored and found again")
     ground.await_all_right()
     wait_until(lambda: not list(root.glob("*/tmp/*")), "no private files are left behind", 20)
 
 
-#: Short for the one call that meets it, long for all others.
+#: Short for the one affected call, long for all others.
 SOON, LATE = 0.5, 60
 
 
@@ -275,7 +275,7 @@ def mounted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuse]:
 
 @pytest.fixture
 def system(mounted: Fuse) -> Iterator[Fuse]:
-    """The file system, of good manners before and afterwards."""
+    """The file system, without faults before and afterwards."""
     yield mounted
     mounted.behave()
 
@@ -309,14 +309,14 @@ def test_file_system(
     old, new = names[:3], names[3:]
     ground.fill(old)
     ground.settle(old)
-    # it has nothing in memory, and keeps no segment open that it would read on
+    # it has empty memory and no open segments
     ground.reopen(deadlines=deadlines)
-    # A process that was just opened waits for room first.
+    # A new process first waits for space.
     wait_until(lambda: ground.is_healthy(warm), "there is room")
 
     before = ground.counts()
     system.behave(**row.manners)
-    target = Memory(old, filled=False)  # kept, to see that nothing comes late
+    target = Memory(old, filled=False)  # kept, to check that no byte is late
     if row.call == "lookup":
         assert ground.store.lookup(old) == [False] * 3
     elif row.call == "load":
@@ -328,7 +328,7 @@ def test_file_system(
         if column.memory:
             ground.assert_hits(new)
             if column.directories > 1:
-                ground.settle(new)  # the copy above is written while the file system lies, too
+                ground.settle(new)  # the copy above is also written during the fault
             system.behave()
             ground.forget()
             before = {}
@@ -348,19 +348,18 @@ def test_file_system(
     for name in new:
         if ground.store.lookup([name]) == [True]:
             if row.believed and ground.load([name])[1]:
-                continue  # put to death by another's fault before, and found out now
-            # a rename that was held may still give a whole record its name
+                continue  # harmed by another row before, and detected now
+            # a held rename may still publish a complete record
             ground.assert_hits([name])
     wait_until(lambda: ground.is_healthy(new), "blocks are stored and found again")
-    wait_until(lambda: ground.is_healthy(old), "what was stored is found again")
-    assert target.states() == ["blank"] * 3, "bytes came after the load was over"
-    # With two directories a copy of the lower one that nobody has read is found out when somebody
-    # reads it.
+    wait_until(lambda: ground.is_healthy(old), "stored blocks are found again")
+    assert target.states() == ["blank"] * 3, "bytes were written after the load was over"
+    # With two directories an unread copy of the lower one is detected at its first read.
     if not (row.believed and column.directories == 2):
         ground.await_all_right()
 
 
-#: A load has so long when one of two directories does not answer: half of it is for the other.
+#: Deadline of a load when one of two directories hangs: half of it is for the other.
 SHARED = 8.0
 
 
@@ -375,8 +374,8 @@ SHARED = 8.0
 def test_one_of_two_file_systems(
     row: FuseRow, column: Column, system: Fuse, tmp_path: Path, stack: ExitStack
 ) -> None:
-    """The upper directory lies on a file system of bad manners: what it does not give the lower one
-    gives, in time."""
+    """The upper directory is on a faulty file system: the lower one serves the missing blocks in
+    time."""
     shown = system.mount_point / f"{FUSE_ROWS.index(row)}-upper"
     shown.mkdir()
     (tmp_path / "root-upper").symlink_to(shown)

@@ -1,4 +1,4 @@
-//! What lies on 3FS, and files that rings may use.
+//! Files on 3FS, and files registered for rings.
 #![allow(unsafe_code, reason = "the C ABI")]
 
 use std::collections::HashMap;
@@ -13,8 +13,8 @@ use parking_lot::Mutex;
 
 use crate::state::{FILES, called, count};
 
-/// A registered file: the file that had the number then, by a descriptor of its own, and how it is
-/// open.
+/// A registered file: the file of the number at that time, by a descriptor of its own, and its open
+/// mode.
 pub(crate) struct Registered {
     pub(crate) file: File,
     pub(crate) mode: c_int,
@@ -27,7 +27,7 @@ fn mount_above(path: &Path) -> Option<PathBuf> {
     Some(mount.to_owned())
 }
 
-/// Whether an open file lies below a directory that counts as 3FS.
+/// True if an open file lies below a directory that counts as 3FS.
 #[unsafe(no_mangle)]
 pub extern "C" fn hf3fs_is_hf3fs(fd: c_int) -> bool {
     called("hf3fs_is_hf3fs");
@@ -36,8 +36,7 @@ pub extern "C" fn hf3fs_is_hf3fs(fd: c_int) -> bool {
 
 /// The directory that counts as the mount point; its length and one, or -1.
 ///
-/// # Safety
-/// The path ends with a zero; there is room for so many bytes.
+/// # Safety The path ends with a zero; the buffer has space for the given bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hf3fs_extract_mount_point(
     into: *mut c_char,
@@ -56,7 +55,7 @@ pub unsafe extern "C" fn hf3fs_extract_mount_point(
     };
     let bytes = mount.as_os_str().as_bytes();
     if usize::try_from(size).is_ok_and(|size| bytes.len() < size) {
-        // SAFETY: there is room for the bytes and a zero.
+        // SAFETY: the buffer has space for the bytes and a zero.
         unsafe {
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), into.cast(), bytes.len());
             *into.add(bytes.len()) = 0;
@@ -78,7 +77,7 @@ pub extern "C" fn hf3fs_reg_fd(fd: c_int, _flags: u64) -> c_int {
     if registered.contains_key(&fd) {
         return libc::EINVAL;
     }
-    // SAFETY: it is open, as was just seen.
+    // SAFETY: it is open, as just checked.
     let (file, mode) = unsafe {
         let file = BorrowedFd::borrow_raw(fd).try_clone_to_owned();
         (file, libc::fcntl(fd, libc::F_GETFL) & libc::O_ACCMODE)

@@ -1,20 +1,20 @@
 //! 3FS's client library for tests: the C interface of `hf3fs_usrbio.h` over the files of a
 //! directory.
 //!
-//! A directory with a `3fs-virt` in it counts as a mount of 3FS, and everything below it lies
-//! there. The rules that matter are those of the real library and its daemon:
+//! A directory with a `3fs-virt` in it counts as a mount of 3FS with everything below it. The
+//! important rules are those of the real library and its daemon:
 //!
-//! * a ring is for reads or for writes, and takes no more operations than it has entries
+//! * a ring is for reads or for writes, and accepts no more operations than it has entries
 //!   (`-EAGAIN`),
-//! * operations run on a thread of the ring's own, may begin before they are handed over, and end
-//!   in no order that anybody could rely on,
-//! * a positive depth waits for batches of exactly so many; a negative one takes at most so many
-//!   together; 0 takes all,
-//! * files are registered by their numbers, once each until they are taken out; an operation needs
-//!   one that is registered and open for what it does; a file that is closed stays what it was,
-//! * memory must lie in what was made for it; a wait ends at a moment of the clock of the day,
-//! * mistakes that there lead to corrupt data end the process with a line on standard error: two
-//!   threads at one ring, memory or a ring destroyed under an operation.
+//! * operations run on a thread of the ring, may begin before they are submitted, and end in an
+//!   undefined order,
+//! * a positive depth waits for batches of exactly that size; a negative one takes at most that
+//!   number together; 0 takes all,
+//! * files are registered by their numbers, once each until they are removed; an operation needs a
+//!   registered file with the right open mode; a registration stays valid after the file is closed,
+//! * buffers must lie in registered memory; a wait ends at a time of the real-time clock,
+//! * errors that would corrupt data end the process with a line on standard error: two threads at
+//!   one ring, memory or a ring destroyed under an operation.
 //!
 //! # Controls
 //! Exported beside the functions of the library:

@@ -63,7 +63,7 @@ struct Operation {
 
 #[derive(Default)]
 struct Queues {
-    /// Operations that are in the ring: until they are reaped.
+    /// Operations in the ring, until they are reaped.
     taken: usize,
     prepared: VecDeque<Operation>,
     ended: VecDeque<(i32, i64, usize)>,
@@ -91,7 +91,7 @@ impl Ring {
         done
     }
 
-    /// What the daemon does for it.
+    /// The daemon's work for it.
     fn serve(&self) {
         loop {
             let mut batch = {
@@ -138,8 +138,8 @@ impl Ring {
         let (start, len) = (operation.address as *mut u8, operation.len);
         let file = &operation.file.file;
         let moved = if self.for_read {
-            // SAFETY: it lies in memory of this library, and the caller leaves it alone until the
-            // operation has ended.
+            // SAFETY: it lies in memory of this library, and the caller does not access it until
+            // the operation has ended.
             file.read_at(
                 unsafe { std::slice::from_raw_parts_mut(start, len) },
                 operation.at,
@@ -158,7 +158,7 @@ impl Ring {
     }
 }
 
-/// Copies a path into a structure; false where it is none.
+/// Copies a path into a structure; false if it is invalid.
 unsafe fn put_mount(into: &mut [c_char; 256], mount: *const c_char) -> bool {
     if mount.is_null() {
         return false;
@@ -235,8 +235,7 @@ pub unsafe extern "C" fn hf3fs_iovdestroy(iov: *mut Iov) {
     if iov.iovh.is_null() {
         return;
     }
-    // Nobody may read or write it any more: what does faults.
-    // SAFETY: the mapping is ours.
+    // Any later access faults. SAFETY: the mapping is ours.
     unsafe { libc::mprotect(iov.iovh, iov.size, libc::PROT_NONE) };
     iov.iovh = std::ptr::null_mut();
     count(MEMORY, false);
@@ -313,7 +312,7 @@ pub unsafe extern "C" fn hf3fs_iordestroy(ior: *mut Ior) {
     if ior.iorh.is_null() {
         return;
     }
-    // SAFETY: it came from `Arc::into_raw`, and nobody uses it after this.
+    // SAFETY: it came from `Arc::into_raw`, and is not used after this.
     let ring = unsafe { Arc::from_raw(ior.iorh.cast::<Ring>()) };
     ior.iorh = std::ptr::null_mut();
     let mut queues = ring.queues.lock();
@@ -413,10 +412,9 @@ pub unsafe extern "C" fn hf3fs_submit_ios(ior: *const Ior) -> c_int {
     }
 }
 
-/// Waits for operations until a moment of the clock of the day; how many have ended.
+/// Waits for operations until a time of the real-time clock; returns the number of ended ones.
 ///
-/// # Safety
-/// The ring was made here, there is room for the entries.
+/// # Safety The ring was made here, and the array has space for the entries.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hf3fs_wait_for_ios(
     ior: *const Ior,
@@ -457,7 +455,7 @@ pub unsafe extern "C" fn hf3fs_wait_for_ios(
                 result,
                 userdata: std::ptr::without_provenance(userdata),
             };
-            // SAFETY: there is room for `room` entries.
+            // SAFETY: the array has space for `room` entries.
             unsafe { cqes.add(number).write(entry) };
         }
         queues.taken -= come;

@@ -10,7 +10,7 @@ use parking_lot::{Condvar, Mutex};
 #[derive(Default)]
 pub(crate) struct State {
     calls: HashMap<String, u64>,
-    /// Function -> in how many calls it fails, and with which error.
+    /// Function -> the number of calls until it fails, and the error.
     failing: HashMap<String, (u64, c_int)>,
     held: bool,
     pub(crate) live: [u64; 4],
@@ -25,7 +25,7 @@ pub(crate) const RINGS: usize = 1;
 pub(crate) const FILES: usize = 2;
 pub(crate) const UNDER_WAY: usize = 3;
 
-/// Counts a call; the error number that it is to fail with, if it is.
+/// Counts a call; returns its planned error number, if any.
 pub(crate) fn called(name: &str) -> Option<c_int> {
     let mut state = STATE.lock();
     *state.calls.entry(name.to_owned()).or_default() += 1;
@@ -54,14 +54,14 @@ pub(crate) fn await_release() {
     RELEASED.wait_while(&mut state, |state| state.held);
 }
 
-/// Ends the process, for what the code under test did would corrupt data.
-#[allow(clippy::print_stderr, reason = "the last words of a process")]
+/// Ends the process, because the code under test would have corrupted data.
+#[allow(clippy::print_stderr, reason = "the last message of a process")]
 pub(crate) fn mistake(what: &str) -> ! {
     eprintln!("soft3fs: {what}");
     std::process::abort();
 }
 
-/// A name that a caller gives.
+/// A name from a caller.
 ///
 /// # Safety
 /// It ends with a zero.
@@ -94,7 +94,7 @@ pub unsafe extern "C" fn soft3fs_fail(name: *const c_char, nth: u64, errno: c_in
     STATE.lock().failing.insert(name, (nth.max(1), errno));
 }
 
-/// Operations begin when that is over.
+/// Operations begin after that time.
 #[unsafe(no_mangle)]
 pub extern "C" fn soft3fs_hold(on: bool) {
     STATE.lock().held = on;
@@ -108,7 +108,7 @@ pub extern "C" fn soft3fs_live(kind: c_int) -> u64 {
     STATE.lock().live.get(kind).copied().unwrap_or(0)
 }
 
-/// The most operations that were taken together.
+/// The most operations taken together.
 #[unsafe(no_mangle)]
 pub extern "C" fn soft3fs_together() -> u64 {
     STATE.lock().together

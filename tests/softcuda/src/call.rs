@@ -1,4 +1,4 @@
-//! What every call goes through: counting, failures planned by the test, and the checks of process,
+//! Common parts of every call: counting, failures planned by the test, and the checks of process,
 //! thread and context.
 
 use std::cell::Cell;
@@ -40,18 +40,18 @@ impl Export {
     }
 }
 
-/// Exports functions under their names: each goes through one of the functions below, or one like
-/// them, and then does what stands behind the arrow.
+/// Exports functions under their names: each calls one of the functions below, or a similar one,
+/// and then the expression behind the arrow.
 macro_rules! exports {
     ($names:ident: $($needs:ident $name:ident($($arg:ident: $type:ty),* $(,)?) [$($with:ident),*] => $does:expr;)*) => {
-        /// What is known of each, in the order of the names.
+        /// The state of each, in the order of the names.
         mod export {
             use crate::call::Export;
 
             $(pub(super) static $name: Export = Export::new(stringify!($name), || super::$name as *const _);)*
         }
 
-        /// Names of functions that the library exports.
+        /// Names of the exported functions.
         pub const $names: &[&str] = &[$(stringify!($name),)*];
 
         /// The functions themselves.
@@ -60,9 +60,8 @@ macro_rules! exports {
         $(
             #[doc = concat!("`", stringify!($name), "`, as its vendor's.")]
             ///
-            /// # Safety
-            /// As the vendor's documentation asks: pointers are null or name memory of the kind and
-            /// size that it says.
+            /// # Safety As in the vendor's documentation: pointers are null or name memory of the
+            /// documented kind and size.
             #[unsafe(no_mangle)]
             #[allow(unused_unsafe, reason = "functions without pointers need none")]
             #[allow(clippy::too_many_arguments, reason = "the vendor's own lists")]
@@ -76,7 +75,7 @@ macro_rules! exports {
 
 pub(crate) use exports;
 
-/// A call that is answered anywhere, even in a process that was forked.
+/// A call that works anywhere, even in a forked process.
 pub(crate) fn anywhere(function: &'static Export, act: impl FnOnce() -> Outcome) -> CUresult {
     count(function);
     code(act())
@@ -101,7 +100,7 @@ pub(crate) fn process(
     }))
 }
 
-/// A call that needs a context that is current to the thread and sound.
+/// A call that needs a sound context that is current to the thread.
 pub(crate) fn context(
     function: &'static Export,
     act: impl FnOnce(&mut Locked, Handle) -> Outcome,
@@ -114,20 +113,19 @@ pub(crate) fn context(
     }))
 }
 
-/// Remembers which process initialized the driver.
+/// Records the process that initialized the driver.
 pub(crate) fn initialized() {
     PROCESS.store(own_pid(), Ordering::Release);
 }
 
-/// Runs a callback of `cuLaunchHostFunc`, in which no function of the driver may be called.
+/// Runs a callback of `cuLaunchHostFunc`, in which driver calls are forbidden.
 pub(crate) fn in_callback(call: impl FnOnce()) {
     IN_CALLBACK.set(true);
     call();
     IN_CALLBACK.set(false);
 }
 
-/// Ends the process for a mistake of the caller that real hardware punishes with corrupt data or a
-/// hang.
+/// Ends the process after an error of the caller that would corrupt data or hang on real hardware.
 pub(crate) fn abort(reason: &str) -> ! {
     say(reason);
     std::process::abort()
@@ -135,15 +133,14 @@ pub(crate) fn abort(reason: &str) -> ! {
 
 /// A line on standard error.
 pub(crate) fn say(what: &str) {
-    // Where standard error is closed there is nobody to tell.
+    // Standard error may be closed.
     let _ = writeln!(std::io::stderr(), "softcuda: {what}");
 }
 
 fn enter(function: &'static Export) -> Outcome<Locked> {
     let number = count(function);
     let process = PROCESS.load(Ordering::Acquire);
-    // In a forked process another thread's lock may be held for ever, so nothing is locked before
-    // this.
+    // In a forked process another thread's lock may be held for ever, so this runs before any lock.
     if process != 0 && process != own_pid() {
         return Err(CUDA_ERROR_NOT_INITIALIZED);
     }

@@ -1,10 +1,10 @@
-//! Captures: a stream whose work goes into a graph instead of being done, and the calls that other
-//! threads may not make meanwhile.
+//! Captures: a stream whose work goes into a graph instead of being executed, and the calls that
+//! are forbidden to other threads during one.
 //!
-//! Where such a call is made, it is refused and the capture is worth nothing any more, as CUDA and
-//! HIP have it. A thread exchanges its own mode to be allowed them. What CUDA calls "potentially
-//! unsafe" it lists nowhere; here it is what is known of CUDA or HIP: memory and modules that come
-//! and go, questions for events and streams, and waits.
+//! Such a call is refused and invalidates the capture, as in CUDA and HIP. A thread changes its own
+//! mode to permit them. CUDA does not list the "potentially unsafe" calls; here they are those
+//! known for CUDA or HIP: allocation and release of memory and modules, queries of events and
+//! streams, and waits.
 
 use std::cell::Cell;
 use std::thread::ThreadId;
@@ -21,10 +21,10 @@ const GLOBAL: u32 = 0;
 const THREAD_LOCAL: u32 = 1;
 const RELAXED: u32 = 2;
 
-/// What the names of vendors begin with.
+/// Prefixes of the vendors' names.
 const PREFIXES: [&str; 5] = ["cu", "hip", "musa", "mc", "aclrt"];
 
-/// Calls that disturb a capture, behind the prefix.
+/// Calls that disturb a capture, without the prefix.
 const UNSAFE: [&str; 23] = [
     "EventQuery",
     "EventSynchronize",
@@ -103,7 +103,7 @@ pub(crate) fn end(state: &mut State, context: Handle, handle: Handle) -> Outcome
     Ok(state.new_handle())
 }
 
-/// Refuses a call that disturbs a capture, and spoils that.
+/// Refuses a call that disturbs a capture, and invalidates the capture.
 pub(crate) fn check(state: &mut State, function: &str) -> Outcome {
     let is_unsafe = |prefix: &&str| {
         let rest = function.strip_prefix(*prefix);

@@ -1,10 +1,9 @@
 //! The virtual clock: one time for the host, one for each stream, and the DMA engines' books of
 //! when they are busy.
 //!
-//! Each call takes the host some time. Whether work in streams takes time too is switched by the
-//! cost model. Nothing here looks at a real clock: figures are the same on every machine. They are
-//! those of an H100, rounded, as ucm measured them there when it opened the device
-//! (`docs/devices.md`).
+//! Each call takes host time. The cost model decides whether work in streams takes time too. The
+//! real clock is never read, so figures are the same on every machine. They are those of an H100,
+//! rounded, as measured by ucm at the opening of the device (`docs/devices.md`).
 
 use std::collections::BTreeMap;
 
@@ -17,7 +16,7 @@ const LAUNCH_NS: u64 = 4_700;
 /// Bytes that a DMA engine moves in a nanosecond (54 GB/s in each direction).
 const DMA: u64 = 54;
 
-/// Nanoseconds that a DMA engine takes to begin a copy, however early it was asked.
+/// Nanoseconds of a DMA engine to begin a copy, however early it was submitted.
 const GAP_NS: u64 = 1_600;
 
 /// Bytes of mapped host memory that a kernel reads or writes in a nanosecond (50 GB/s).
@@ -26,7 +25,7 @@ const KERNEL_HOST: u64 = 50;
 /// Bytes of its own memory that a device reads or writes in a nanosecond (3 TB/s).
 const DEVICE: u64 = 3_000;
 
-/// What an operation of a stream did.
+/// The work of an operation of a stream.
 #[derive(Clone, Copy)]
 pub(crate) enum Cost {
     /// Took no time.
@@ -72,12 +71,12 @@ impl Clock {
         self.host += if launch { LAUNCH_NS } else { CALL_NS };
     }
 
-    /// The host has waited until then.
+    /// Sets the host's time after a wait.
     pub(crate) fn waited(&mut self, until: u64) {
         self.host = self.host.max(until);
     }
 
-    /// When an operation ends that can begin at `ready`.
+    /// End of an operation that can begin at `ready`.
     pub(crate) fn spend(&mut self, ready: u64, cost: Cost) -> u64 {
         if !self.model {
             return ready;
@@ -95,8 +94,8 @@ impl Clock {
     }
 }
 
-/// What does one thing at a time: its busy intervals (begin, end). Operations take the first gap
-/// that holds them, so that the order in which threads happen to report them does not matter.
+/// A resource for one operation at a time: its busy intervals (begin, end). Operations take the
+/// first sufficient gap, so that the order of the threads' reports does not matter.
 struct Engine {
     busy: BTreeMap<u64, u64>,
 }

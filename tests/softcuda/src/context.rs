@@ -1,4 +1,4 @@
-//! Primary contexts, and which one is current to a thread.
+//! Primary contexts, and the one current to a thread.
 
 use std::cell::RefCell;
 
@@ -12,7 +12,7 @@ use crate::state::{ENDED, Handle, Locked, State};
 pub(crate) struct Context {
     pub(crate) handle: Handle,
     references: u64,
-    /// The fault that broke it: the answer to every later call.
+    /// The fault that broke it: the result of every later call.
     sticky: Option<CUresult>,
 }
 
@@ -21,7 +21,7 @@ thread_local! {
     static CURRENT: RefCell<Vec<Handle>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Works on the thread's stack; a thread that is ending has none.
+/// Accesses the thread's stack; a thread that is ending has none.
 fn with_stack<T>(act: impl FnOnce(&mut Vec<Handle>) -> T) -> Outcome<T> {
     CURRENT
         .try_with(|stack| act(&mut stack.borrow_mut()))
@@ -33,7 +33,7 @@ pub(crate) fn top() -> Outcome<Handle> {
     with_stack(|stack| stack.last().copied().unwrap_or(0))
 }
 
-/// The context current to the thread, if work can go on in it.
+/// The context current to the thread, if it is not broken.
 pub(crate) fn current(state: &State) -> Outcome<Handle> {
     let handle = top()?;
     if handle == 0 {
@@ -51,12 +51,12 @@ pub(crate) fn check(state: &State, handle: Handle) -> Outcome {
     }
 }
 
-/// The device of a context; a context that is gone has none.
+/// The device of a context; a destroyed context has none.
 pub(crate) fn device_of(state: &State, handle: Handle) -> Option<i32> {
     find(state, handle).map(|(index, _)| index as i32)
 }
 
-/// Breaks a context: what its streams still had to do is dropped.
+/// Breaks a context: pending work of its streams is dropped.
 pub(crate) fn poison(state: &mut State, handle: Handle, code: CUresult) {
     for context in state.contexts.iter_mut().flatten() {
         if context.handle == handle {
@@ -82,7 +82,7 @@ pub(crate) fn retain(state: &mut State, device: i32) -> Outcome<Handle> {
 }
 
 /// `cuDevicePrimaryCtxRelease_v2`: the last release waits for the work in the context, then
-/// everything in it is gone.
+/// destroys everything in it.
 pub(crate) fn release(state: &mut Locked, device: i32) -> Outcome {
     let index = device::index(device)?;
     let context = state.contexts[index]
@@ -103,7 +103,7 @@ pub(crate) fn release(state: &mut Locked, device: i32) -> Outcome {
     {
         ENDED.wait(state);
     }
-    // Somebody may have retained it meanwhile.
+    // Another thread may have retained it in the meantime.
     if state.contexts[index]
         .take_if(|it| it.references == 0)
         .is_some()
@@ -123,7 +123,7 @@ pub(crate) fn release(state: &mut Locked, device: i32) -> Outcome {
     Ok(())
 }
 
-/// `aclrtCreateContext`: one besides the primary one, current to this thread.
+/// `aclrtCreateContext`: a context in addition to the primary one, current to this thread.
 pub(crate) fn create(state: &mut State, device: i32) -> Outcome<Handle> {
     let index = device::index(device)?;
     let handle = state.new_handle();
@@ -136,12 +136,12 @@ pub(crate) fn create(state: &mut State, device: i32) -> Outcome<Handle> {
     set_current(state, handle).map(|()| handle)
 }
 
-/// Whether the primary context of a device exists.
+/// True if the primary context of a device exists.
 pub(crate) fn is_active(state: &State, device: i32) -> Outcome<bool> {
     Ok(state.contexts[device::index(device)?].is_some())
 }
 
-/// `cuCtxSetCurrent`: replaces the top of the stack; null takes it off.
+/// `cuCtxSetCurrent`: replaces the top of the stack; null removes it.
 pub(crate) fn set_current(state: &State, handle: Handle) -> Outcome {
     if handle != 0 {
         find(state, handle).ok_or(CUDA_ERROR_INVALID_CONTEXT)?;

@@ -1,7 +1,7 @@
-//! What a test asks of the driver and does to it: the functions whose names begin with `softcuda_`.
+//! A test's controls of the driver: the functions whose names begin with `softcuda_`.
 //!
-//! They work from every thread, with or without a context, and take no virtual time. A name or a
-//! stream that does not exist ends the process: a misspelt test must not pass.
+//! They work from every thread, with or without a context, and take no virtual time. An unknown
+//! name or stream ends the process, so that a misspelt test does not pass.
 #![allow(unsafe_code, reason = "the C ABI, and the memory that tests name")]
 
 use std::ffi::{CStr, c_char};
@@ -15,12 +15,12 @@ use crate::memory::Kind;
 use crate::state::{ENDED, Handle, State, lock};
 use crate::{context, exports, stream, vendors};
 
-/// What tests have set, and what was counted for them.
+/// The settings and counts of tests.
 pub(crate) struct Control {
     /// Calls that will fail: function, number of the call, result.
     failures: Vec<(&'static str, u64, CUresult)>,
     pub(crate) holds_new_streams: bool,
-    /// The function whose calls do not go on.
+    /// The function whose calls block.
     blocked: Option<&'static str>,
     jitter: Option<Jitter>,
     /// Functions and kernels that move wrong bytes.
@@ -58,12 +58,12 @@ impl Control {
         self.blocked == Some(function)
     }
 
-    /// Whether a function or kernel is to move a wrong byte.
+    /// True if a function or kernel must move a wrong byte.
     pub(crate) fn is_wrong(&self, name: &str) -> bool {
         self.wrong.iter().any(|wrong| wrong == name)
     }
 
-    /// How long the next operation is kept back.
+    /// Delay of the next operation.
     pub(crate) fn delay(&mut self) -> Option<Duration> {
         let Jitter { seed, most } = self.jitter.as_mut()?;
         // Marsaglia's xorshift.
@@ -88,8 +88,8 @@ impl Control {
     }
 }
 
-/// Lets a call fail: the `nth` one of `function` from now on (the next is 1) answers `result` and
-/// does nothing else. May be asked for several calls.
+/// Makes a call fail: the `nth` one of `function` from now on (the next is 1) returns `result` and
+/// does nothing else. Can be used for several calls.
 ///
 /// # Safety
 /// `function` is a name with its zero byte.
@@ -105,13 +105,13 @@ pub unsafe extern "C" fn softcuda_fail(function: *const c_char, nth: u64, result
     state.control.failures.push((function.name, number, result));
 }
 
-/// Forgets the failures that were asked for and did not come.
+/// Removes the planned failures that have not happened.
 #[unsafe(no_mangle)]
 pub extern "C" fn softcuda_mend() {
     lock().control.failures.clear();
 }
 
-/// Lets calls of a function, which are counted, go on no further; null lets all go on.
+/// Makes calls of a function, which are counted, block; null lets all continue.
 ///
 /// # Safety
 /// `function` is null or a name with its zero byte.
@@ -123,8 +123,8 @@ pub unsafe extern "C" fn softcuda_block(function: *const c_char) {
     ENDED.notify_all();
 }
 
-/// Breaks the primary context of a device, if it has one: every later call in it answers `result`,
-/// and what its streams still had to do is dropped.
+/// Breaks the primary context of a device, if it has one: every later call in it returns `result`,
+/// and pending work of its streams is dropped.
 #[unsafe(no_mangle)]
 pub extern "C" fn softcuda_break(device: i32, result: CUresult) {
     let mut state = lock();
@@ -142,8 +142,8 @@ pub extern "C" fn softcuda_break(device: i32, result: CUresult) {
     }
 }
 
-/// Lets every copy that this function begins, or every launch of this kernel of a loaded module,
-/// write a wrong byte; null ends that for all.
+/// Makes every copy of this function, or every launch of this kernel of a loaded module, write a
+/// wrong byte; null ends that for all.
 ///
 /// # Safety
 /// `name` is null or a name with its zero byte.
@@ -169,7 +169,7 @@ pub unsafe extern "C" fn softcuda_corrupt(name: *const c_char) {
 }
 
 /// Holds a stream: no further operation of it begins until it is released. Null holds all streams,
-/// those to come too.
+/// including new ones.
 #[unsafe(no_mangle)]
 pub extern "C" fn softcuda_hold(stream: Handle) {
     set_held(stream, true);
@@ -181,8 +181,8 @@ pub extern "C" fn softcuda_release(stream: Handle) {
     set_held(stream, false);
 }
 
-/// Keeps each operation of every stream back for a random time of at most `max_us` microseconds; 0
-/// ends it.
+/// Delays each operation of every stream by a random time of at most `max_us` microseconds; 0 ends
+/// it.
 #[unsafe(no_mangle)]
 pub extern "C" fn softcuda_jitter(seed: u64, max_us: u64) {
     // A xorshift stays at 0 for ever.
@@ -193,20 +193,20 @@ pub extern "C" fn softcuda_jitter(seed: u64, max_us: u64) {
     lock().control.jitter = (max_us > 0).then_some(jitter);
 }
 
-/// Allocations of the device lie side by side from now on, or (0) each by itself again.
+/// Makes allocations of the device adjacent from now on, or (0) separate again.
 #[unsafe(no_mangle)]
 pub extern "C" fn softcuda_side_by_side(on: u32) {
     crate::memory::set_side_by_side(&mut lock(), on != 0);
 }
 
-/// Takes host memory as memory of the first device, at its own address: copies and kernels of both
-/// devices may use it. `CUDA_ERROR_INVALID_VALUE` where it overlaps memory that is known already.
+/// Accepts host memory as memory of the first device, at its own address: copies and kernels of
+/// both devices may use it. `CUDA_ERROR_INVALID_VALUE` if it overlaps known memory.
 #[unsafe(no_mangle)]
 pub extern "C" fn softcuda_accept(start: usize, len: usize) -> CUresult {
     code(lock().memory.accept(start, len))
 }
 
-/// Ends [`softcuda_accept`]; the process, where queued work still uses the memory.
+/// Ends [`softcuda_accept`]; ends the process if queued work still uses the memory.
 #[unsafe(no_mangle)]
 pub extern "C" fn softcuda_forget(start: usize) -> CUresult {
     code(lock().memory.forget(start))
@@ -220,7 +220,7 @@ pub extern "C" fn softcuda_forget(start: usize) -> CUresult {
 pub unsafe extern "C" fn softcuda_read(address: u64, into: *mut u8, len: usize) -> CUresult {
     let state = lock();
     let read = state.memory.any_place(address, len).map(|place| {
-        // SAFETY: the place is checked and in use, the caller promises the other end.
+        // SAFETY: the place is checked and in use; the caller guarantees the other end.
         unsafe { stream::move_bytes(place.address(), into.expose_provenance(), len) };
     });
     code(read)
@@ -243,7 +243,7 @@ pub unsafe extern "C" fn softcuda_write(address: u64, from: *const u8, len: usiz
     code(written)
 }
 
-/// How often a function was called, those calls that failed too.
+/// The number of calls of a function, including failed ones.
 ///
 /// # Safety
 /// `function` is a name with its zero byte.
@@ -276,9 +276,9 @@ pub extern "C" fn softcuda_model(on: u32) {
     lock().clock.model = on != 0;
 }
 
-/// What exists now: 0 allocations (of devices and of pinned host memory), 1 registrations, 2
-/// streams, 3 events, 4 modules, 5 contexts, 6 streams that wait neither for the default one nor
-/// behind those of a higher priority.
+/// Number of existing objects: 0 allocations (of devices and of pinned host memory), 1
+/// registrations, 2 streams, 3 events, 4 modules, 5 contexts, 6 streams that wait neither for the
+/// default one nor behind those of a higher priority.
 #[unsafe(no_mangle)]
 pub extern "C" fn softcuda_live(kind: u32) -> u64 {
     let state = lock();

@@ -1,8 +1,8 @@
 //! Copies and fills.
 //!
-//! Pinned host memory is copied when the stream comes to it. Other host memory is copied as CUDA
-//! documents it: to the device, the bytes are taken before the call returns; from the device, the
-//! call returns once they are there.
+//! Pinned host memory is copied when the stream reaches the operation. Other host memory is copied
+//! as CUDA documents it: to the device, the bytes are read before the call returns; from the
+//! device, the call returns after the copy.
 #![allow(unsafe_code, reason = "takes bytes from the memory that callers name")]
 
 use std::ptr::with_exposed_provenance;
@@ -14,7 +14,7 @@ use crate::memory::Place;
 use crate::state::{Handle, Locked, State};
 use crate::stream::{self, Work};
 
-/// The function that copies so, and waits or does not.
+/// The function of such a copy, with or without a wait.
 pub(crate) fn name(cost: Cost, waits: bool) -> &'static str {
     match (cost, waits) {
         (Cost::ToDevice(_), false) => "cuMemcpyHtoDAsync_v2",
@@ -151,8 +151,8 @@ pub(crate) fn fill(
 }
 
 /// `cuMemcpyHtoD_v2`, which waits for the streams that are not made `NON_BLOCKING`, as the legacy
-/// stream does. From memory that is not pinned it returns once the bytes were taken: they come to
-/// the device as work of the default stream.
+/// stream does. From memory that is not pinned it returns when the bytes were read: they are
+/// written to the device as work of the default stream.
 ///
 /// # Safety
 /// `len` bytes can be read at `from`.
@@ -213,7 +213,7 @@ pub(crate) unsafe fn to_host_now(
     )
 }
 
-/// Copies on the default stream, and waits for it or does not.
+/// Copies on the default stream, with or without a wait.
 fn now(
     state: &mut Locked,
     context: Handle,

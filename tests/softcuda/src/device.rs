@@ -1,5 +1,5 @@
-//! The devices and what they say of themselves.
-#![allow(unsafe_code, reason = "answers go through the caller's pointers")]
+//! The devices and their attributes.
+#![allow(unsafe_code, reason = "results are written through the caller's pointers")]
 
 use std::ffi::c_char;
 

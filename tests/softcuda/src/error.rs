@@ -1,11 +1,11 @@
-//! The driver's result codes, with the names and texts that it gives for them.
+//! The driver's result codes, with their names and texts.
 
 use std::ffi::CStr;
 
 /// A result of the driver, as C sees it.
 pub type CUresult = u32;
 
-/// What the functions behind the exported ones return; an error is never [`CUDA_SUCCESS`].
+/// Result of the functions behind the exported ones; an error is never [`CUDA_SUCCESS`].
 pub(crate) type Outcome<T = ()> = Result<T, CUresult>;
 
 macro_rules! codes {

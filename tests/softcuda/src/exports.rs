@@ -52,7 +52,7 @@ exports! {
     context cuCtxGetStreamPriorityRange(least: *mut i32, greatest: *mut i32) [_state, _current] =>
         put_if(least, 0).and(put_if(greatest, GREATEST_PRIORITY));
     context cuCtxSynchronize() [_state, _current] =>
-        abort("cuCtxSynchronize waits for the work of everybody");
+        abort("cuCtxSynchronize waits for the work of the whole context");
 
     context cuStreamCreate(stream: *mut Handle, flags: u32) [state, current] =>
         put(stream, stream::create(state, current, flags, false)?);
@@ -128,7 +128,7 @@ exports! {
     );
 }
 
-/// The version that the driver says it is: CUDA 12.8.
+/// The reported version: CUDA 12.8.
 const VERSION: i32 = 12_080;
 
 /// The highest priority of streams; the least is 0.
@@ -160,7 +160,7 @@ pub(crate) unsafe fn exchange_mode(mode: *mut u32) -> Outcome {
     unsafe { put(mode, capture::exchange(*mode)?) }
 }
 
-/// Writes an answer where one is wanted.
+/// Writes a result if the pointer is not null.
 ///
 /// # Safety
 /// `to` is null or may be written.
@@ -172,7 +172,7 @@ unsafe fn put_if<T>(to: *mut T, value: T) -> Outcome {
     unsafe { put(to, value) }
 }
 
-/// Writes a text, or null and an error where there is none.
+/// Writes a text, or null and an error if there is none.
 ///
 /// # Safety
 /// `to` is null or may be written.

@@ -1,30 +1,31 @@
 //! A software CUDA driver for tests.
 //!
-//! A shared library that the code under test opens by its path, in the place of the driver. It has
-//! the driver's functions with their C ABI, two devices, and the rules that matter:
+//! A shared library that the code under test opens by its path, instead of the driver. It has the
+//! driver's functions with their C ABI, two devices, and the important rules:
 //!
 //! * device memory faults when the host touches it, and is never at the same address twice;
 //!   registered host memory has a device address of its own,
 //! * each stream is a queue with a thread: work runs later than the call, in order, and is ordered
 //!   with other streams by events only,
-//! * contexts, handles and address ranges are checked; a kernel that leaves its memory breaks its
-//!   context for good,
-//! * a copy without a stream, from memory that is not pinned to the device, returns before its
-//!   bytes are there: the default stream may be waited for, and given to no other call,
-//! * while a thread captures a graph, calls that disturb it are refused and spoil it ([`capture`]),
+//! * contexts, handles and address ranges are checked; a kernel that accesses unmapped memory
+//!   breaks its context for good,
+//! * a copy without a stream, from unpinned memory to the device, returns before its bytes are
+//!   written: the default stream can be waited for, and cannot be passed to another call,
+//! * while a thread captures a graph, calls that disturb it are refused and invalidate it
+//!   ([`capture`]),
 //! * kernels are PTX, and run ([`ptx`]),
-//! * mistakes that real hardware answers with corrupt data or a hang end the process with a line on
-//!   standard error: freeing memory that queued work uses, changing pinned memory that a queued
-//!   copy needs ([`watch`]), the legacy stream, `cuCtxSynchronize`, a call of the driver from
-//!   inside a callback,
-//! * in a process forked after `cuInit`, calls answer `CUDA_ERROR_NOT_INITIALIZED`.
+//! * errors that corrupt data or hang on real hardware end the process with a line on standard
+//!   error: freeing memory that queued work uses, changing pinned memory that a queued copy needs
+//!   ([`watch`]), the legacy stream, `cuCtxSynchronize`, a call of the driver from inside a
+//!   callback,
+//! * in a process forked after `cuInit`, calls return `CUDA_ERROR_NOT_INITIALIZED`.
 //!
 //! The same driver is the runtime of other vendors under their names ([`VENDOR_NAMES`]): `hip*`,
 //! `musa*` and `mc*`, where a thread has device 0 before it sets one and the last error of a thread
-//! is kept for its next question, and `aclrt*`, where it has none, copies name the room at their
-//! target, events answer the other way round, copies on the device and registered memory are
-//! aligned, and a device has other contexts than its own. A copy of the wrong kind is refused. All
-//! these share contexts, memory and streams with the functions of CUDA.
+//! is kept for its next query, and `aclrt*`, where a thread has no device at first, copies name the
+//! space at their target, event queries return opposite values, copies on the device and registered
+//! memory are aligned, and a device has additional contexts. A copy of the wrong kind is refused.
+//! All these share contexts, memory and streams with the functions of CUDA.
 //!
 //! # Controls
 //! Exported beside the driver's functions:
@@ -45,13 +46,12 @@
 //! | [`softcuda_now_ns`]`()` | the host's time on the virtual clock |
 //! | [`softcuda_model`]`(on)` | whether work in streams takes virtual time |
 //!
-//! # The virtual clock
-//! A call in a context takes the host 1.5 µs, a launch 4.7 µs. With the cost model on, copies
-//! between host and device take a DMA engine (one for each direction) 1.6 µs and their bytes at 54
-//! GB/s, kernels read and write mapped host memory at 50 GB/s and device memory at 3 TB/s. An
-//! operation begins when its stream has come to it, it was submitted, and its engine is free for
-//! long enough. Events carry the time they were reached at; waiting for one, on the host or in a
-//! stream, takes the waiter there.
+//! # The virtual clock A call in a context takes the host 1.5 µs, a launch 4.7 µs. With the cost
+//! model on, copies between host and device take a DMA engine (one for each direction) 1.6 µs and
+//! their bytes at 54 GB/s, kernels read and write mapped host memory at 50 GB/s and device memory
+//! at 3 TB/s. An operation begins when its stream has reached it, it was submitted, and its engine
+//! is free for long enough. Events have the time at which they were reached; a wait for one, on the
+//! host or in a stream, advances the waiter to that time.
 
 mod call;
 mod capture;

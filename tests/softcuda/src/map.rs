@@ -11,7 +11,7 @@ use libc::{
 /// Size of a page.
 pub(crate) const PAGE: usize = 4096;
 
-/// Address space whose every use faults.
+/// Address space in which every access faults.
 pub(crate) fn reserve(len: usize) -> Option<usize> {
     map(null_mut(), len, PROT_NONE, 0)
 }
@@ -21,13 +21,12 @@ pub(crate) fn pages(len: usize) -> Option<usize> {
     map(null_mut(), len, PROT_READ | PROT_WRITE, 0)
 }
 
-/// Gives the pages back and keeps their addresses, so that a late use faults and never meets
-/// another's bytes.
+/// Frees the pages and keeps their addresses, so that a late access faults and never reaches other
+/// memory.
 ///
-/// # Safety
-/// The range was given out by [`pages`] and nobody uses it any more.
+/// # Safety The range came from [`pages`] and is not used any more.
 pub(crate) unsafe fn retire(at: usize, len: usize) {
-    // Where this fails the pages stay as they are.
+    // If this fails the pages stay.
     let _ = map(with_exposed_provenance_mut(at), len, PROT_NONE, MAP_FIXED);
 }
 
@@ -36,14 +35,14 @@ pub(crate) unsafe fn retire(at: usize, len: usize) {
 /// # Safety
 /// As for [`retire`].
 pub(crate) unsafe fn release(at: usize, len: usize) {
-    // SAFETY: the caller promises that the mapping is whole and in nobody's use.
+    // SAFETY: the caller guarantees that the mapping is whole and unused.
     let _ = unsafe { libc::munmap(with_exposed_provenance_mut(at), len) };
 }
 
 /// Whether every page of a range is mapped.
 pub(crate) fn is_mapped(at: usize, len: usize) -> bool {
     let begin = at & !(PAGE - 1);
-    // SAFETY: an asynchronous msync only looks at the mappings; it fails where there is none.
+    // SAFETY: an asynchronous msync only checks the mappings; it fails if there is none.
     unsafe {
         libc::msync(
             with_exposed_provenance_mut(begin),

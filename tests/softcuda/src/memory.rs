@@ -1,10 +1,10 @@
 //! Memory that copies and kernels reach: allocations, registered host memory, and foreign memory
 //! that a test had accepted.
 //!
-//! A device address is one thing, the pages behind it another. The addresses of allocations and of
-//! registered memory are reservations that fault when the host touches them; they are never given
-//! out twice. Allocations begin 512 bytes into a page, so that nobody comes to rely on more
-//! alignment than the driver promises.
+//! Device addresses and the pages behind them are separate. The addresses of allocations and of
+//! registered memory are reservations that fault on host access; they are never reused. Allocations
+//! begin 512 bytes into a page, so that code cannot rely on more alignment than the driver
+//! guarantees.
 
 use std::collections::BTreeMap;
 use std::ops::{Deref, Range};
@@ -23,7 +23,7 @@ use crate::state::{Handle, State};
 /// Alignment of allocations.
 const ALIGNMENT: usize = 512;
 
-/// Memory of a device. Pages that nobody has written take no room.
+/// Memory of a device. Unwritten pages use no memory.
 const CAPACITY: usize = 80 << 30;
 
 pub(crate) const PORTABLE: u32 = 1;
@@ -39,7 +39,7 @@ pub(crate) enum Kind {
     Registered,
     /// Host memory of `cuMemHostAlloc`; its device address is its host address.
     HostAllocated,
-    /// Host memory of somebody else's that counts as memory of a device.
+    /// Foreign host memory that counts as memory of a device.
     Accepted,
 }
 
@@ -84,14 +84,13 @@ impl Region {
         matches!(self.kind, Kind::Registered | Kind::HostAllocated)
     }
 
-    /// Whether copies in this context may use it. Host memory that is not portable belongs to one
+    /// True if copies in this context may use it. Host memory that is not portable belongs to one
     /// context.
     fn is_open_to(&self, context: Handle) -> bool {
         !self.is_host() || self.flags & PORTABLE != 0 || self.context == context
     }
 
-    /// Whether kernels in this context may use it. Memory of the other device is out of their
-    /// reach.
+    /// True if kernels in this context may use it. They cannot access memory of the other device.
     fn is_in_reach_of(&self, context: Handle) -> bool {
         self.is_open_to(context) && (self.kind != Kind::Device || self.context == context)
     }
@@ -101,8 +100,8 @@ impl Drop for Region {
     #[allow(unsafe_code, reason = "gives its pages back")]
     fn drop(&mut self) {
         match self.kind {
-            // SAFETY: allocation mapped these pages for this region; what uses them holds a
-            // reference to it. The device addresses stay reserved.
+            // SAFETY: allocation mapped these pages for this region; users hold a reference to it.
+            // The device addresses stay reserved.
             Kind::Device => unsafe { map::release(self.bytes, pages_of(self.len)) },
             // SAFETY: as above; the host may still hold the address, which faults from now on.
             Kind::HostAllocated => unsafe { map::retire(self.bytes, pages_of(self.len)) },
@@ -111,7 +110,7 @@ impl Drop for Region {
     }
 }
 
-/// A region in use by an operation: freeing it is a mistake while this exists.
+/// A region in use by an operation: freeing it is an error while this exists.
 pub(crate) struct Use(Arc<Region>);
 
 impl Use {
@@ -163,7 +162,7 @@ impl Place {
         }
     }
 
-    /// Its bytes from there on, where they are the host's and not taken from there.
+    /// Its bytes from there on, if they are the host's and were not copied.
     pub(crate) fn host(&self, len: usize) -> Option<Range<usize>> {
         let is_host = match self {
             Self::Region { held, .. } => held.is_host(),
@@ -178,7 +177,7 @@ impl Place {
 pub(crate) struct Memory {
     /// By device address.
     regions: BTreeMap<u64, Arc<Region>>,
-    /// Addresses for allocations that are to lie side by side, while a test wants that.
+    /// Addresses for adjacent allocations, if a test requested them.
     pub(crate) side_by_side: Option<Range<usize>>,
     /// Registered and allocated host memory, by host address.
     pinned: BTreeMap<u64, Arc<Region>>,
@@ -238,7 +237,7 @@ impl Memory {
             .map(Use::new)
     }
 
-    /// What a kernel of this context can reach now, in the order of addresses.
+    /// The regions that a kernel of this context can access now, by address.
     pub(crate) fn in_reach_of(&self, context: Handle) -> Vec<Arc<Region>> {
         let regions = self.regions.values();
         let reached = regions.filter(|region| region.is_in_reach_of(context));
@@ -290,7 +289,7 @@ impl Memory {
             .count() as u64
     }
 
-    /// All that was made in a context goes with it.
+    /// A context's regions are removed with it.
     pub(crate) fn drop_context(&mut self, context: Handle) {
         let regions = self.regions.values();
         let made: Vec<u64> = regions
@@ -331,8 +330,8 @@ impl Memory {
         let Some(region) = self.regions.remove(&start) else {
             return;
         };
-        // A kernel counts its use first and looks whether the region lives afterwards: one of us
-        // sees the other.
+        // A kernel counts its use first and then checks that the region exists, so either this
+        // check or the kernel's finds the other.
         region.alive.store(false, Ordering::SeqCst);
         let uses = region.uses.load(Ordering::SeqCst);
         if uses > 0 {
@@ -386,10 +385,10 @@ pub(crate) fn range(state: &State, address: u64) -> Outcome<(u64, usize)> {
         .ok_or(CUDA_ERROR_INVALID_VALUE)
 }
 
-/// From now on allocations lie side by side, as those of a driver do that takes them from larger
-/// ones, or again each by itself.
+/// Makes allocations adjacent from now on, like those of a driver that cuts them from larger ones,
+/// or separate again.
 pub(crate) fn set_side_by_side(state: &mut State, wanted: bool) {
-    /// As much as tests allocate side by side.
+    /// Enough for the adjacent allocations of tests.
     const ROOM: usize = 64 << 20;
     state.memory.side_by_side = wanted
         .then(|| map::reserve(ROOM))
@@ -476,7 +475,7 @@ pub(crate) fn unregister(state: &mut State, start: usize) -> Outcome {
     Ok(())
 }
 
-/// `cuMemHostGetDevicePointer_v2`: only for memory that was asked to be mapped for devices.
+/// `cuMemHostGetDevicePointer_v2`: only for memory registered as mapped for devices.
 pub(crate) fn device_pointer(
     state: &State,
     context: Handle,
@@ -495,13 +494,13 @@ pub(crate) fn ordinal(state: &State, region: &Region) -> i32 {
     context::device_of(state, region.context).unwrap_or(0)
 }
 
-/// What a running kernel sees of memory: what there was in its reach when it began, as long as it
-/// lives.
+/// The memory of a running kernel: the regions that it could access at its start, as long as they
+/// exist.
 pub(crate) struct KernelMemory {
     regions: Vec<Arc<Region>>,
     /// For each region, whether the kernel has used it.
     used: Vec<AtomicBool>,
-    /// For each, where the kernel's first written byte is, and where its last one ends.
+    /// For each, the range from the kernel's first to its last written byte.
     wrote: Vec<[AtomicUsize; 2]>,
     host: AtomicU64,
     device: AtomicU64,
@@ -544,12 +543,12 @@ impl KernelMemory {
         bytes.filter(|bytes| !bytes.is_empty()).collect()
     }
 
-    /// Where a read goes, which counts as done; `None` where no memory is.
+    /// The target of a read, which is counted; `None` without memory.
     pub(crate) fn read(&self, address: u64, len: usize) -> Option<usize> {
         self.access(address, len).map(|(_, byte)| byte)
     }
 
-    /// Where a write goes, which counts as done; `None` where no memory is.
+    /// The target of a write, which is counted; `None` without memory.
     pub(crate) fn write(&self, address: u64, len: usize) -> Option<usize> {
         let (index, byte) = self.access(address, len)?;
         let [first, end] = &self.wrote[index];

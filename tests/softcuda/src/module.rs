@@ -86,7 +86,7 @@ pub(crate) unsafe fn load(
     Ok(handle)
 }
 
-/// `cuModuleUnload`: its functions are gone; launches on their way keep what they need.
+/// `cuModuleUnload`: its functions become invalid; running launches keep their code.
 pub(crate) fn unload(state: &mut State, context: Handle, module: Handle) -> Outcome {
     find(state, context, module)?;
     state.modules.remove(&module);

@@ -17,8 +17,7 @@ use crate::module::{Function, Module};
 use crate::stream::Stream;
 
 /// A context, stream, event, module or function: an opaque pointer to the caller, a key here. It is
-/// no address that could be read, and it is never used twice, so that a handle kept too long is
-/// found out.
+/// no readable address and is never reused, so that a stale handle is detected.
 pub type Handle = usize;
 
 /// The locked state.
@@ -26,8 +25,8 @@ pub(crate) type Locked = MutexGuard<'static, State>;
 
 static STATE: Mutex<State> = Mutex::new(State::new());
 
-/// Notified whenever an operation of a stream has ended, or a test lets calls go on: what calls
-/// that wait wait for.
+/// Notified when an operation of a stream has ended, or a test releases calls; waiting calls wait
+/// on it.
 pub(crate) static ENDED: Condvar = Condvar::new();
 
 /// Everything the driver knows.
@@ -67,7 +66,7 @@ impl State {
         }
     }
 
-    /// A handle that was never given out before.
+    /// A new handle.
     pub(crate) fn new_handle(&mut self) -> Handle {
         self.handles += 1;
         // Bit 52 lies outside of every address a program can have.

@@ -1,5 +1,5 @@
-//! Streams: queues of operations, each with a thread that does them in order, later than the calls
-//! that submit them.
+//! Streams: queues of operations, each with a thread that executes them in order, later than the
+//! calls that submit them.
 #![allow(
     unsafe_code,
     reason = "moves bytes between regions and the memory that callers name, and calls their \
@@ -34,7 +34,7 @@ pub(crate) const NON_BLOCKING: u32 = 1;
 /// The handles that mean the legacy stream and the streams of threads.
 const LEGACY: std::ops::RangeInclusive<Handle> = 0..=2;
 
-/// The one of them that is the default stream where a stream is waited for or asked.
+/// The one of them that is the default stream in waits and queries.
 const DEFAULT: Handle = 0;
 
 /// A callback of `cuLaunchHostFunc`.
@@ -47,14 +47,14 @@ pub(crate) struct Stream {
     is_blocking: bool,
     /// Its priority is the highest.
     is_preferred: bool,
-    /// Whether it is that of copies without a stream.
+    /// True for the stream of copies without a stream.
     pub(crate) is_default: bool,
     pub(crate) capture: Option<Capture>,
     queue: VecDeque<Submitted>,
     submitted: u64,
     ended: u64,
     pub(crate) is_held: bool,
-    /// Destroyed: what is queued is done, then it is gone.
+    /// Destroyed: queued operations are executed, then it is removed.
     pub(crate) is_closed: bool,
     /// Virtual time at which its last operation ended.
     time: u64,
@@ -65,13 +65,13 @@ struct Submitted {
     work: Work,
     /// The host's virtual time.
     at: u64,
-    /// What the host must leave alone until it runs.
+    /// Host memory that must not change until it runs.
     host: Option<Watched>,
 }
 
 /// An operation.
 pub(crate) enum Work {
-    /// Copies bytes; the cost says which way.
+    /// Copies bytes; the cost has the direction.
     Copy {
         from: Place,
         to: Place,
@@ -110,7 +110,7 @@ impl Work {
 }
 
 impl Stream {
-    /// Whether all that was submitted has ended.
+    /// True if all submitted work has ended.
     pub(crate) fn is_idle(&self) -> bool {
         self.ended == self.submitted
     }
@@ -132,7 +132,7 @@ impl Stream {
         self.wake.notify_one();
     }
 
-    /// Whether its next operation may begin.
+    /// True if its next operation may begin.
     fn is_ready(&self) -> bool {
         !self.is_held
             && self.queue.front().is_some_and(|next| match &next.work {
@@ -172,12 +172,12 @@ pub(crate) fn create(
         .name("softcuda stream".into())
         .spawn(move || work(handle, &wake))
         .map_err(|_| CUDA_ERROR_OUT_OF_MEMORY)?;
-    // The thread comes in here once the caller gives the lock back.
+    // The thread takes the lock when the caller releases it.
     state.streams.insert(handle, stream);
     Ok(handle)
 }
 
-/// `cuStreamDestroy_v2`: returns at once, what is queued is still done.
+/// `cuStreamDestroy_v2`: returns at once; queued operations are still executed.
 pub(crate) fn destroy(state: &mut State, context: Handle, stream: Handle) -> Outcome {
     check(state, context, stream)?;
     if let Some(stream) = state.streams.get_mut(&stream) {
@@ -201,7 +201,7 @@ pub(crate) fn default_of(state: &mut State, context: Handle) -> Outcome<Handle> 
     Ok(handle)
 }
 
-/// A stream that is waited for or asked, which may be the default one.
+/// A stream of a wait or query, which may be the default one.
 fn asked(state: &mut State, context: Handle, stream: Handle) -> Outcome<Handle> {
     match stream {
         DEFAULT => default_of(state, context),
@@ -210,7 +210,7 @@ fn asked(state: &mut State, context: Handle, stream: Handle) -> Outcome<Handle> 
 }
 
 /// Checks that a stream exists and is of this context. The legacy stream ends the process: it waits
-/// for every other stream of the device, which is a mistake wherever it is used.
+/// for every other stream of the device, which is always an error.
 pub(crate) fn check(state: &State, context: Handle, stream: Handle) -> Outcome {
     if LEGACY.contains(&stream) {
         abort("the legacy stream was given to a call that takes a stream");
@@ -221,8 +221,8 @@ pub(crate) fn check(state: &State, context: Handle, stream: Handle) -> Outcome {
     }
 }
 
-/// Puts an operation at the end of a checked stream; returns its number, to wait for. A stream that
-/// captures does not do it.
+/// Puts an operation at the end of a checked stream; returns its number, for a wait. A capturing
+/// stream does not execute it.
 pub(crate) fn submit(state: &mut State, stream: Handle, work: Work) -> u64 {
     let at = state.clock.now();
     let Some(stream) = state.streams.get_mut(&stream) else {
@@ -239,10 +239,10 @@ pub(crate) fn submit(state: &mut State, stream: Handle, work: Work) -> u64 {
     stream.submitted
 }
 
-/// Waits until an operation has ended, which also takes the host to that time.
+/// Waits until an operation has ended, which also advances the host's time.
 pub(crate) fn wait(state: &mut Locked, stream: Handle, number: u64) {
     loop {
-        // A stream that is gone has done all its work.
+        // A removed stream has done all its work.
         let Some(found) = state.streams.get(&stream) else {
             return;
         };
@@ -290,9 +290,7 @@ pub(crate) fn wait_for_blocking(state: &mut Locked, context: Handle) -> Outcome 
 
 /// Moves bytes, which may overlap.
 ///
-/// # Safety
-/// Both ranges are mapped. Others may work on them at the same time only as they may with a
-/// device's own copies.
+/// # Safety Both ranges are mapped. Concurrent access follows the rules of a device's own copies.
 pub(crate) unsafe fn move_bytes(from: usize, to: usize, len: usize) {
     let (from, to) = (
         with_exposed_provenance::<u8>(from),
@@ -338,7 +336,7 @@ fn work(handle: Handle, wake: &Condvar) {
             continue;
         }
         if let Some(delay) = state.control.delay().filter(|_| !delayed) {
-            // Afterwards it may be held, or its context broken: look again.
+            // Afterwards it may be held, or its context broken: check again.
             delayed = true;
             MutexGuard::unlocked(&mut state, || std::thread::sleep(delay));
             continue;
@@ -349,7 +347,7 @@ fn work(handle: Handle, wake: &Condvar) {
     ENDED.notify_all();
 }
 
-/// Does the next operation of a stream that is ready, without the lock.
+/// Executes the next operation of a ready stream, without the lock.
 fn perform(state: &mut Locked, handle: Handle, context: Handle) {
     let Some(stream) = state.streams.get_mut(&handle) else {
         return;
@@ -402,14 +400,14 @@ fn perform(state: &mut Locked, handle: Handle, context: Handle) {
     }
 }
 
-/// The driver wrote to these bytes of the host's memory, whatever is queued for them.
+/// The driver has written these bytes of the host's memory.
 pub(crate) fn written(state: &mut State, bytes: &Range<usize>) {
     let queues = state.streams.values_mut().map(|stream| &mut stream.queue);
     let watched = queues.flatten().filter_map(|queued| queued.host.as_mut());
     watched.for_each(|watched| watched.written(bytes));
 }
 
-/// Copies, fills and callbacks; what they cost.
+/// Executes copies, fills and callbacks; returns their cost.
 fn move_or_call(work: &Work, wrong: bool) -> Cost {
     match work {
         Work::Copy {
@@ -435,7 +433,7 @@ fn move_or_call(work: &Work, wrong: bool) -> Cost {
             Cost::Fill(*len as u64)
         }
         Work::Call { function, data } => {
-            // SAFETY: who gave the callback promised that it can be called with this.
+            // SAFETY: the caller promised that the callback can be called with this.
             in_callback(|| unsafe { function(with_exposed_provenance_mut(*data)) });
             Cost::None
         }
@@ -443,7 +441,7 @@ fn move_or_call(work: &Work, wrong: bool) -> Cost {
     }
 }
 
-/// Enters the end of an operation and tells who waits.
+/// Records the end of an operation and notifies waiters.
 fn end(state: &mut State, handle: Handle, submitted: u64, work: &Work, cost: Cost) {
     let State {
         streams,
@@ -468,8 +466,8 @@ fn end(state: &mut State, handle: Handle, submitted: u64, work: &Work, cost: Cos
     ENDED.notify_all();
 }
 
-/// Drops what a stream of a broken context still had to do. Its marks are set: another context may
-/// wait for them.
+/// Drops the pending work of a stream in a broken context. Its marks are set, because another
+/// context may wait for them.
 fn drop_queue(state: &mut State, handle: Handle) {
     let Some(stream) = state
         .streams
@@ -488,7 +486,7 @@ fn drop_queue(state: &mut State, handle: Handle) {
     ENDED.notify_all();
 }
 
-/// Sets a mark, which only its one operation does.
+/// Sets a mark; only its one operation does this.
 fn reach(mark: &Mark, time: u64) {
     let _ = mark.set(time);
 }

@@ -1,4 +1,4 @@
-//! The driver under the names of other vendors' runtimes: their kinds of copies, answers and rules
+//! The driver under the names of other vendors' runtimes: their kinds of copies, results and rules
 //! over the same core.
 #![allow(unsafe_code, reason = "the vendors' C ABI")]
 #![allow(non_snake_case, non_upper_case_globals, reason = "the vendors' names")]
@@ -26,10 +26,10 @@ const TO_DEVICE: i32 = 1;
 const TO_HOST: i32 = 2;
 const ON_DEVICE: i32 = 3;
 
-/// "Not ready", as MUSA may say it.
+/// "Not ready", as MUSA may return it.
 const MUSA_NOT_READY: CUresult = 34;
 
-/// The versions that the runtimes say they are.
+/// The reported versions of the runtimes.
 const VERSION: i32 = 50_221_153;
 const ACL_VERSION: [i32; 3] = [1, 17, 0];
 
@@ -78,9 +78,9 @@ vendors! {
         put(device, context::device_of(state, context::top()?).unwrap_or(0));
     last [hipGetLastError musaGetLastError mcGetLastError] () [] => LAST.take();
     current [hipDeviceSynchronize musaDeviceSynchronize mcDeviceSynchronize] () [_state, _current] =>
-        abort("a synchronization of the device waits for the work of everybody");
+        abort("a synchronization of the device waits for all work on it");
     current [hipDeviceReset musaDeviceReset mcDeviceReset] () [_state, _current] =>
-        abort("a reset of the device ends the work of everybody");
+        abort("a reset of the device ends all work on it");
     current [
         hipDeviceGetStreamPriorityRange musaDeviceGetStreamPriorityRange mcDeviceGetStreamPriorityRange
     ] (least: *mut i32, greatest: *mut i32) [_state, _current] => put(least, 1).and(put(greatest, GREATEST_PRIORITY));
@@ -147,9 +147,9 @@ vendors! {
     acl_current [aclrtGetDevice] (device: *mut i32) [state, current] =>
         put(device, context::device_of(state, current).unwrap_or(0));
     acl_current [aclrtSynchronizeDevice] () [_state, _current] =>
-        abort("aclrtSynchronizeDevice waits for the work of everybody");
+        abort("aclrtSynchronizeDevice waits for all work on the device");
     acl_current [aclrtResetDevice] (_device: i32) [_state, _current] =>
-        abort("aclrtResetDevice ends the work of everybody");
+        abort("aclrtResetDevice ends all work on the device");
     acl_current [aclrtCreateStreamWithConfig] (stream: *mut Handle, priority: u32, flags: u32) [state, current] =>
         if priority > ACL_LEAST_PRIORITY || flags & !ACL_STREAM_FAST != 0 {
             Err(ACL_PARAM_INVALID)
@@ -223,7 +223,7 @@ pub extern "C" fn aclrtGetSocName() -> *const c_char {
     c"SoftAscend".as_ptr()
 }
 
-/// An answer as MUSA may give it.
+/// A result as MUSA may return it.
 fn of_musa(code: CUresult) -> CUresult {
     match code {
         CUDA_ERROR_NOT_READY => MUSA_NOT_READY,
@@ -257,7 +257,7 @@ fn current(export: &'static Export, act: impl FnOnce(&mut Locked, Handle) -> Out
     })
 }
 
-/// The question for the thread's last error.
+/// The query of the thread's last error.
 fn last(export: &'static Export, act: impl FnOnce() -> CUresult) -> CUresult {
     call::anywhere(export, || match act() {
         CUDA_SUCCESS => Ok(()),
@@ -270,7 +270,7 @@ fn acl_first(export: &'static Export, act: impl FnOnce(&mut Locked) -> Outcome) 
     acl_code(call::before_init(export, act))
 }
 
-/// A call after `aclInit`, in ACL's answers.
+/// A call after `aclInit`, with ACL's results.
 fn acl(export: &'static Export, act: impl FnOnce(&mut Locked) -> Outcome) -> CUresult {
     acl_first(export, |state| {
         if !ACL_INITIALIZED.load(Ordering::Relaxed) {
@@ -306,15 +306,14 @@ fn acl_code(code: CUresult) -> CUresult {
     }
 }
 
-/// Makes a device the thread's. Its primary context is kept for as long as the process lives.
+/// Sets the thread's device. Its primary context is kept for the life of the process.
 fn set_device(state: &mut State, device: i32) -> Outcome<Handle> {
     let context = context::retain(state, device)?;
     context::set_current(state, context)?;
     Ok(context)
 }
 
-/// A copy whose ends are what its kind says; there is none within the host, and none that finds out
-/// for itself.
+/// A copy whose ends match its kind; host-to-host and automatic kinds do not exist.
 ///
 /// # Safety
 /// As for the copies of [`copy`].
@@ -370,7 +369,7 @@ fn acl_init(state: &mut State, config: *const c_char) -> Outcome {
     driver::init(state, 0)
 }
 
-/// An event measures times where it was asked to.
+/// An event has a timestamp if requested.
 fn acl_event(state: &mut State, context: Handle, flags: u32) -> Outcome<Handle> {
     if flags == 0 || flags & !ACL_EVENT_FLAGS != 0 {
         return Err(ACL_PARAM_INVALID);

@@ -1,10 +1,10 @@
-//! Checks that the host leaves the pinned memory of a queued copy as it is.
+//! Checks that the host does not change the pinned memory of a queued copy.
 //!
 //! A copy takes a checksum of the pinned memory that it reads or writes when it is queued, and
-//! compares when it runs. Where the two differ, a device would sometimes have moved other bytes
-//! than the caller meant, so the process ends. A write by the driver itself, by an earlier copy or
-//! a kernel, is no change of the host's: the checksum is taken again. The memory of a kernel is not
-//! known when it is launched, and is not checked.
+//! compares when it runs. If the two differ, a device might have moved wrong bytes, so the process
+//! ends. A write by the driver itself, by an earlier copy or a kernel, is not a change by the host:
+//! the checksum is computed again. The memory of a kernel is unknown at its launch and is not
+//! checked.
 #![allow(unsafe_code, reason = "reads the memory that queued copies name")]
 
 use std::ops::Range;
@@ -27,7 +27,7 @@ impl Watched {
         watched
     }
 
-    /// Where it begins and how long it is, if it is no longer as it was.
+    /// Its begin and length, if it has changed.
     pub(crate) fn changed(&self) -> Option<(usize, usize)> {
         (self.sum_now() != self.sum).then_some((self.bytes.start, self.bytes.len()))
     }
@@ -41,8 +41,7 @@ impl Watched {
 
     fn sum_now(&self) -> u64 {
         let first = with_exposed_provenance::<u8>(self.bytes.start);
-        // SAFETY: mapped, as the maker promised. A thread that writes there now is the mistake to
-        // find.
+        // SAFETY: mapped, as the maker promised. A concurrent write is the error to detect.
         let bytes = unsafe { std::slice::from_raw_parts(first, self.bytes.len()) };
         crc_fast::checksum(Crc64Nvme, bytes)
     }

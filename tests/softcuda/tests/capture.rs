@@ -1,4 +1,4 @@
-//! Captures of graphs, and what disturbs them.
+//! Graph captures, and the calls that disturb them.
 #![allow(unsafe_code, reason = "calls the driver, whose functions are C's")]
 
 #[macro_use]
@@ -58,8 +58,8 @@ fn what_a_stream_captures_is_not_done() {
 #[test]
 fn a_call_that_disturbs_is_refused_and_spoils_the_capture() {
     const REFUSED: CUresult = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-    // The capture's mode, the mode of the thread that calls, whether it is the one that captures;
-    // whether that disturbs.
+    // The capture's mode, the calling thread's mode, whether it is the capturing thread; whether
+    // the call disturbs.
     let cases = [
         (GLOBAL, GLOBAL, false, true),
         (GLOBAL, THREAD_LOCAL, false, false),

@@ -16,7 +16,7 @@ fn dma(bytes: usize) -> u64 {
     GAP + (bytes as u64).div_ceil(54)
 }
 
-/// What the host's clock shows after this, from now.
+/// Advance of the host's clock by this work.
 fn took(work: impl FnOnce()) -> u64 {
     let begin = softcuda_now_ns();
     work();
@@ -64,7 +64,7 @@ fn many_small_copies_take_the_time_of_their_gaps() {
             }
             synchronize(stream);
         });
-        // The engine takes longer to begin a copy and make it than the host to ask for the next.
+        // The engine takes longer for a copy than the host to submit the next.
         assert!(dma(piece) > CALL);
         assert_eq!(time, CALL + 1024 * dma(piece));
         assert_eq!(softcuda_bytes(1), 32 << 20);
@@ -147,7 +147,7 @@ fn launches_and_kernels_have_their_own_prices() {
                 ok(launch(function, memory, host.device(), stream));
             }
         });
-        // Asking for the address is a call too.
+        // The query of the address is a call too.
         assert_eq!(time, 3 * (LAUNCH + CALL));
         ok(cu!(cuEventRecord(mapped, stream)));
         ok(cu!(cuMemcpyDtoDAsync_v2(memory, memory + 8, 8, stream)));

@@ -112,7 +112,7 @@ fn a_kernel_that_leaves_its_memory_breaks_its_context() {
         assert_eq!(
             peek(memory, 64),
             [0; 64],
-            "nothing behind the fault was done"
+            "no work behind the fault was executed"
         );
 
         ok(cu!(cuDevicePrimaryCtxRelease_v2(0)));

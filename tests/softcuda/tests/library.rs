@@ -1,4 +1,4 @@
-//! The shared library as its users find it.
+//! The shared library from its users' side.
 #![allow(unsafe_code, reason = "opens the library and calls into it")]
 #![allow(clippy::unwrap_used, reason = "in a test a failure is a failure")]
 
@@ -34,7 +34,7 @@ const CONTROLS: &str = "softcuda_fail softcuda_block softcuda_break softcuda_cor
     softcuda_read softcuda_write softcuda_calls \
     softcuda_bytes softcuda_now_ns softcuda_model softcuda_live";
 
-/// Functions of other vendors that answer with a text, which no call can fail on demand.
+/// Functions of other vendors that return a text; they cannot fail on demand.
 const VENDORS: &str = "hipGetErrorName musaGetErrorName mcGetErrorName aclrtGetSocName";
 
 /// The library, opened by its path.

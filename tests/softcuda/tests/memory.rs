@@ -1,4 +1,4 @@
-//! Device memory is out of the host's reach, and ranges are what they were made as.
+//! The host cannot access device memory, and ranges keep their kind.
 #![allow(unsafe_code, reason = "calls the driver, whose functions are C's")]
 
 #[macro_use]
@@ -10,7 +10,7 @@ use softcuda::*;
 /// Reads a byte as the host.
 fn touch(address: u64) {
     let byte = std::ptr::with_exposed_provenance::<u8>(address as usize);
-    // SAFETY: it is the point of the test that this faults.
+    // SAFETY: the test expects this to fault.
     std::hint::black_box(unsafe { byte.read_volatile() });
 }
 

@@ -53,18 +53,18 @@ fn host_memory_of_a_queued_copy_must_stay_as_it_is() {
     });
     aborts("the host changed its memory", || {
         let (stream, memory, host) = prepare();
-        // The names of another vendor, whose copies are the same.
+        // The names of another vendor with the same copies.
         ok(cu!(hipMemcpyAsync(memory, host.at as u64, 64, 1, stream)));
         changes(&host, stream);
     });
     alone(|| {
         let (stream, memory, host) = prepare();
-        // Beside the bytes that the copy names, and when it is over.
+        // Outside of the copy's bytes, and after its end.
         host_to_device(memory, host.at + 64, 64, stream);
         changes(&host, stream);
         host.set(&[2; 128]);
         softcuda_hold(stream);
-        // Writes of the driver are no changes of the host's: a copy, a kernel, a test's own write.
+        // Writes by the driver are not changes by the host: a copy, a kernel, a test's own write.
         let (function, _) = copy8();
         device_to_host(host.at, memory, 64, stream);
         host_to_device(memory, host.at, 64, stream);

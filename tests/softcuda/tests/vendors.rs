@@ -1,4 +1,4 @@
-//! The driver under the names of other vendors: their kinds, answers and rules.
+//! The driver under the names of other vendors: their kinds, results and rules.
 #![allow(unsafe_code, reason = "calls the driver, whose functions are C's")]
 
 #[macro_use]
@@ -130,7 +130,7 @@ fn events_calls_and_forbidden_calls_answer_as_the_vendors() {
             ok(cu!((vendor.allocate)(&mut address, 64)));
             assert_eq!(calls(vendor.allocate_name), before + 2);
         });
-        aborts("waits for the work of everybody", || {
+        aborts("waits for all work on it", || {
             cu!((vendor.synchronize_device)());
         });
         aborts("the legacy stream", || {

@@ -1,8 +1,8 @@
-//! What a kernel is parsed into, and its execution.
+//! The parsed form of a kernel, and its execution.
 //!
 //! All values lie in one array of 64-bit slots: the special registers, then the registers of the
 //! kernel, then its constants. An instruction reads the low bits of a slot that its type has and
-//! writes all 64; what is above the width of a register is never read.
+//! writes all 64; bits above the width of a register are never read.
 
 use super::{Fault, Memory};
 
@@ -29,7 +29,7 @@ const CTAID: usize = 3;
 const NTID: usize = 6;
 const NCTAID: usize = 9;
 
-/// What a register holds before it is written: nothing anybody should rely on.
+/// Content of an unwritten register, on which no code may rely.
 const UNDEFINED: u64 = 0xdead_beef_dead_beef;
 
 /// Width and sign of an operation.
@@ -70,8 +70,7 @@ impl Type {
 pub(super) enum Binary {
     Add,
     Sub,
-    /// The whole product: of its low half (`lo`) or all of it (`wide`), who reads it takes what it
-    /// needs.
+    /// The whole product; the reader takes its low half (`lo`) or all of it (`wide`).
     Mul,
     MulHigh,
     Min,
@@ -185,7 +184,7 @@ fn number(ty: Type, bytes: &[u8]) -> u64 {
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Op {
     /// `dst = a`, extended by the sign of its type: every move and conversion. The second type is
-    /// what it is cut to.
+    /// the target width.
     Convert {
         to: Type,
         from: Type,
@@ -230,7 +229,7 @@ pub(super) enum Op {
 /// An operation, and when it is executed.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Instruction {
-    /// A predicate and what it has to be.
+    /// A predicate and its required value.
     pub(super) guard: Option<(Slot, bool)>,
     pub(super) op: Op,
 }
@@ -258,13 +257,13 @@ impl Kernel {
     }
 
     /// Most threads of a block, if the kernel says so. A driver refuses to launch more;
-    /// [`run`](Self::run) does not ask.
+    /// [`run`](Self::run) does not check.
     pub fn max_threads(&self) -> Option<u32> {
         self.max_threads
     }
 
-    /// Executes all threads of all blocks, one after the other, until one faults. What the threads
-    /// before it stored stays.
+    /// Executes all threads of all blocks, one after the other, until one faults. Stores of earlier
+    /// threads stay.
     ///
     /// `params` is the parameter buffer: each parameter at the next multiple of its size,
     /// little-endian.

@@ -1,14 +1,14 @@
-//! Executes PTX: the part of it that the copy kernels (`kernels/copy.ptx`) are written in, and its
-//! near neighbours.
+//! Executes PTX: the subset used by the copy kernels (`kernels/copy.ptx`), and similar
+//! instructions.
 //!
-//! A [`Module`] is parsed once; whatever is not understood is an error that names the line. Each
-//! [`Kernel`] in it is then a list of instructions over numbered slots, which [`Kernel::run`]
-//! executes thread by thread: every thread of a grid runs to its end before the next begins. There
-//! are no barriers and no shared memory.
+//! A [`Module`] is parsed once; unsupported text is an error with its line. Each [`Kernel`] in it
+//! is then a list of instructions over numbered slots, which [`Kernel::run`] executes thread by
+//! thread: every thread of a grid runs to its end before the next begins. There are no barriers and
+//! no shared memory.
 //!
-//! Integers are what the PTX manual says of them: every operation has the width and the sign of its
-//! type, shifts clamp, and a misaligned access is a [`Fault`], as it is on a device. Memory is
-//! whatever the caller says it is: [`Memory`].
+//! Integers follow the PTX manual: every operation has the width and the sign of its type, shifts
+//! clamp, and a misaligned access is a [`Fault`], as on a device. The caller provides the memory:
+//! [`Memory`].
 //!
 //! ```
 //! use std::sync::Mutex;
@@ -64,7 +64,7 @@ mod tests;
 
 pub use code::Kernel;
 
-/// An access to what is no device memory, or not aligned to its size.
+/// An access outside of device memory, or one not aligned to its size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fault {
     /// First byte of the access.
@@ -90,7 +90,7 @@ pub struct Module {
 }
 
 impl Module {
-    /// Parses a file. The error names the line, and says what is not understood there.
+    /// Parses a file. The error has the line and the unsupported text.
     pub fn parse(text: &str) -> Result<Module, String> {
         Ok(Module {
             kernels: parse::kernels(text)?,

@@ -1,4 +1,4 @@
-//! What instructions name: types, registers, special registers, constants, and the slots they have.
+//! Operands of instructions: types, registers, special registers, constants, and their slots.
 
 use std::collections::HashMap;
 use std::ops::RangeInclusive;
@@ -30,8 +30,8 @@ pub(super) fn ty(name: &str, kinds: &str, widths: RangeInclusive<u32>) -> Result
     }
 }
 
-/// Widths of registers that a type may be used with: its own, or for a value that is cut or
-/// extended any from it on.
+/// Widths of registers permitted for a type: its own, or, for a value that is cut or extended, any
+/// larger one too.
 pub(super) fn exactly(ty: Type) -> RangeInclusive<u32> {
     ty.bits..=ty.bits
 }
@@ -93,7 +93,7 @@ impl Operands {
         }
     }
 
-    /// The slot of what is read: a register, a special register or a constant.
+    /// The slot of a read operand: a register, a special register or a constant.
     pub(super) fn value(
         &mut self,
         text: &str,

@@ -1,4 +1,4 @@
-//! From the text of a PTX file to kernels. A line is a directive, a label or an instruction, as
+//! Parses the text of a PTX file to kernels. A line is a directive, a label or an instruction, as
 //! compilers write it.
 
 use std::collections::HashMap;
@@ -29,7 +29,7 @@ impl<'a, I: Iterator<Item = Line<'a>>> Lines<'a, I> {
             .ok_or_else(|| "the file ends too early".to_owned())
     }
 
-    /// The next line, which has to be this one.
+    /// Reads the next line, which must be this one.
     fn expect(&mut self, text: &str) -> Result<(), String> {
         let line = self.next()?;
         if line.text.split_whitespace().eq(text.split_whitespace()) {
@@ -126,7 +126,7 @@ fn kernel<'a, I: Iterator<Item = Line<'a>>>(
     for line in instructions {
         code.push(body.instruction(line.text).map_err(|why| line.error(why))?);
     }
-    // A body that does not end in a return has one all the same, and labels may stand there.
+    // A body without a final return gets one, and labels may be there.
     code.push(Instruction {
         guard: None,
         op: Op::Return,
@@ -163,7 +163,7 @@ fn parameters<'a, I: Iterator<Item = Line<'a>>>(
     }
 }
 
-/// What instructions of a kernel refer to.
+/// Symbols of a kernel's instructions.
 struct Body<'a> {
     params: Vec<Param<'a>>,
     operands: Operands,
@@ -192,7 +192,7 @@ impl Body<'_> {
         Ok(Instruction { guard, op })
     }
 
-    /// The opcodes. What they are made of is told where [`Op`] and [`Binary`] are.
+    /// The opcodes. [`Op`] and [`Binary`] document their parts.
     fn op(&mut self, opcode: &[&str], operands: &[&str]) -> Result<Op, String> {
         match *opcode {
             ["ret" | "exit"] => {
@@ -452,7 +452,7 @@ fn filled(
     Ok(access)
 }
 
-/// Operands, between commas that are in no braces.
+/// Operands, separated by commas outside of braces.
 fn split(operands: &str) -> Vec<&str> {
     if operands.is_empty() {
         return Vec::new();

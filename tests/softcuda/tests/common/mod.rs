@@ -1,4 +1,4 @@
-//! What the tests share: calls with a safe face, and processes of their own.
+//! Common parts of the tests: safe wrappers of calls, and separate processes.
 #![allow(unsafe_code, reason = "calls the driver, whose functions are C's")]
 #![allow(clippy::unwrap_used, reason = "in a test a failure is a failure")]
 #![allow(dead_code, reason = "each test file uses a part of it")]
@@ -15,13 +15,12 @@ use softcuda::*;
 /// Calls a function of the driver.
 macro_rules! cu {
     ($call:expr) => {{
-        // SAFETY: the tests give pointers to variables of theirs that live until the work is done,
-        // or null.
+        // SAFETY: the tests pass null or pointers to variables that live until the work is done.
         unsafe { $call }
     }};
 }
 
-/// Calls a function whose first argument takes the answer, which it returns.
+/// Calls a function whose first argument receives the result, and returns it.
 macro_rules! get {
     ($type:ty, $function:ident($($argument:expr),*)) => {{
         let mut answer = <$type>::default();
@@ -95,7 +94,7 @@ pub(crate) fn alloc(len: usize) -> u64 {
     get!(u64, cuMemAlloc_v2(len))
 }
 
-/// The bytes of device memory, as they are now.
+/// The current bytes of device memory.
 pub(crate) fn peek(address: u64, len: usize) -> Vec<u8> {
     let mut bytes = vec![0; len];
     ok(cu!(softcuda_read(address, bytes.as_mut_ptr(), len)));
@@ -202,7 +201,7 @@ impl Pinned {
 /// How a forked process ended.
 pub(crate) struct Ended {
     pub(crate) status: i32,
-    /// What it wrote on standard error.
+    /// Its standard error.
     pub(crate) said: String,
 }
 
@@ -214,14 +213,14 @@ impl Ended {
     }
 }
 
-/// Runs a test in a process of its own, so that each begins with a driver nobody has used.
+/// Runs a test in a process of its own, so that each begins with an unused driver.
 #[track_caller]
 pub(crate) fn alone(test: impl FnOnce()) {
     let ended = forked(test);
     assert_eq!(ended.status, 0, "{}", ended.said);
 }
 
-/// A process of its own must be ended by the driver for a mistake.
+/// Checks that the driver ends a separate process because of an error.
 #[track_caller]
 pub(crate) fn aborts(reason: &str, mistake: impl FnOnce()) {
     let ended = forked(mistake);
@@ -235,7 +234,7 @@ pub(crate) fn forked(body: impl FnOnce()) -> Ended {
     // SAFETY: there is room for two descriptors.
     let made = unsafe { libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC) };
     assert_eq!(made, 0);
-    // SAFETY: both are new and nobody else's.
+    // SAFETY: both are new and owned here.
     let [reader, writer] = ends.map(|end| unsafe { OwnedFd::from_raw_fd(end) });
     // SAFETY: the child runs the test and ends; no other thread of this process uses the driver or
     // its locks.
@@ -257,7 +256,7 @@ pub(crate) fn forked(body: impl FnOnce()) -> Ended {
         .read_to_string(&mut said)
         .unwrap();
     let mut status = 0;
-    // SAFETY: a child of ours that nobody else waits for.
+    // SAFETY: our own child, not waited for before.
     assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
     Ended { status, said }
 }

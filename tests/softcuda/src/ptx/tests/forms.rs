@@ -5,7 +5,7 @@ use super::{Ram, source};
 
 const BASE: u64 = 0x7000_0000_8090;
 
-/// Runs a body over memory, with one thread unless said otherwise; the memory afterwards.
+/// Runs a body over memory, by default with one thread; returns the memory afterwards.
 fn run(body: &str, params: [u64; 3], block: [u32; 3], memory: Vec<u8>) -> Result<Vec<u8>, Fault> {
     let module = Module::parse(&source(body)).unwrap();
     let kernel = module.kernel("f").unwrap();
@@ -45,7 +45,7 @@ fn value(instruction: &str, inputs: [u64; 3]) -> u64 {
     u64::from_le_bytes(memory.try_into().unwrap())
 }
 
-/// Instructions, their inputs, and what they give.
+/// Instructions, their inputs, and their expected results.
 fn check(known: &[(&str, [u64; 3], u64)]) {
     for (instruction, inputs, expected) in known {
         let given = value(instruction, *inputs);

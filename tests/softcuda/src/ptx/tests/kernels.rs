@@ -15,7 +15,7 @@ fn module() -> Module {
     Module::parse(include_str!("../../../../../kernels/copy.ptx")).unwrap()
 }
 
-/// One descriptor to be: how far behind aligned addresses its two ends begin, and its length.
+/// A planned descriptor: the offsets of its two ends from aligned addresses, and its length.
 #[derive(Clone, Debug)]
 struct Wish {
     from: usize,
@@ -46,20 +46,20 @@ fn grid() -> impl Strategy<Value = [u32; 3]> {
     (prop_oneof![1u32..6, Just(64)], 1u32..5).prop_map(|(x, y)| [x, y, 1])
 }
 
-/// Bytes that repeat themselves nowhere near.
+/// Bytes without nearby repetitions.
 fn noise(len: usize) -> Vec<u8> {
     (0..len as u64)
         .map(|i| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8)
         .collect()
 }
 
-/// Places in one memory, handed out in order, with bytes between them that belong to nobody.
+/// Places in one memory, allocated in order, with unused bytes between them.
 struct Layout {
     end: usize,
 }
 
 impl Layout {
-    /// The next place: so far behind an aligned address.
+    /// The next place, at this offset from an aligned address.
     fn place(&mut self, shift: usize, len: usize) -> usize {
         let at = self.end.next_multiple_of(16) + shift;
         self.end = at + len;
@@ -67,7 +67,7 @@ impl Layout {
     }
 }
 
-/// Runs a kernel over `memory` with the descriptors at `table`, and says what is in memory then.
+/// Runs a kernel over `memory` with the descriptors at `table`; returns the memory afterwards.
 fn launch(
     kernel: &Kernel,
     grid: [u32; 3],
@@ -84,9 +84,9 @@ fn launch(
     Ok(ram.bytes.into_inner().unwrap())
 }
 
-/// Copies within one memory as the descriptors (from, to, len) say, once by a kernel and once
-/// plainly. `fields` makes the words of a descriptor from the two addresses; `rest` are the
-/// arguments after the count.
+/// Copies within one memory by descriptors (from, to, len), once by a kernel and once plainly.
+/// `fields` makes the words of a descriptor from the two addresses; `rest` are the arguments after
+/// the count.
 fn same(
     name: &str,
     grid: [u32; 3],
@@ -115,8 +115,7 @@ fn same(
     assert_eq!(differs, None, "{name}: the first wrong byte");
 }
 
-/// Where everything lies: the places of the pieces, then a record with the parts that belong to
-/// them.
+/// The layout: the places of the pieces, then a record with their parts.
 fn pieces(wishes: &[Wish]) -> (Vec<(usize, usize, usize)>, usize, usize) {
     let mut layout = Layout { end: 5 };
     let places: Vec<usize> = wishes

@@ -1,4 +1,4 @@
-//! Every form of every opcode on known values, what is refused, and the committed kernels against
+//! Every form of every opcode on known values, refused input, and the committed kernels against
 //! plain copies.
 
 mod forms;

@@ -1,4 +1,4 @@
-//! What is not understood is an error that names its line.
+//! Unsupported text is an error with its line.
 
 use super::super::Module;
 use super::source;
