@@ -1,5 +1,8 @@
 //! The devices and their attributes.
-#![allow(unsafe_code, reason = "results are written through the caller's pointers")]
+#![allow(
+    unsafe_code,
+    reason = "results are written through the caller's pointers"
+)]
 
 use std::ffi::c_char;
 
