@@ -1,5 +1,5 @@
-# Everything a developer runs; `make help` lists it. Environments and builds are made on first use and kept, so a
-# target with nothing new to do starts at once. Needs Rust, Python 3.11 and the package registries.
+# All commands of development; `make help` lists them. Environments and builds are made on first use and kept, so an
+# up-to-date target starts at once. Needs Rust, Python 3.11 and the package registries.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -13,10 +13,10 @@ PYTHON ?= $(firstword $(shell command -v python3.11 python3))
 # A wheel to test or to demonstrate instead of the source tree: make demo WHEEL=dist/<file>
 WHEEL ?=
 
-# Where the KV of the demo lies: the host's memory, or a device behind the software driver of the tests.
+# Device of the demo's KV: the host's memory, or a device over the software driver of the tests.
 DEVICE ?= host
-# What its blocks are kept in: posix, a directory, nfs, a share that two hosts mount, redis, a Redis server,
-# s3, a bucket, or mooncake, a pool of memory.
+# Store of its blocks: posix (a directory), nfs (a share mounted by two hosts), redis (a Redis server), s3 (a bucket)
+# or mooncake (a pool of memory).
 STORE ?= posix
 DEMO_SERVER_redis := servers
 DEMO_SERVER_s3 := servers-long
@@ -25,19 +25,19 @@ DEMO_SERVER_mooncake := .tools/.stamp-mooncake
 SPARSE ?=
 SPARSE_NAMES := gsa_on_device esa gsa kvstar quest infllm
 
-# For the one peer of bench-peers that has no wheel for another version.
+# For the peer of bench-peers that has a wheel only for this version.
 PYTHON312 ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12*/bin/python3.12; do \
 	"$$python" -c "" 2>/dev/null && echo "$$python" && break; done)
 # Arguments of benches/peers/run.py: make bench-peers PEERS_ARGS=--quick
 PEERS_ARGS ?=
 # Arguments of benches/python/remote.py: make bench-remote REMOTE_ARGS="--medium redis --rounds 21"
 REMOTE_ARGS ?=
-# What Git calls the other side of bench-beside, and arguments: make bench-beside REV=HEAD~1 BESIDE_ARGS=--quick
+# Revision of the other side of bench-beside, and arguments: make bench-beside REV=HEAD~1 BESIDE_ARGS=--quick
 REV ?=
 BESIDE_ARGS ?=
 # Arguments of tests/gpu/checks.py and benches/python/gpu.py.
 GPU_ARGS ?=
-# Arguments of benches/python/ttft.py and chat.py, and what they run over: ucm's ways, and the connectors of others.
+# Arguments of benches/python/ttft.py and chat.py, and their variants: ucm's stores and other projects' connectors.
 TTFT_ARGS ?=
 CHAT_ARGS ?=
 TTFT_OVER := none file segment cache-pc example lmcache mooncake
@@ -54,12 +54,12 @@ RUST_SOURCES := $(shell find crates -name tests -prune -o \( -name '*.rs' -o -na
 PYTHON_SOURCES := $(shell find python -name '*.py' -o -name '*.pyi' -o -name py.typed)
 
 export STAGE_RUN := $(shell date +%s.%N)
-# What Python compiled is kept, whatever the environment says: vLLM is imported some forty times below.
+# Compiled Python is always kept: vLLM is imported some forty times below.
 unexport PYTHONDONTWRITEBYTECODE
-# Take the machine's own certificates, as pip does where it is told so.
+# Use the machine's own certificates, as pip does if configured.
 export UV_NATIVE_TLS ?= true
 
-# Where Python tests and the demo run: the environment of the source tree, or one of the wheel's own.
+# Environment of the Python tests and the demo: that of the source tree, or one for the wheel.
 ifeq ($(WHEEL),)
 RUN_ENV := $(VENV)/.stamp-vllm $(VENV)/.stamp-core
 RUN_BIN := $(BIN)
@@ -74,7 +74,7 @@ help: ## list the targets
 	@echo "  demo and test-py take WHEEL=<file> and then run from that wheel instead of the source tree"
 
 .PHONY: demo
-demo: $(RUN_ENV) $(DEMO_SERVER_$(STORE)) ## one prompt, three engines: cold, warm, a damaged block (DEVICE=softcuda, STORE=nfs, redis, s3, mooncake, or SPARSE=NAME)
+demo: $(RUN_ENV) $(DEMO_SERVER_$(STORE)) ## run the demo: one prompt, three engines: cold, warm, a damaged block (DEVICE=softcuda, STORE=nfs, redis, s3, mooncake, or SPARSE=NAME)
 ifneq ($(SPARSE),)
 	@$(RUN_BIN)/python demo/sparse.py $(SPARSE)
 else
@@ -86,18 +86,18 @@ endif
 
 # --- tests ---------------------------------------------------------------------------------------------------------
 
-# What starts engines waits most, so that all the rest is tested beside it: of Python, and (in make test) the crates.
+# Tests with engines wait most of the time, so the other Python tests and (in make test) the crates run beside them.
 BESIDE_ENGINES = tools/beside build "$(MAKE) test-without-engines" test-engines "$(MAKE) test-engines"
 .PHONY: test
-test: servers $(RUN_ENV) .tools/.stamp-mooncake ## everything this machine can test
+test: servers $(RUN_ENV) .tools/.stamp-mooncake ## run all tests of this machine
 	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda -p soft3fs
 	@$(STAGE) "build the tests of the crates" $(RUST_TESTS) --no-run
 	@$(BESIDE_ENGINES) test-crates "$(MAKE) test-rust loom test-wheel test-kinds"
 
 # ucm-py is tested from Python: a Rust test binary of it would need the interpreter as a shared library.
 .PHONY: test-rust
-# Suites that say of every test what store it needs (crates/ucm-store/tests/common/over.rs), and what they run over:
-# layout, what stands above. The first run below is over file,none; the other columns are for test-long.
+# Suites whose tests declare the stores that they need (crates/ucm-store/tests/common/over.rs), and their columns:
+# layout, upper tier. The first run below is over file,none; the other columns are for test-long.
 # The model has a matrix of its own: it runs once, and over every column in test-long.
 SUITES := rules first_failure ends transfer verifying trust damage health lost_roots room
 LONG_SUITES := $(SUITES) model
@@ -107,26 +107,26 @@ SKIPPED := build/skipped-tests.txt
 comma := ,
 space := $(subst ,, )
 # Tests of a crate by their files: $(call tests_in,ucm-store,rules model). It selects from the whole workspace, so that
-# cargo finds the build of test-rust and makes none with other features.
+# cargo reuses the build of test-rust instead of one with other features.
 tests_in = $(if $(NEXTEST),$(RUST_TESTS) -E 'package($(1)) & test(/^($(subst $(space),|,$(strip $(2))))::/)',\
 	cargo test --locked --quiet -p $(1) --test all -- $(patsubst %,%::,$(2)))
 over = $(STAGE) "the store over $(1)$(2)" env UCM_TEST_SKIPPED=$(CURDIR)/$(SKIPPED) \
 	UCM_TEST_LAYOUT=$(word 1,$(subst $(comma), ,$(1))) UCM_TEST_TIERS=$(word 2,$(subst $(comma), ,$(1))) \
 	$(call tests_in,ucm-store,$(or $(3),$(SUITES)))
-# And over the software driver (tests/softcuda), as CUDA's, where every copy goes through streams, staging and kernels, or as
+# The same over the software driver (tests/softcuda), as CUDA, where every copy uses streams, staging and kernels, or as
 # the runtime of another vendor.
 SOFTCUDA := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)/debug/libsoftcuda.so
 over_device = cargo build --locked --quiet -p softcuda; \
 	UCM_TEST_DEVICE=$(1) UCM_TEST_DRIVER=$(SOFTCUDA) $(call over,$(2), on $(1),$(3))
 VENDORS := hip musa maca ascend
-# And with compressed records, in segments; three tests count bytes of segments of records as they are.
+# The same with compressed records, in segments, except three tests that count bytes of uncompressed segments.
 COMPRESSED := test(/^(rules|first_failure|ends|segments|segments_sealing|merging|merging_faults)::/) \
 	- test(/a_segment_that_is_full|a_damaged_segment_gives|the_limit_holds_while_both/)
 skipped = echo "$$(sort -u $(SKIPPED) 2>/dev/null | wc -l) tests mean nothing over some of these; why: $(SKIPPED)"
 
 RUST_TESTS := $(if $(NEXTEST),cargo nextest run --locked,cargo test --locked --quiet --lib --bins --tests) \
 	--workspace --exclude ucm-py
-test-rust: servers ## unit, property and documentation tests of the crates
+test-rust: servers ## run unit, property and documentation tests of the crates
 	@$(STAGE) "tests of the crates" $(RUST_TESTS)
 ifneq ($(NEXTEST),)
 	@$(STAGE) "the store over compressed segments" env UCM_TEST_COMPRESS=zstd UCM_TEST_LAYOUT=segment \
@@ -139,19 +139,19 @@ endif
 	@$(STAGE) "doc tests" cargo test --locked --quiet --workspace --exclude ucm-py --doc
 
 .PHONY: loom
-loom: ## every interleaving of what was written here with atomics
+loom: ## check every interleaving of the hand-written atomics
 	@RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom \
 		$(STAGE) "loom" cargo test --locked --quiet -p ucm-infra --test loom
 
 .PHONY: test-py
-test-py: $(RUN_ENV) servers .tools/.stamp-mooncake ## the Python tests, with vLLM's engines beside them
+test-py: $(RUN_ENV) servers .tools/.stamp-mooncake ## run the Python tests, with and without vLLM engines
 	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda -p soft3fs
 	@$(BESIDE_ENGINES)
 
 .PHONY: test-without-engines
 test-without-engines: export UCM_TEST_DRIVER = $(SOFTCUDA)
 test-without-engines: export UCM_TEST_SOFT3FS = $(dir $(SOFTCUDA))libsoft3fs.so
-test-without-engines: $(if $(WHEEL),,$(RUN_ENV)) ## those that start no engine of vLLM
+test-without-engines: $(if $(WHEEL),,$(RUN_ENV)) ## run the Python tests without vLLM engines
 	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --durations 20 --timeout 120 tests \
 		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py --ignore tests/trans --ignore tests/gpu \
 		--ignore tests/triton --ignore tests/mooncake --ignore tests/remote/test_engine.py \
@@ -159,7 +159,7 @@ test-without-engines: $(if $(WHEEL),,$(RUN_ENV)) ## those that start no engine o
 	@TRITON_INTERPRET=1 $(STAGE) "pytest triton, interpreted" $(RUN_BIN)/python -m pytest --quiet tests/triton
 	@$(MAKE) --no-print-directory test-mooncake
 	@$(STAGE) "pytest trans" $(RUN_BIN)/python -m pytest --quiet tests/trans tests/gpu
-	@# A process of its own: a driver that was loaded once is there for all later tests.
+	@# A process of its own, because a loaded driver stays for all later tests.
 	@$(STAGE) "pytest long prompts" $(RUN_BIN)/python -m pytest --quiet tests/connector/test_long_prompts.py
 	@$(foreach device,$(VENDORS),UCM_TEST_DEVICE=$(device) \
 		$(STAGE) "pytest trans on $(device)" $(RUN_BIN)/python -m pytest --quiet tests/trans -k $(device);)
@@ -167,31 +167,31 @@ test-without-engines: $(if $(WHEEL),,$(RUN_ENV)) ## those that start no engine o
 .PHONY: test-engines
 test-engines: export UCM_TEST_DRIVER = $(SOFTCUDA)
 test-engines: export UCM_TEST_SOFT3FS = $(dir $(SOFTCUDA))libsoft3fs.so
-test-engines: $(if $(WHEEL),,$(RUN_ENV)) ## those that do, one at a time
+test-engines: $(if $(WHEEL),,$(RUN_ENV)) ## run the Python tests with vLLM engines, one at a time
 	@$(STAGE) "pytest vllm" $(RUN_BIN)/python -m pytest --durations 20 tests/vllm tests/trust/test_engine.py \
 		tests/remote/test_engine.py
 
-# Mooncake's client brings threads and a runtime of its own into the process that loads it, so these have one to themselves.
+# Mooncake's client brings threads and a runtime of its own into the process that loads it, so these tests run in one of their own.
 .PHONY: test-mooncake
-test-mooncake: $(if $(WHEEL),,$(RUN_ENV)) .tools/.stamp-mooncake ## the store over a pool of Mooncake, with a real master
+test-mooncake: $(if $(WHEEL),,$(RUN_ENV)) .tools/.stamp-mooncake ## test the store over a real Mooncake pool
 	@$(STAGE) "pytest mooncake" $(RUN_BIN)/python -m pytest --quiet -rs --timeout 120 tests/mooncake
 
-# A kind of tier in one file and one line, from Python: with a core that has a toy, beside the usual one.
+# A new kind of tier from Python: with a core that contains the toy, beside the usual one.
 .PHONY: test-kinds
-test-kinds: $(VENV)/.stamp-dev ## a new kind of tier from Python, with a core built for tests
+test-kinds: $(VENV)/.stamp-dev ## test a new kind of tier from Python, with a core built for tests
 	@$(STAGE) "build ucm._core with a toy" cargo build --locked --quiet -p ucm-py --features extension-module,test-utils
 	@UCM_TEST_CORE=$(or $(CARGO_TARGET_DIR),$(CURDIR)/target)/debug/lib_core.so \
 		$(STAGE) "pytest kinds" $(BIN)/python -m pytest --quiet tests/kinds
 
-# What is too long for every day, in four lines at once, since its tests wait as much as they compute.
+# Longer tests, in four parallel lines, because they wait as much as they compute.
 .PHONY: test-long
-test-long: $(RUN_ENV) servers-long .tools/.stamp-mooncake ## every column of the stores, the trust matrix long (its tables: build/trust*.md), engines over all
+test-long: $(RUN_ENV) servers-long .tools/.stamp-mooncake ## run the long tests: all columns of the stores, the long trust matrix (tables: build/trust*.md), engines
 	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda -p soft3fs
 	@tools/beside build "$(MAKE) test-long-engines" test-long-stores "$(MAKE) test-long-stores" \
 		test-long-processes "$(MAKE) test-long-processes" test-long-rust "$(MAKE) test-long-rust"
 
 .PHONY: test-long-rust
-test-long-rust: ## of these, the store's suites over all columns and devices, and copies
+test-long-rust: ## part of test-long: the store's suites over all columns and devices, and copies
 	@mkdir -p build && rm -f $(SKIPPED)
 	@export UCM_TEST_LONG=1; \
 	    $(foreach column,$(COLUMNS) $(MORE_COLUMNS),$(call over,$(column),,$(LONG_SUITES));) $(skipped)
@@ -204,7 +204,7 @@ test-long-rust: ## of these, the store's suites over all columns and devices, an
 		$(call tests_in,ucm-store,object rules model)
 
 .PHONY: test-long-stores
-test-long-stores: $(RUN_ENV) ## of these, the trust matrix and the remote stores from Python, without engines
+test-long-stores: $(RUN_ENV) ## part of test-long: the trust matrix and the remote stores from Python, without engines
 	@UCM_TEST_LONG=1 $(STAGE) "trust matrix" $(RUN_BIN)/python -m pytest --timeout 3600 tests/trust \
 		--ignore tests/trust/test_engine.py --trust-table build/trust.md -k "not test_processes"
 	@UCM_TEST_LONG=1 $(STAGE) "never slower" $(RUN_BIN)/python -m pytest tests/connector/test_never_slower.py
@@ -214,12 +214,12 @@ test-long-stores: $(RUN_ENV) ## of these, the trust matrix and the remote stores
 		$(RUN_BIN)/python -m pytest --timeout 1800 tests/trust --ignore tests/trust/test_engine.py
 
 .PHONY: test-long-processes
-test-long-processes: $(RUN_ENV) ## of these, the rows of the trust matrix in which processes die, or run beside others
+test-long-processes: $(RUN_ENV) ## part of test-long: the rows of the trust matrix with several processes
 	@UCM_TEST_LONG=1 $(STAGE) "trust matrix of processes" $(RUN_BIN)/python -m pytest --timeout 3600 \
 		tests/trust/test_store.py -k test_processes --trust-table build/trust-processes.md
 
 .PHONY: test-long-engines
-test-long-engines: $(RUN_ENV) ## of these, what starts engines of vLLM, one at a time
+test-long-engines: $(RUN_ENV) ## part of test-long: tests with vLLM engines, one at a time
 	@UCM_TEST_LONG=1 $(STAGE) "trust matrix through engines" $(RUN_BIN)/python -m pytest --timeout 3600 \
 		tests/trust/test_engine.py --trust-table build/trust-engines.md
 	@UCM_TEST_LONG=1 $(STAGE) "engines over the network" $(RUN_BIN)/python -m pytest --timeout 1800 tests/remote/test_engine.py
@@ -231,7 +231,7 @@ test-long-engines: $(RUN_ENV) ## of these, what starts engines of vLLM, one at a
 	@$(foreach name,$(SPARSE_NAMES),$(STAGE) "demo of $(name)" $(RUN_BIN)/python demo/sparse.py $(name);)
 
 .PHONY: test-wheel
-test-wheel: $(VENV)/.stamp-dev $(VENV)/.stamp-wheel ## the wheel in a clean environment, without Rust, vLLM or torch
+test-wheel: $(VENV)/.stamp-dev $(VENV)/.stamp-wheel ## test the wheel in a clean environment, without Rust, vLLM or torch
 	@UCM_TEST_WHEEL=$$(ls $(CURDIR)/dist/*.whl) UCM_TEST_UV=$(abspath $(UV)) \
 		$(STAGE) "pytest wheel" $(BIN)/python -m pytest --quiet tests/wheel
 
@@ -239,24 +239,24 @@ test-wheel: $(VENV)/.stamp-dev $(VENV)/.stamp-wheel ## the wheel in a clean envi
 # Without ROOT over the file system of tests/trust/nfs.py, which make test runs too.
 ROOT ?=
 .PHONY: test-nfs
-test-nfs: $(RUN_ENV) ## stores over NFS, two hosts on one export (ROOT=<mount point>[:<another of the same export>])
+test-nfs: $(RUN_ENV) ## test stores over NFS, two hosts on one export (ROOT=<mount point>[:<another of the same export>])
 	@UCM_NFS_ROOT=$(ROOT) UCM_TEST_LONG=1 $(STAGE) "pytest nfs" $(RUN_BIN)/python -m pytest --quiet -rs tests/trust/test_nfs.py
 
 .PHONY: mutants
-mutants: $(RUN_ENV) servers ## break each promise on purpose, in a copy: the tests have to notice (not part of test)
+mutants: $(RUN_ENV) servers ## break each promise on purpose, in a copy, and check that the tests fail (not part of test)
 	@$(BIN)/python tests/mutants.py
 
-# On a machine with a GPU; where there is none they say so. Without make: the same lines, with any Python that has torch and the
+# On a machine with a GPU; without one they print that. Without make: the same lines, with any Python that has torch and the
 # wheel.
 .PHONY: test-gpu
-test-gpu: $(RUN_ENV) ## copies, order, processes, errors and Triton's kernels on a GPU (GPU_ARGS=--quick)
+test-gpu: $(RUN_ENV) ## test copies, order, processes, errors and Triton kernels on a GPU (GPU_ARGS=--quick)
 	@$(RUN_BIN)/python tests/gpu/checks.py $(GPU_ARGS)
 	@$(RUN_BIN)/python -m pytest --quiet tests/triton || [ $$? = 5 ]  # no GPU: no tests
 
 # --- checks --------------------------------------------------------------------------------------------------------
 
 .PHONY: lint
-lint: $(VENV)/.stamp-dev $(VENV)/.stamp-core ## formatting, lints and types of Rust and Python
+lint: $(VENV)/.stamp-dev $(VENV)/.stamp-core ## check formatting, lints and types of Rust and Python
 	@$(STAGE) "cargo fmt" cargo fmt --all --check
 	@$(STAGE) "lines" $(BIN)/python tools/lines.py --budget
 	@$(STAGE) "shape" $(BIN)/python tools/gates.py
@@ -271,53 +271,53 @@ lint: $(VENV)/.stamp-dev $(VENV)/.stamp-core ## formatting, lints and types of R
 	@$(STAGE) "stubtest" env MYPYPATH=python $(BIN)/python -m mypy.stubtest --concise ucm._core
 
 .PHONY: format
-format: $(VENV)/.stamp-dev ## bring Rust and Python into shape
+format: $(VENV)/.stamp-dev ## format Rust and Python
 	@cargo fmt --all
 	@$(BIN)/ruff check --quiet --fix . || true
 	@$(BIN)/ruff format --quiet .
 
 .PHONY: deny
-deny: ## licences, bans and sources of the crates (needs cargo-deny)
+deny: ## check licences, bans and sources of the crates (needs cargo-deny)
 	@command -v cargo-deny >/dev/null || { echo "cargo-deny is not installed: nothing checked"; exit 1; }
 	@$(STAGE) "cargo deny" cargo deny --locked check licenses bans sources
 
 .PHONY: bench
-bench: ## figures as ratios against a yardstick of the same run
+bench: ## run the Rust benches: ratios to a reference of the same run
 	@cargo bench --locked -p ucm-benches
 
 .PHONY: bench-peers
-bench-peers: $(PEERS)/.stamp $(PEERS)-cp312/.stamp $(VENV)/.stamp-core ## ucm beside other stores (PEERS_ARGS=--quick)
+bench-peers: $(PEERS)/.stamp $(PEERS)-cp312/.stamp $(VENV)/.stamp-core ## compare ucm with other stores (PEERS_ARGS=--quick)
 	@$(PEERS)/bin/python benches/peers/run.py --python312 $(PEERS)-cp312/bin/python $(PEERS_ARGS)
 
 # LMCache's adapters are measured too where make bench-peers has installed them.
 .PHONY: bench-remote
-bench-remote: $(VENV)/.stamp-core servers-long .tools/.stamp-mooncake ## stores of the network beside their client alone (REMOTE_ARGS=--quick)
+bench-remote: $(VENV)/.stamp-core servers-long .tools/.stamp-mooncake ## compare network stores with their client libraries (REMOTE_ARGS=--quick)
 	@$(STAGE) "build the clients alone" cargo build --locked --quiet --release -p ucm-benches --bin clients
 	@$(BIN)/python benches/python/remote.py --clients $(or $(CARGO_TARGET_DIR),target)/release/clients $(REMOTE_ARGS)
 
 .PHONY: bench-ttft
-bench-ttft: $(PEERS)/.stamp-mooncake $(VENV)/.stamp-core ## first token of engines: ucm, others' connectors (TTFT_ARGS=)
+bench-ttft: $(PEERS)/.stamp-mooncake $(VENV)/.stamp-core ## measure the time to first token: ucm and other connectors (TTFT_ARGS=)
 	@PYTHONPATH=python $(PEERS)/bin/python benches/python/ttft.py --variant $(TTFT_OVER) $(TTFT_ARGS)
 
 .PHONY: bench-chat
-bench-chat: $(PEERS)/.stamp-mooncake $(VENV)/.stamp-core ## the chat of many turns over the same (CHAT_ARGS=)
+bench-chat: $(PEERS)/.stamp-mooncake $(VENV)/.stamp-core ## measure chats of many turns: ucm and other connectors (CHAT_ARGS=)
 	@PYTHONPATH=python $(PEERS)/bin/python benches/python/chat.py --variant $(CHAT_OVER) $(CHAT_ARGS)
 
 .PHONY: bench-gpu
-bench-gpu: $(RUN_ENV) ## copies and blocks of a store on a GPU beside its limits and torch's ways (GPU_ARGS=--quick)
+bench-gpu: $(RUN_ENV) ## measure copies and a store on a GPU against the bus and torch (GPU_ARGS=--quick)
 	@$(RUN_BIN)/python benches/python/gpu.py $(GPU_ARGS)
 
 .PHONY: bench-sparse
-bench-sparse: $(RUN_ENV) ## decoding over long prompts on a CPU, dense and sparse (SPARSE_ARGS=)
+bench-sparse: $(RUN_ENV) ## measure decoding over long prompts on a CPU, dense and sparse (SPARSE_ARGS=)
 	@$(RUN_BIN)/python benches/python/retrieval.py --json build/bench-sparse/layer.json
 	@$(RUN_BIN)/python benches/python/sparse.py --json build/bench-sparse/steps.json $(SPARSE_ARGS)
 
 .PHONY: bench-quality
-bench-quality: $(RUN_ENV) ## answers of the recall model under every selector, into docs/sparse.md (QUALITY_ARGS=--quick)
+bench-quality: $(RUN_ENV) ## measure answers of the recall model under every selector, into docs/sparse.md (QUALITY_ARGS=--quick)
 	@$(RUN_BIN)/python benches/quality/recall_suite.py $(or $(QUALITY_ARGS),--write docs/sparse.md)
 
 .PHONY: bench-beside
-bench-beside: $(VENV)/.stamp-vllm ## this tree beside another revision, in turns (REV=<revision> BESIDE_ARGS=--quick)
+bench-beside: $(VENV)/.stamp-vllm ## compare this tree with another revision, in turns (REV=<revision> BESIDE_ARGS=--quick)
 	@test -n "$(REV)" || { echo "say which revision: make bench-beside REV=<revision>"; exit 2; }
 	@$(BIN)/python benches/python/beside.py "$(REV)" $(BESIDE_ARGS)
 
@@ -327,7 +327,7 @@ bench-beside: $(VENV)/.stamp-vllm ## this tree beside another revision, in turns
 wheel: $(VENV)/.stamp-wheel ## build the wheel into dist/
 	@ls dist/*.whl
 
-# What ucmtrans.commit_id says.
+# The value of ucmtrans.commit_id.
 COMMIT = env UCM_COMMIT_ID=$(or $(shell git rev-parse HEAD 2>/dev/null),unknown)
 
 $(VENV)/.stamp-wheel: $(VENV)/.stamp-core $(PYTHON_SOURCES) README.md LICENSE THIRD-PARTY-LICENSES.txt
@@ -344,13 +344,13 @@ $(VENV)/.stamp-core: $(VENV)/.stamp-dev $(RUST_SOURCES) pyproject.toml
 
 # --- servers -------------------------------------------------------------------------------------------------------
 
-# What stores of the network are tested on and shown with. redis-server and openssl are packages of Debian, installed
-# where that is allowed; moto is among what testing needs in Python. s3s-fs, which keeps what it has over a restart, is built
-# once, apart from everything of ours; that takes minutes, so that only make test-long and make demo STORE=s3 do it.
+# Servers for the tests and the demo of network stores. redis-server and openssl are packages of Debian, installed if
+# permitted; moto is one of the Python test requirements. s3s-fs, which keeps its data over a restart, is built once,
+# separately; that takes minutes, so only make test-long and make demo STORE=s3 do it.
 S3S_FS := .tools/bin/s3s-fs
 .PHONY: servers servers-long
-servers-long: servers $(S3S_FS) ## those, and the S3 server that make test-long needs besides
-servers: ## the servers that stores of the network are tested on
+servers-long: servers $(S3S_FS) ## set up these servers and the S3 server of make test-long
+servers: ## set up the servers for the tests of network stores
 	@for program in redis-server openssl; do command -v $$program > /dev/null || missing="$${missing:-} $$program"; done; \
 	if [ -z "$${missing:-}" ]; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
@@ -387,21 +387,21 @@ $(VENV)/.stamp-vllm: $(VENV)/.stamp-dev requirements/vllm.txt
 	@VIRTUAL_ENV=$(VENV) $(STAGE) "install vLLM" $(INSTALL) -r requirements/vllm.txt
 	@touch $@
 
-# Only for bench-peers, bench-ttft and bench-chat: other projects, which are no part of what is built or tested here.
+# Only for bench-peers, bench-ttft and bench-chat: other projects, which are not built or tested here.
 $(PEERS)/.stamp: .tools/.stamp-uv benches/peers/requirements.txt benches/peers/lock.txt requirements/overrides.txt
 	@test -x $(PEERS)/bin/python || $(UV) venv --quiet --python $(PYTHON) $(PEERS)
 	@VIRTUAL_ENV=$(PEERS) $(STAGE) "install the peers" $(UV) pip install --quiet --constraint benches/peers/lock.txt \
 		--overrides requirements/overrides.txt -r benches/peers/requirements.txt
 	@touch $@
 
-# Left out where it could not be loaded: LMCache does not start beside such a one. Looked for again the next time.
+# Left out if it cannot be loaded, because LMCache would not start beside it. Checked again the next time.
 $(PEERS)/.stamp-mooncake: $(PEERS)/.stamp benches/peers/requirements-mooncake.txt
 	@if $(PEERS)/bin/python -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2>/dev/null; then \
 		VIRTUAL_ENV=$(PEERS) $(STAGE) "install Mooncake" $(UV) pip install --quiet \
 			--constraint benches/peers/lock.txt -r benches/peers/requirements-mooncake.txt && touch $@; \
 	else echo "Mooncake is left out: it needs libibverbs.so.1 (libibverbs1, a package of the system)"; fi
 
-# Without a CPython 3.12 the bench says that this peer is missing.
+# Without a CPython 3.12 the bench reports this peer as missing.
 $(PEERS)-cp312/.stamp: .tools/.stamp-uv benches/peers/requirements-cp312.txt
 	@python=$(PYTHON312); if [ -n "$$python" ]; then \
 		test -x $(PEERS)-cp312/bin/python || $(UV) venv --quiet --python "$$python" $(PEERS)-cp312; \
@@ -418,14 +418,14 @@ wheel-env: .tools/.stamp-uv
 	@.venv-wheel/bin/python -c 'import sys, ucm; assert ucm.__file__.startswith(sys.prefix), ucm.__file__'
 
 .PHONY: lock
-lock: $(VENV)/.stamp-vllm ## write down the versions of the environment, after changing requirements/
+lock: $(VENV)/.stamp-vllm ## record the versions of the environment, after a change in requirements/
 	@{ echo "# Every package of the development environment at the version the tests were last run with."; \
 	   echo "# Made by \`make lock\`; used as constraints for dev.txt and vllm.txt."; \
 	   VIRTUAL_ENV=$(VENV) $(UV) pip freeze | grep -E '^[A-Za-z0-9_.-]+=='; } > build/lock.txt
 	@mv build/lock.txt requirements/lock.txt
 
 .PHONY: clean
-clean: ## remove everything that was built or installed here
+clean: ## remove all builds and environments
 	@rm -rf .tools .venv .venv-wheel $(PEERS) $(PEERS)-cp312 target build dist demo-out
 	@find python tests demo tools -name __pycache__ -prune -exec rm -rf {} +
 	@rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis python/ucm/*.so
