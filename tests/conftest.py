@@ -1,9 +1,9 @@
-"""What several directories of tests share: options of the run, and the one host that starts engines
-of vLLM.
+"""Shared by several directories of tests: options of the run, and the one host that starts vLLM
+engines.
 
-Options stand here because pytest reads them only from what it loads first. The fixtures of engines
-need the modules of ``tests/vllm``, whose place the directories that use them put on the path;
-nothing of them is imported before.
+Options are here because pytest reads them only from the first loaded conftest. The fixtures of
+engines need the modules of ``tests/vllm``; the directories that use them add these to the path, and
+nothing imports them before.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if os.environ.get("UCM_TEST_ISA"):  # before anything imports vLLM
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No test remembers anything where the user's processes do."""
+    """Tests do not use the user's state directory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("UCM_STATE_DIR", str(tmp_path_factory.mktemp("state")))
         yield
@@ -49,8 +49,7 @@ def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def open_store() -> Iterator[Callable[[str, Mapping[str, Any]], UcmPosixStore]]:
-    """Opens stores of ours, by the name of their class, with a configuration; closes those that the
-    test left open."""
+    """Opens our stores by class name with a configuration; closes those that the test left open."""
     from ucm.store import UcmConnectorFactoryV1
     from ucm.store.posix import UcmPosixStore
 
@@ -78,19 +77,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="JSON",
         help=(
             "run the engine's rows with another connector, with {root} for the directory that is"
-            " harmed; of what ours counts nothing is then asked"
+            " harmed; our own counters are then not checked"
         ),
     )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves to the long form what ``long`` marks, and what ``one_runner`` marks on the second
+    """Skips in the short form tests marked ``long``, and those marked ``one_runner`` on the second
     runner."""
     if os.environ.get("UCM_TEST_LONG"):
         return
     later = pytest.mark.skip(reason="only in the long form: UCM_TEST_LONG=1")
     skip = pytest.mark.skip(
-        reason="one of vLLM's model runners is enough for every day: UCM_TEST_LONG=1 runs both"
+        reason="the short form uses one of vLLM's model runners: UCM_TEST_LONG=1 runs both"
     )
     for item in items:
         if item.get_closest_marker("long"):
@@ -105,7 +104,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Says how many engines were started."""
+    """Prints the number of started engines."""
     for host in _hosts:
         terminalreporter.write_line(
             f"vLLM engines started: {len(host.started)} ({', '.join(host.started)})"

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Breaks each promise of ucm on purpose, one at a time, in a copy of the tree, and shows that
-``make test`` would notice: ``.venv/bin/python tests/mutants.py [--list] [--only N ...]``.
+``make test`` fails: ``.venv/bin/python tests/mutants.py [--list] [--only N ...]``.
 
-A mutant is a text that stands once below ``crates/*/src`` and ``python/ucm``, and what replaces it.
-It is found by its text, so it survives moves between files. Its suite, a part of ``make test``, has
-to fail with the mutant and to pass without it.
+A mutant is a text that occurs once below ``crates/*/src`` and ``python/ucm``, and its replacement.
+It is found by its text, so it survives moves between files. Its suite, a part of ``make test``,
+must fail with the mutant and pass without it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 #: The copy, with a target directory of its own.
 COPY = ROOT / "build" / "mutants"
-#: Seconds that one suite may take, with its build.
+#: Most seconds of one suite, with its build.
 DEADLINE = 1800
 
 
@@ -63,7 +63,7 @@ class Python:
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault, and the tests that notice it."""
+    """One fault, and the tests that detect it."""
 
     promise: int  # of DESIGN.md 1
     what: str
@@ -161,8 +161,8 @@ MUTANTS: tuple[Mutant, ...] = (
 
 
 def file_of(mutant: Mutant, root: Path = ROOT) -> Path:
-    """The one file that holds the text of a mutant, below ``root``; ``LookupError`` if there is
-    none, or several, or several places in one."""
+    """The one file below ``root`` with the text of a mutant; ``LookupError`` if there is none, or
+    several, or several places in one."""
     files = [*root.glob("crates/*/src/**/*.rs"), *root.glob("python/ucm/**/*.py")]
     found = {path: path.read_text().count(mutant.text) for path in files}
     found = {path: count for path, count in found.items() if count}
@@ -173,8 +173,8 @@ def file_of(mutant: Mutant, root: Path = ROOT) -> Path:
 
 
 def copy_tree() -> None:
-    """Brings the copy to the state of this tree: what git knows or would add, and the built core.
-    Files that are the same are not touched, so that cargo builds what changed."""
+    """Brings the copy to the state of this tree: tracked and new files, and the built core.
+    Unchanged files are not touched, so that cargo builds only changes."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -233,7 +233,7 @@ def killed(number: int, mutant: Mutant) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 0 if every mutant was killed."""
-    parser = argparse.ArgumentParser(description="Show that make test notices broken promises.")
+    parser = argparse.ArgumentParser(description="Show that make test detects broken promises.")
     parser.add_argument("--list", action="store_true", help="print the mutants and their suites")
     parser.add_argument("--only", type=int, nargs="+", metavar="N", help="only these numbers")
     options = parser.parse_args(arguments)

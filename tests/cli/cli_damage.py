@@ -1,4 +1,4 @@
-"""Ways to damage a record on disk, and what the tools must say of each."""
+"""Ways to damage a record on disk, with the expected verdict of the tools."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def seed_form(path: Path) -> None:
     rewrite(path, lambda data: bytes(data[:36]) + bytes(28) + bytes(data[64:]))
 
 
-#: Name -> (what is done to the file, the reason it is refused for).
+#: Name -> (the change of the file, the reason of the refusal).
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "magic": (flip(0), "not_a_record"),
     "preamble": (flip(9), "bad_header"),

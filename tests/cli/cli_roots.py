@@ -23,7 +23,7 @@ HOUR = 3600
 
 @dataclass
 class Written:
-    """A root with what was written into it."""
+    """A root with its blocks."""
 
     path: Path
     ids: list[bytes] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Written:
         return self
 
     def age(self, seconds: float) -> None:
-        """Lets every record be that old by its time of use; of two the one with the smaller path is
+        """Sets the time of use of every record; of two records the one with the smaller path is
         older."""
         now = time.time()
         for at, path in enumerate(self.records()):
@@ -88,7 +88,7 @@ class Written:
         raise AssertionError(identity)
 
     def tree(self) -> dict[str, tuple[int, int, int]]:
-        """Everything that lies there: a change of any file or time shows."""
+        """All its files with their times, to detect any change."""
         found = {}
         for path in sorted(self.path.rglob("*")):
             about = path.lstat()

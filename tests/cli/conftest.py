@@ -26,7 +26,7 @@ def root(tmp_path: Path) -> Written:
 
 @pytest.fixture
 def ucm() -> Callable[..., Result]:
-    """Runs the command line; the text of a failure that is no exit status is never lost."""
+    """Runs the command line; an exception is reported with its text."""
 
     def run(*arguments: object) -> Result:
         result = CliRunner().invoke(main, [str(argument) for argument in arguments])
@@ -39,7 +39,7 @@ def ucm() -> Callable[..., Result]:
 
 @pytest.fixture
 def ucm_json(ucm: Callable[..., Result]) -> Callable[..., dict[str, Any]]:
-    """Runs the command line and reads its one document; the status stands in it as ``exit``."""
+    """Runs the command line and parses its one document; the status is added as ``exit``."""
 
     def run(*arguments: object) -> dict[str, Any]:
         result = ucm(*arguments, "--json")

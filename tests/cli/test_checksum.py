@@ -1,4 +1,4 @@
-"""The CRC-32C of the core gives what the plain one gives."""
+"""The CRC-32C of the core equals the plain one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Roots with compressed records: judged by what comes out of them where there is a decoder, else as
-they are stored."""
+"""Roots with compressed records: verified after decoding if there is a decoder, else in their
+stored form."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def compressed(root: Written) -> Written:
         "shard_size": BLOCK,
         "block_size": BLOCK,
         "dtype": "bfloat16",
-        "segment_age": 60,  # it is sealed because it is waited for, when all three are in it
+        "segment_age": 60,  # sealed by the wait, when all three are in it
         "labels": {"model": "/models/one"},
     }
     with UcmPipelineStore(config) as store:

@@ -1,4 +1,4 @@
-"""``ucm gc``: removes what it says, in its order, and nothing else, ever."""
+"""``ucm gc``: removes exactly the planned files, in order."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_down_to_a_size_the_oldest_use_first(root: Written, ucm: Run, ucm_json: 
     root.fill("one").fill("two", 2)
     order = by_use(root.records())
     last = order[0]
-    os.utime(last)  # used now: the last to go
+    os.utime(last)  # used now: removed last
     order = [*order[1:], last]
     target = 3 * RECORD + 5
     planned = ucm_json("gc", root.path, "--to", target, "--list")

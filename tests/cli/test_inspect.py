@@ -1,4 +1,4 @@
-"""``ucm inspect``: what it says of roots and of single records, and that it changes nothing."""
+"""``ucm inspect``: its output for roots and single records; it changes nothing."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_records_and_bytes_are_counted_by_tenant(
 
 
 def test_a_root_of_two_builds_of_an_engine(root: Written, ucm: Run) -> None:
-    """Versions may be longer than there is room for; what differs is shown."""
+    """Versions may be longer than the column; the different part is shown."""
     one, two = (f"vllm 0.33.1rc2.dev1207+g0123456789abcdef.d2026112{day}.cpu" for day in (1, 2))
     anonymous = json.loads(EngineSettings.model_construct(identity="w").identity_json)
     for engine in (one, two):

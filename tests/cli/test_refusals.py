@@ -1,5 +1,4 @@
-"""What is the user's to mend is one sentence and status 2; and what importing the command line
-costs."""
+"""User errors are one message and status 2; and the cost of importing the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Roots whose records lie in segments: counted, judged one by one, removed whole."""
+"""Roots with segments: records are counted and verified one by one, segments are removed whole."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ Json = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def segments(root: Written) -> Written:
-    # One that is sealed because it is waited for, when all four are in it, and not because of its
-    # age.
+    # A segment sealed by a wait, when all four are in it, and not by its age.
     return root.fill("one", 4, layout="segment", segment_age=60).fill("two", 2)
 
 

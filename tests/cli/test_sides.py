@@ -1,4 +1,4 @@
-"""The command line over records with side shards, and over those in which one lies alone."""
+"""The command line over records with side shards, and over records with a side shard only."""
 
 from __future__ import annotations
 

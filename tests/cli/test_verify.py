@@ -30,7 +30,7 @@ def around_verifying(
     before: Callable[[Found], None] = lambda found: None,
     after: Callable[[Found], None] = lambda found: None,
 ) -> None:
-    """Something happens around the verification of every record."""
+    """Runs a function around the verification of every record."""
     verify = RecordVerifier.verify
 
     def verifying(self: RecordVerifier, found: Found, manifest: Any) -> Any:
@@ -169,7 +169,7 @@ def test_while_an_engine_writes_and_its_collector_removes(root: Written, ucm_jso
 
         def write() -> None:
             for first in range(100, 200, 4):
-                with suppress(UcmError):  # full, or still being counted: the next ones may fit
+                with suppress(UcmError):  # full, or not counted yet: the next ones may fit
                     root.dump(store, 4, first)
 
         writer = threading.Thread(target=write)
@@ -293,7 +293,7 @@ def test_the_rate_is_held() -> None:
     before = len(slept)
     for _ in range(3):
         pace.spend(500)
-    assert len(slept) == before, "a second is made up for"
+    assert len(slept) == before, "a second is caught up"
     pace.spend(500)
     assert len(slept) == before + 1, "and no more"
     Pace(None, lambda: now[0], sleep).spend(10**12)

@@ -1,8 +1,8 @@
-"""Checks that a machine with a GPU copies right: ``python tests/gpu/checks.py`` with torch, NumPy
-and the wheel of ucm.
+"""Checks that a machine with a GPU copies correctly: ``python tests/gpu/checks.py`` with torch,
+NumPy and the wheel of ucm.
 
-Needs neither Rust nor a network, and no test runner. Where there is no GPU it says so and ends
-with 0. ``--device host`` and ``--device softcuda`` run the same over what can stand in.
+Needs neither Rust nor a network, and no test runner. Without a GPU it prints that and exits with 0.
+``--device host`` and ``--device softcuda`` run the same over replacements.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from ucm.store.posix import UcmPosixStore
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
 METHODS = ("dma", "sm", "staging", "auto")
-#: Bytes of a piece and how many; whole vectors, tails, odd lengths, one that is copied on its own.
+#: Bytes of a piece and their number: whole vectors, tails, odd lengths, one that is copied
+#: separately.
 SHAPES = [
     (1, 5),
     (16, 300),
@@ -47,7 +48,7 @@ GAP = 13
 PIECE, PIECES = 24_576, 8
 SIZES = {"tensor_size": PIECE, "shard_size": PIECE * PIECES, "block_size": PIECE * PIECES}
 BLOCKS = 16
-#: Deadlines that a busy machine meets.
+#: Deadlines long enough for a busy machine.
 PATIENT = {"lookup_ms": 20_000, "load_unknown_s": 60.0, "load_max_s": 60.0, "probe_s": 60.0}
 
 
@@ -57,12 +58,12 @@ def random_bytes(seed: int, size: int) -> Bytes:
 
 
 def poison(size: int) -> Bytes:
-    """Bytes that no copy should leave."""
+    """Bytes that every copy must overwrite."""
     return np.full(size, POISON, np.uint8)
 
 
 def bytes_of(memory: trans.Memory) -> Bytes:
-    """What is in a buffer on the host."""
+    """The bytes of a buffer on the host."""
     return np.frombuffer(memoryview(memory), np.uint8)
 
 
@@ -135,7 +136,7 @@ def every_copy_shape(where: Place, quick: bool) -> str:
 
 
 class Blocks:
-    """Blocks of a store on a device, in pieces that lie apart."""
+    """Blocks of a store on a device, in separate pieces."""
 
     def __init__(self, where: Place) -> None:
         self.where, self.size = where, BLOCKS * PIECES * (PIECE + 4096)
@@ -149,7 +150,7 @@ class Blocks:
             self.inside[int(offset) : int(offset) + PIECE] = True
 
     def holds(self, data: Bytes) -> bool:
-        """Whether the pieces are those of ``data``, and nothing between them changed."""
+        """True if the pieces are those of ``data``, and the bytes between them are unchanged."""
         found = self.where.read(self.first, self.size)
         return np.array_equal(found, np.where(self.inside, data, POISON))
 
@@ -157,18 +158,21 @@ class Blocks:
 def store_of(where: Place, root: Path, **keys: Any) -> UcmPosixStore:
     """A store on files whose blocks lie on the device of a place."""
     config = {"storage_backends": str(root), "identity": "checks", "platform": where.platform}
-    room = {"storage_capacity": "1GiB", "free_space_floor": 0}  # whatever else lies on this disk
+    room = {
+        "storage_capacity": "1GiB",
+        "free_space_floor": 0,
+    }  # independent of other files on this disk
     return UcmPosixStore(config | room | SIZES | {"deadlines": PATIENT} | keys)
 
 
 def memory_of(where: Place, root: Path) -> UcmCacheStore:
-    """A store in memory that the processes of this run share: each reads the memory of the
+    """A store in memory shared by the processes of this run: each reads the memory of the
     others."""
     config = {"cache_size": "64MiB", "identity": f"checks of {root}", "platform": where.platform}
     return UcmCacheStore(config | SIZES)
 
 
-#: Two stores of processes that share: on files below a directory, and in memory.
+#: Two shared stores: on files below a directory, and in memory.
 SHARED: dict[str, Callable[[Place, Path], UcmPosixStore]] = {"root": store_of, "memory": memory_of}
 
 
@@ -198,17 +202,17 @@ def a_dump_waits_for_its_event(where: Place, quick: bool) -> str:
 
 
 def two_processes_on_one_root(where: Place, quick: bool) -> str:
-    """Each loads what the other dumped to files, while both dump and load."""
+    """Each loads the other's dumps from files, while both dump and load."""
     return two_processes(where, "root")
 
 
 def two_processes_on_one_memory(where: Place, quick: bool) -> str:
-    """Each loads what lies in the memory of the other, which is mapped by both."""
+    """Each loads from the memory of the other, which both map."""
     return two_processes(where, "memory")
 
 
 def two_processes(where: Place, shared: str) -> str:
-    """This process and another one, over stores that they share."""
+    """This process and another one, over shared stores."""
     with tempfile.TemporaryDirectory() as root:
         command = [
             sys.executable,
@@ -231,7 +235,7 @@ def two_processes(where: Place, shared: str) -> str:
                 peer.stdin.flush()
                 load_and_check(store, where, 2)
                 assert peer.stdout.readline() == "loaded\n", (
-                    "the other process did not load what this one dumped"
+                    "the other process did not load this one's dumps"
                 )
             peer.stdin.write("end\n")
             peer.stdin.flush()
@@ -247,11 +251,11 @@ def dump(store: UcmKVStoreBaseV1, where: Place, seed: int) -> None:
 
 
 def load_and_check(store: UcmKVStoreBaseV1, where: Place, seed: int) -> None:
-    """Loads the blocks of a process, once they can be found: memory of others is looked for about
-    once a second."""
+    """Loads the blocks of a process when they are found: memory of others is discovered about once
+    a second."""
     until = time.monotonic() + 60
     while not all(store.lookup(ids(seed))):
-        assert time.monotonic() < until, "what the other process dumped is not found"
+        assert time.monotonic() < until, "the other process's dumps are not found"
         time.sleep(0.01)
     target = Blocks(where)
     where.write(target.first, poison(target.size))
@@ -271,7 +275,7 @@ def be_the_peer(where: Place, root: Path, shared: str) -> None:
 
 
 def errors_are_told(where: Place, quick: bool) -> str:
-    """A device there is none of, null addresses, and memory that was given back."""
+    """A missing device, null addresses, and freed memory."""
     told = []
     if where.platform != "host":
         told.append(refused(lambda: trans.Device(where.platform).setup(4096)))
@@ -285,8 +289,8 @@ def errors_are_told(where: Place, quick: bool) -> str:
     told.append(refused(lambda: buffers.make_device_buffer(1 << 60)))
     assert not host.any()
     if where.refuses_wild_addresses:
-        # Last, and in a process of its own: an address of memory that was freed may end the
-        # driver's context.
+        # Last, and in a process of its own: an address of freed memory may end the driver's
+        # context.
         command = [sys.executable, __file__, "--device", where.word, "--freed"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, f"freed memory: {done.returncode} {done.stderr[-2000:]}"
@@ -300,11 +304,11 @@ def refused(call: Callable[[], object]) -> str:
         call()
     except UcmError as error:
         return str(error)
-    raise AssertionError("a call that should be refused was not")
+    raise AssertionError("a call was not refused")
 
 
 def copy_what_was_freed(where: Place) -> None:
-    """Copies from an address whose memory was given back."""
+    """Copies from the address of freed memory."""
     device = opened(where)
     gone, host = device.allocate_memory(64 << 20), np.zeros(64, np.uint8)
     address = gone.address
@@ -313,7 +317,7 @@ def copy_what_was_freed(where: Place) -> None:
 
 
 def a_missing_driver_is_told(where: Place, quick: bool) -> str:
-    """Without a visible device the error says so, and a device without a name is the host."""
+    """Without a visible device the error states it, and the default device is the host."""
     program = (
         "from ucm import trans\n"
         "from ucm.errors import UnsupportedError\n"
@@ -334,7 +338,7 @@ def a_missing_driver_is_told(where: Place, quick: bool) -> str:
 
 
 def clean(more: dict[str, str]) -> dict[str, str]:
-    """This process's environment, without what names a platform or stands for a driver."""
+    """This process's environment, without a platform or a driver of tests."""
     return {key: value for key, value in os.environ.items() if key not in {HOOK, "PLATFORM"}} | more
 
 
@@ -380,7 +384,7 @@ CHECKS: list[Callable[[Place, bool], str]] = [
 
 
 def main() -> int:
-    """Runs all checks; 0 where none failed."""
+    """Runs all checks; 0 if none failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,6 +1,7 @@
-"""Where the checks of this directory copy: a GPU with torch, the host, or the software CUDA driver.
+"""The devices of the checks of this directory: a GPU with torch, the host, or the software CUDA
+driver.
 
-Each place has memory of its own that ucm did not make, and looks at it without ucm.
+Each place has memory of its own that ucm did not allocate, and reads it without ucm.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
 
-#: Names the library that stands for the CUDA driver in tests.
+#: The library that replaces the CUDA driver in tests.
 HOOK = "UCM_TEST_DRIVER"
 
 #: The words of ``--device``.
@@ -24,16 +25,16 @@ WORDS = ("cuda", "host", "softcuda")
 
 
 class MissingError(Exception):
-    """What is needed for a place is not here; says what."""
+    """A requirement of a place is missing; the text names it."""
 
 
 class Place(Protocol):
     """A device and memory on it."""
 
     word: str
-    #: What stores and ``ucm.trans`` call it.
+    #: Its name in stores and ``ucm.trans``.
     platform: str
-    #: Whether every address that is not memory of the device is refused rather than touched.
+    #: True if every address outside of the device's memory is refused and not accessed.
     refuses_wild_addresses: bool
 
     def allocate(self, size: int) -> int:
@@ -46,8 +47,8 @@ class Place(Protocol):
         """What is in it."""
 
     def busy_write(self, address: int, data: Bytes) -> tuple[int, Callable[[], None]]:
-        """Begins a write behind work that takes time, an event after it: its handle, and what lets
-        the work end."""
+        """Begins a write behind long work, with an event after it; returns its handle and a
+        function that ends the work."""
 
 
 class Host:
@@ -72,7 +73,7 @@ class Host:
         return data
 
     def busy_write(self, address: int, data: Bytes) -> tuple[int, Callable[[], None]]:
-        """The host has no events: what is dumped is written before."""
+        """The host has no events: the source of a dump is written before."""
         self.write(address, data)
         return 0, lambda: None
 
@@ -189,6 +190,6 @@ class Soft:
 
 
 def place(word: str) -> Place:
-    """The place of this word; :class:`MissingError` where it is not here."""
+    """The place of this name; :class:`MissingError` if it is not available."""
     places: dict[str, Callable[[], Place]] = {"cuda": Gpu, "host": Host, "softcuda": Soft}
     return places[word]()

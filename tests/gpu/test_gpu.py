@@ -1,7 +1,7 @@
-"""The checks of ``checks.py``: over a GPU where there is one, and over what stands in, to know that
-they work.
+"""The checks of ``checks.py``: over a GPU if there is one, and over replacements, to test the
+checks themselves.
 
-In a run of its own (``make test-py``): a process looks for its driver once.
+In a run of its own (``make test-py``): a process loads its driver once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The copy kernels without a GPU: the committed PTX is made from the source, assembles, and moves
 wide words.
 
-And the source, compiled for the host with sanitizers, copies what memcpy copies. What the PTX does
-when it is executed is tested where it is executed, in ``tests/softcuda``.
+The source, compiled for the host with sanitizers, copies like memcpy. ``tests/softcuda`` tests the
+execution of the PTX.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PTX = ROOT / "kernels" / "copy.ptx"
 HOST = Path(__file__).with_name("host.cpp")
 KERNELS = {"ucm_batch", "ucm_gather", "ucm_scatter"}
-#: Words of the tile that a thread has in flight (kernels/copy.cu, IN_FLIGHT).
+#: Words of a thread's tile in flight (kernels/copy.cu, IN_FLIGHT).
 IN_FLIGHT = 4
 
 
 def run(*command: str | Path) -> str:
-    """What a program says, which must succeed."""
-    # vLLM preloads libraries into programs that a process with it starts; a sanitizer goes first.
+    """The output of a program, which must succeed."""
+    # vLLM preloads libraries into child processes; a sanitizer must be first.
     own = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=100, env=own
@@ -46,7 +46,7 @@ def packaged(package: str, program: str) -> Path:
 
 
 def cubin(arch: str, to: Path) -> tuple[Path, str]:
-    """The machine code for one architecture, and what the assembler tells of it."""
+    """The machine code for one architecture, and the assembler's report."""
     path = to / f"{arch}.cubin"
     return path, run(packaged("triton", "ptxas"), "-v", f"-arch={arch}", PTX, "-o", path)
 

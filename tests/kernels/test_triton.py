@@ -1,9 +1,8 @@
-"""Sparse attention's Triton kernels, compiled for devices that are not here.
+"""Sparse attention's Triton kernels, compiled for absent devices.
 
-The functions that launch them are called with tensors of the host; where Triton would launch, it
-compiles for the device that a driver in name announces. So what is compiled is what a GPU would be
-given for these shapes: PTX, which Triton's own ptxas assembles without spills, and AMD's machine
-code.
+The functions that launch them are called with tensors of the host; instead of a launch, Triton
+compiles for the device of a dummy driver. So the compiled code is that of a GPU for these shapes:
+PTX, which Triton's own ptxas assembles without spills, and AMD's machine code.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}
 
 
 class Named:
-    """A driver of a device that is not here."""
+    """A driver of an absent device."""
 
     def __init__(self, target: GPUTarget) -> None:
         self.target = target
@@ -106,7 +105,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str],
 
 
 def assembled(ptx: str, arch: str, to: Path) -> str:
-    """What Triton's ptxas says of a kernel."""
+    """The report of Triton's ptxas on a kernel."""
     source = to / "kernel.ptx"
     source.write_text(ptx, encoding="utf-8")
     # Hopper's own instructions have a name of their own.

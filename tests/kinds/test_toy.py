@@ -1,6 +1,5 @@
-"""A kind of tier is one file and one line: a toy, which only builds for tests have, is configured,
-checked, opened and documented without anything in Python, or anywhere else in Rust, that knows of
-it.
+"""A kind of tier is one file and one line: a toy, only in builds for tests, is configured, checked,
+opened and documented although no Python code, and no other Rust code, names it.
 
 ``make test-kinds`` builds such a core and runs these; the behaviour suite of the crates runs over
 the toy as well.
@@ -45,7 +44,7 @@ def patient() -> dict[str, Any]:
 
 
 def round_trip(config: dict[str, Any], patient: dict[str, Any]) -> UcmPosixStore:
-    """Opens what is configured, as the connector does; dumps, looks up and loads three blocks."""
+    """Opens the configured store as the connector does; dumps, looks up and loads three blocks."""
     read = load(config | patient, {})
     store = UcmConnectorFactoryV1.create_connector(
         read.ucm_connector_name, read.store_config() | SHAPE

@@ -22,7 +22,7 @@ from required_servers import missing_server  # noqa: E402
 
 
 def need_mooncake() -> None:
-    """Skip the test, or fail it, where Mooncake does not run."""
+    """Skip or fail the test if Mooncake does not run."""
     if reason := why_not():
         missing_server(reason)
 
@@ -35,7 +35,7 @@ def _mooncake() -> None:
 
 @pytest.fixture(scope="session")
 def shared_pool(_mooncake: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """A pool for tests that leave it as it is, each with an identity of its own."""
+    """A pool for tests that do not disturb it, each with an identity of its own."""
     with Pool(tmp_path_factory.mktemp("pool")) as pool:
         pool.lend(128 << 20)
         yield pool
@@ -43,7 +43,7 @@ def shared_pool(_mooncake: None, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture
 def own_pool(_mooncake: None, tmp_path: Path) -> Iterator[Callable[..., Pool]]:
-    """Pools for tests that kill and stop things in them."""
+    """Pools for tests that kill and stop their processes."""
     pools: list[Pool] = []
 
     def make(lent: int = 64 << 20, **flags: Any) -> Pool:

@@ -16,7 +16,7 @@ from typing import Any, Self
 HOST = "127.0.0.1"
 HERE = Path(__file__).resolve().parent
 PACKAGE = Path(__file__).resolve().parents[2] / ".tools" / "mooncake"
-#: Tries, a twentieth of a second apart, until something is there.
+#: Tries, a twentieth of a second apart, until a condition holds.
 TRIES = 1200
 
 #: A process that lends memory until its input ends.
@@ -31,7 +31,7 @@ sys.stdin.read()
 
 
 def why_not() -> str:
-    """Why Mooncake does not run here; empty where it does."""
+    """Why Mooncake does not run here; empty if it does."""
     if not (PACKAGE / "mooncake" / "mooncake_master").exists():
         return "Mooncake's package is not installed; run: make .tools/.stamp-mooncake"
     try:
@@ -42,7 +42,7 @@ def why_not() -> str:
 
 
 def ports(count: int) -> list[int]:
-    """So many ports that nobody listens on."""
+    """Free ports."""
     with contextlib.ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
@@ -51,7 +51,7 @@ def ports(count: int) -> list[int]:
 
 
 def _end_with_parent() -> None:
-    """In a new process: it ends when the one that started it is gone."""
+    """Runs in a new process: the kernel ends it when its parent dies."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
@@ -82,7 +82,7 @@ class Pool:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What a store that lends nothing is told of the pool."""
+        """The pool's keys for a store that lends nothing."""
         return {
             "master_server_address": self.address,
             "global_segment_size": 0,
@@ -113,7 +113,7 @@ class Pool:
         raise AssertionError("the master does not listen")
 
     def lend(self, size: int) -> None:
-        """Starts a process that lends so many bytes."""
+        """Starts a process that lends memory."""
         command = [sys.executable, "-c", LEND, self.address, str(size)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         lender = _started(command, self.directory / "lender.log", **pipes)

@@ -31,9 +31,9 @@ from ucm.store import UcmConnectorFactoryV1
 from ucm.store.posix import UcmPosixStore
 
 Open = Callable[..., UcmPosixStore]
-#: As short as the tests need it, and longer than this machine ever takes.
+#: Short, but longer than this machine ever takes.
 PATIENT = {"deadlines": {"lookup_ms": 20_000, "load_unknown_s": 20, "probe_s": 20}}
-#: A breaker that opens at the first failure and looks again soon.
+#: A breaker that opens at the first failure and probes again soon.
 HASTY = {
     "deadlines": {
         "lookup_ms": 200,
@@ -68,7 +68,7 @@ def dump(store: UcmPosixStore, count: int) -> Memory:
 
 
 def loaded(store: UcmPosixStore, source: Memory, count: int) -> list[bool]:
-    """Which blocks a load brings; every one it brings is exact."""
+    """The blocks that a load copies; each must be exact."""
     target = Memory(count, fill=0)
     task = store.load_data(ids(count), [0] * count, target.rows(*range(count)))
     try:
@@ -82,8 +82,8 @@ def loaded(store: UcmPosixStore, source: Memory, count: int) -> list[bool]:
 
 
 def loaded_alone(store: UcmPosixStore, source: Memory, block: int) -> bool:
-    """Whether a load of one block brings it: after the first that fails, a load gives up those
-    behind it."""
+    """True if a load of the single block succeeds, because a load cancels the blocks behind its
+    first failure."""
     target = Memory(len(source.pieces), fill=0)
     try:
         store.wait(store.load_data([ids(block + 1)[block]], [0], target.rows(block)))
@@ -94,14 +94,14 @@ def loaded_alone(store: UcmPosixStore, source: Memory, block: int) -> bool:
 
 
 def eventually(what: Callable[[], bool]) -> None:
-    """Returns when that is so; the time limit of the test ends it otherwise."""
+    """Returns when the condition holds; otherwise the test's time limit ends it."""
     pause = threading.Event()
     while not what():
         pause.wait(0.05)
 
 
 def stored(store: UcmPosixStore, count: int) -> Memory:
-    """Dumps into a hasty store, again where a busy machine took longer than its deadlines."""
+    """Dumps into a store with short deadlines, again if a busy machine was too slow."""
     source = Memory(count)
 
     def dumped() -> bool:
@@ -116,7 +116,7 @@ def stored(store: UcmPosixStore, count: int) -> Memory:
 
 
 def comes_back(store: UcmPosixStore, source: Memory, count: int) -> bool:
-    """Whether all of it is loaded now; a hasty store may be off for a moment."""
+    """True if all of it is loaded now; a store with short deadlines may be off for a moment."""
     try:
         return all(loaded(store, source, count))
     except UnhealthyError:
@@ -124,7 +124,7 @@ def comes_back(store: UcmPosixStore, source: Memory, count: int) -> bool:
 
 
 def stop(process: subprocess.Popen[str]) -> None:
-    """Returns when every thread of it stands still."""
+    """Returns when all its threads are stopped."""
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
 
@@ -241,8 +241,8 @@ def test_a_damaged_value_is_a_miss_and_is_replaced(
 def test_engines_with_side_shards_and_without_use_each_others_blocks(
     shared_pool: Pool, opened: Open
 ) -> None:
-    """A value of the one is longer than a slot of the other, which takes what it knows and leaves
-    it there."""
+    """A value of one store is longer than a slot of the other, which reads the known part and does
+    not replace it."""
     sides = {"mean-k": 96, "codes": 6000}
     keeps, without, source = opened(shared_pool, sides=sides), opened(shared_pool), Memory(6)
     beside = {name: np.full((3, size), size % 251, dtype=np.uint8) for name, size in sides.items()}
@@ -284,7 +284,7 @@ def test_a_record_of_a_newer_version_stays(shared_pool: Pool, opened: Open, raw:
         record[4:8] = struct.pack("<I", 99)
         record[60:64] = struct.pack("<I", crc32c(bytes(record[:60])))
     raw.set(first, bytes(newer[first]))
-    # refused here, and written anew by a newer version before our next dump
+    # refused here, and rewritten by a newer version before our next dump
     raw.set(second, _flip(raw.get(second)))
     assert [loaded_alone(store, source, block) for block in range(2)] == [False, False]
     raw.set(second, bytes(newer[second]))
@@ -383,7 +383,7 @@ def test_a_killed_master_is_misses_and_a_new_one_is_used(
     assert not all(loaded(store, source, 3))
     eventually(lambda: not store.healthy())
     assert store.lookup(ids(3)) == [False] * 3
-    pool.start()  # it has forgotten everything, and lenders come back to it by themselves
+    pool.start()  # it has lost everything, and lenders reconnect by themselves
 
     def again() -> bool:
         try:
@@ -423,7 +423,7 @@ def test_a_store_ends_while_its_master_hangs(own_pool: Callable[..., Pool], open
 
 
 class Ticks:
-    """Counts on a thread of its own, which stands still while another one holds the GIL."""
+    """Counts on a thread of its own, which stops while another one holds the GIL."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -499,7 +499,7 @@ def test_a_killed_lender_is_misses_of_what_it_lent(
 
 
 def test_eviction_under_a_reader(own_pool: Callable[..., Pool], opened: Open) -> None:
-    """What is read is exact or a miss while Mooncake evicts, with leases that end soon."""
+    """Reads are exact or misses while Mooncake evicts, with short leases."""
     pool = own_pool(lent=16 << 20, default_kv_lease_ttl=200)
     store, reader = opened(pool), opened(pool)
     count = 900  # 24 KiB each: more than the pool takes
@@ -537,7 +537,7 @@ def test_a_store_lends_memory_and_only_one_that_stores(
     opened(pool, global_segment_size="64MiB", device_id=-1).lookup(ids(1))
     store = opened(pool)
     with pytest.raises(TaskError, match="no room"):
-        dump(store, 1)  # nobody lends anything yet
+        dump(store, 1)  # no memory is lent yet
     lending = opened(pool, global_segment_size="64MiB")
     source = dump(lending, 3)
     assert loaded(store, source, 3) == [True] * 3
@@ -546,7 +546,7 @@ def test_a_store_lends_memory_and_only_one_that_stores(
 
 
 def ucm(pool: Pool, *words: str, http: str | None = None) -> Result:
-    """What the command line makes of a pool."""
+    """The command line over a pool."""
     told = ["-o", f"master_http_address={http or f'127.0.0.1:{pool.metrics}'}"]
     return CliRunner().invoke(main, [words[0], f"mooncake://{pool.address}", *words[1:], *told])
 

@@ -1,4 +1,4 @@
-"""Stores of the network over real servers: the matrix of harms, its table, and engines of vLLM."""
+"""Network stores over real servers: the matrix of harms, its table, and engines of vLLM."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _cells: dict[str, dict[str, str]] = {}
 
 @pytest.fixture(scope="session", autouse=True)
 def _keys() -> Iterator[None]:
-    """The keys of the S3 servers, where the client looks for them."""
+    """The keys of the S3 servers, at the client's default location."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("AWS_")]:
             patch.delenv(name)
@@ -66,7 +66,7 @@ def proxy(server: Server) -> Iterator[Proxy]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Notes what became of a row of the matrix."""
+    """Records the result of a row of the matrix."""
     report = yield
     column = getattr(getattr(item, "callspec", None), "params", {}).get("column")
     if (

@@ -1,7 +1,7 @@
-"""moto's S3 server, in Python, with one bucket; it forgets what it had when it ends.
+"""moto's S3 server, in Python, with one bucket; it loses its data when it ends.
 
-Servers are forked from a process that has imported moto: to import it is nearly all of a start, and
-beside much else one start took 75 s.
+Servers are forked from a process that has imported moto, because the import is nearly all of a
+start; on a busy machine one start took 75 s.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 
 from servers import BUCKET, Server
 
-#: Each process of it imports the main module of whoever started it, which is pytest's: that is
-#: imported before, too.
+#: Each process imports the main module of its parent, which is pytest's, so that is imported
+#: before, too.
 _FORKED = multiprocessing.get_context("forkserver")
 _FORKED.set_forkserver_preload(
     ["pytest.__main__", "moto.server", "moto.s3.responses", "moto.s3.urls"]
@@ -50,7 +50,7 @@ class MotoServer(Server):
 
 
 def _serve(port: int, tls: tuple[Path, Path] | None) -> None:
-    """What the process does, until it is killed or the one that started it ends."""
+    """The work of the process, until it is killed or its parent ends."""
     from moto.server import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
     from werkzeug.serving import run_simple
     from werkzeug.test import Client

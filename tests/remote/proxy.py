@@ -1,5 +1,5 @@
-"""A proxy between a store and its server that can refuse, fall silent, delay, or answer for a busy
-server itself."""
+"""A proxy between a store and its server that can refuse, hang, delay, or reply like a busy
+server."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, Literal
 
-#: ``pass``: as if it was not there. ``refuse``: nobody listens. ``reset``: connections end at once.
-#: ``silent``: what comes is swallowed and nothing is answered. ``slow``: every piece waits.
-#: ``busy``, ``fail``, ``full``: the answers of an HTTP server that wants less, that is broken, or
-#: that has no room.
+#: ``pass``: transparent. ``refuse``: no listener. ``reset``: connections end at once. ``silent``:
+#: data is swallowed without a reply. ``slow``: every piece is delayed. ``busy``, ``fail``,
+#: ``full``: the replies of an HTTP server that is overloaded, broken, or full.
 Mode = Literal["pass", "refuse", "reset", "silent", "slow", "busy", "fail", "full"]
 
 _ANSWERS = {
@@ -33,9 +32,9 @@ class Proxy:
         self._connections: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self.mode: Mode = "pass"
-        #: Seconds that a piece waits in ``slow``.
+        #: Delay of a piece in ``slow``, in seconds.
         self.delay = 0.05
-        #: Requests that were answered in the place of the server.
+        #: Number of requests with a reply of the proxy.
         self.answered = 0
         self.port = 0
 
@@ -56,8 +55,8 @@ class Proxy:
         return f"127.0.0.1:{self.port}"
 
     def become(self, mode: Mode) -> None:
-        """From now on it does this; open connections end, but in ``silent``, where they stay and
-        say nothing."""
+        """Sets the mode; open connections end, except in ``silent``, where they stay open without
+        data."""
         self._do(self._become(mode))
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
@@ -105,7 +104,7 @@ class Proxy:
             asyncio.LimitOverrunError,
             asyncio.CancelledError,
         ):
-            pass  # cancelled: by _end_connections, which waits for nothing more
+            pass  # cancelled by _end_connections, which does not wait
         finally:
             self._connections.discard(task)
             with contextlib.suppress(OSError, RuntimeError):
@@ -133,7 +132,7 @@ class Proxy:
         raise ConnectionResetError  # the other direction ends too
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answers requests one by one, as long as it is to do so."""
+        """Replies to requests one by one, as long as the mode requires it."""
         while self.mode in _ANSWERS:
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
             length = next(

@@ -1,4 +1,4 @@
-"""The columns of the matrix: stores of the network and the real servers they are run against.
+"""The columns of the matrix: network stores and their real servers.
 
 :data:`MOONCAKE` and :data:`DS3FS` are columns of the engines alone: Mooncake's client brings
 threads of its own into the process that loads it (``tests/mooncake`` has its matrix), and 3FS is a
@@ -21,15 +21,15 @@ from required_servers import missing_server
 
 from servers import BUCKET, MissingError, redis_server, s3_server
 
-#: What every name in a bucket begins with.
+#: Prefix of every name in a bucket.
 PREFIX = "tests"
 #: 3FS's client library in software, which ``make`` builds.
 SOFT3FS = os.path.abspath(os.environ.get("UCM_TEST_SOFT3FS", "target/debug/libsoft3fs.so"))
 
 
 class Medium(Protocol):
-    """What keeps the blocks, a server most often; a context manager. It can be taken away and come
-    back."""
+    """The keeper of the blocks, mostly a server; a context manager. It can be stopped and
+    restarted."""
 
     def __enter__(self) -> Self: ...
 
@@ -58,11 +58,11 @@ class Column:
     start: Callable[[Path], Any]
     #: Keys of the store for a server, or a proxy before it, at this ``host:port``.
     keys: Callable[[str], Mapping[str, Any]]
-    #: Whether the server has after a restart what it had before.
+    #: True if the server keeps its data over a restart.
     keeps: bool
-    #: Whether it speaks HTTP, so that the proxy can answer in its place.
+    #: True if it uses HTTP, so that the proxy can reply in its place.
     http: bool
-    #: Where an engine finds the client.
+    #: The client's path for an engine.
     pythonpath: tuple[str, ...] = ()
 
 
@@ -93,7 +93,7 @@ def _on_3fs(at: str) -> dict[str, Any]:
 
 
 class MooncakeMaster(Pool):
-    """A master, and a process that lends memory to whichever master is at its address. Raises
+    """A master, and a process that lends memory to the master at its address. Raises
     :class:`MissingError`."""
 
     def __init__(self, directory: Path) -> None:
@@ -121,7 +121,7 @@ class MooncakeMaster(Pool):
         return self.address
 
     def kill(self) -> None:
-        """Ends the master at once; what lenders hold is lost with it."""
+        """Kills the master; the lenders' data is lost with it."""
         self.kill_master()
 
     def restart(self) -> None:
@@ -131,7 +131,7 @@ class MooncakeMaster(Pool):
 
 
 class Mount3fs:
-    """A directory that the library in software takes for a mount of 3FS. It can be unmounted and
+    """A directory that the software library treats as a mount of 3FS. It can be unmounted and
     mounted again."""
 
     def __init__(self, directory: Path) -> None:
@@ -152,11 +152,11 @@ class Mount3fs:
         return str(self._mount)
 
     def kill(self) -> None:
-        """Unmounts it: nothing is at its place any more."""
+        """Unmounts it: its path does not exist any more."""
         self._mount.rename(self._away)
 
     def start(self) -> None:
-        """Mounts it again, over what was made at its place meanwhile."""
+        """Mounts it again, over files created at its path since."""
         if self._mount.exists():
             self._mount.rename(self._away.with_name("hidden"))
         self._away.rename(self._mount)
@@ -193,12 +193,12 @@ COLUMNS = (REDIS, REDIS_AOF, S3S_FS, MOTO) if os.environ.get("UCM_TEST_LONG") el
 
 
 def redis_says(server: Any, *words: str | bytes) -> None:
-    """Has a Redis server do something, which it answers with OK."""
+    """Sends a command to a Redis server, which must reply with OK."""
     assert redis_asks(server, *words) == b"OK"
 
 
 def redis_asks(server: Any, *words: str | bytes) -> Any:
-    """What a Redis server answers: a text, a number, or several of them."""
+    """A reply of a Redis server: a text, a number, or several of them."""
     question = b"*%d\r\n" % len(words)
     for word in words:
         data = word.encode() if isinstance(word, str) else word
@@ -223,7 +223,7 @@ def _answer(answers: BinaryIO) -> Any:
 
 
 def started(column: Column, directory: Path) -> Any:
-    """The server of a column; the test is skipped where there is none, and fails with
+    """The server of a column; without one the test is skipped, or fails with
     ``UCM_REQUIRE_SERVERS``."""
     try:
         return column.start(directory)

@@ -1,5 +1,5 @@
-"""What lies on a server, seen and changed by the server's own means, past every store and tool: the
-values of Redis, the objects of a bucket."""
+"""The contents of a server, read and changed by the server's own commands, without our stores and
+tools: the values of Redis, the objects of a bucket."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from servers import BUCKET, Server
 
 @dataclass(frozen=True)
 class Where:
-    """Where the record of a block lies."""
+    """The location of a block's record."""
 
-    #: Name of what holds it, and from which byte on.
+    #: Name of its value or object, and its offset.
     name: str
     offset: int
-    #: What ``ucm gc`` calls what holds it, and ``ucm verify`` the record.
+    #: Its names in ``ucm gc`` (the value or object) and ``ucm verify`` (the record).
     file: str
     record: str
 
@@ -43,7 +43,7 @@ class Values:
         return {name: redis_asks(self._server, "STRLEN", name) for name in names}
 
     def records(self, namespace: str = "") -> dict[str, int]:
-        """Names and bytes of what holds records, of one namespace or of all."""
+        """Names and bytes of values or objects with records, of one namespace or of all."""
         ours = {
             name: size for name, size in self.sizes().items() if len(name.rpartition(":")[2]) == 32
         }
@@ -55,7 +55,7 @@ class Values:
         return value
 
     def put(self, name: str, data: bytes) -> None:
-        """Puts it there, in place of what had this name."""
+        """Stores it under this name, replacing an existing one."""
         redis_says(self._server, "SET", name, data, "KEEPTTL")
 
     def remove(self, name: str) -> None:
@@ -63,11 +63,11 @@ class Values:
         assert redis_asks(self._server, "DEL", name) == 1
 
     def set_limit(self, size: int) -> None:
-        """The server takes so much from now on."""
+        """Sets the server's capacity."""
         redis_says(self._server, "CONFIG", "SET", "maxmemory", str(size))
 
     def lift_limit(self) -> None:
-        """There is room for every store again."""
+        """Removes the limit."""
         self.set_limit(0)
 
     def find(self, namespace: str, block: bytes) -> Where:
@@ -99,7 +99,7 @@ class Objects:
         return {found["Key"]: found["Size"] for found in listed.get("Contents", ())}
 
     def records(self, namespace: str = "") -> dict[str, int]:
-        """Names and bytes of what holds records, of one namespace or of all."""
+        """Names and bytes of values or objects with records, of one namespace or of all."""
         ours = {name: size for name, size in self.sizes().items() if name.endswith(".seg")}
         return {
             name: size for name, size in ours.items() if name.startswith(f"{PREFIX}/{namespace}")
@@ -111,7 +111,7 @@ class Objects:
         return data
 
     def put(self, name: str, data: bytes) -> None:
-        """Puts it there, in place of what had this name."""
+        """Stores it under this name, replacing an existing one."""
         self._client.put_object(Bucket=BUCKET, Key=name, Body=data)
 
     def remove(self, name: str) -> None:
@@ -119,14 +119,14 @@ class Objects:
         self._client.delete_object(Bucket=BUCKET, Key=name)
 
     def set_limit(self, size: int) -> None:
-        """The marker says from now on that the bucket takes so much."""
+        """Sets the capacity in the bucket's marker."""
         marker = f"{PREFIX}/ucm-root.json"
         self.put(
             marker, json.dumps(json.loads(self.get(marker)) | {"storage_capacity": size}).encode()
         )
 
     def lift_limit(self) -> None:
-        """There is room for every store again."""
+        """Removes the limit."""
         self.set_limit(1 << 30)
 
     def find(self, namespace: str, block: bytes) -> Where:
@@ -135,13 +135,13 @@ class Objects:
             data = self.get(name)
             for entry in parse_footer(data, len(data)).entries:
                 if entry.record_id == block:
-                    # A name on the server begins with its time, one below a root does not.
+                    # A name on the server begins with its time; a name below a root does not.
                     file = f"{namespace}/segments/{name.rpartition('/')[2].partition('-')[2]}"
                     return Where(name, entry.offset, file, f"{file}@{entry.offset}")
         raise AssertionError(f"{block.hex()} is in no segment of {namespace}")
 
     def make_older(self, name: str, seconds: int) -> None:
-        """The segment of this name was sealed so much earlier."""
+        """Makes the segment of this name older."""
         directory, _, file = name.rpartition("/")
         sealed, _, rest = file.partition("-")
         self.put(f"{directory}/{int(sealed, 16) - seconds * 10**9:016x}-{rest}", self.get(name))
@@ -153,5 +153,5 @@ class Objects:
 
 
 def contents_of(column: Column, server: Server) -> Values | Objects:
-    """What lies on the server of a column."""
+    """The contents of a column's server."""
     return Objects(server) if column.http else Values(server)

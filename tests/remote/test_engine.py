@@ -1,9 +1,9 @@
-"""Engines of vLLM over servers, a pool of Mooncake and 3FS: what one stored another one finds,
-through a pipeline too; a server that is killed costs time and never a token; and what it kept is
-found again.
+"""Engines of vLLM over servers, a pool of Mooncake and 3FS: blocks of one engine are found by
+another, also through a pipeline; a killed server costs time and never a token; and its kept blocks
+are found again.
 
-``make test`` starts one engine for each kind of store, ``make test-long`` (``UCM_TEST_LONG``) those
-of the other tests too.
+``make test`` starts one engine for each kind of store, ``make test-long`` (``UCM_TEST_LONG``) also
+those of the other tests.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ long = pytest.mark.skipif(
 )
 
 ASKED = ("short", "middle", "shared_a", "exact")
-#: A server that is gone is tried again soon.
+#: A failed server is tried again soon.
 SOON = {"breaker": {"threshold": 3, "cool_down_s": 0.5}}
 
 
 @dataclass(frozen=True)
 class Over:
-    """A kind of store, the runner of its engines, and what stands above it in the second one."""
+    """A kind of store, the runner of its engines, and the upper tier in the second one."""
 
     column: Column
     runner: str
@@ -63,14 +63,14 @@ SEVERAL = (
     Over(MOONCAKE, "v2", ("cache",)),
     Over(DS3FS, "v1", ("cache",)),
 )
-#: Of one engine each: some keep what they have over a restart, and some forget it.
+#: With one engine each: some keep their data over a restart, and some lose it.
 ALONE = (
     Over(REDIS_AOF, "v2", ()),
     Over(MOTO, "v1", ()),
     Over(MOONCAKE, "v1", ()),
     Over(DS3FS, "v2", ()),
 )
-#: Those that can fall silent and keep their connections, or their rings.
+#: Those that can hang with open connections or rings.
 SILENT = (SEVERAL[0], SEVERAL[3])
 
 
@@ -79,7 +79,7 @@ def name_of(over: Over) -> str:
 
 
 def spec(over: Over, model: Path, at: str, work: Path, pipeline: bool) -> EngineSpec:
-    """An engine whose store is on this server, alone or below what stands above."""
+    """An engine whose store is on this server, alone or below an upper tier."""
     keys: dict[str, Any] = {**over.column.keys(at), **over_device()}
     store = StoreSpec(work, over.column.store, options=keys)
     if pipeline:
@@ -98,7 +98,7 @@ def spec(over: Over, model: Path, at: str, work: Path, pipeline: bool) -> Engine
 
 
 def of_3fs(engine: Engine, call: str) -> str:
-    """What a call of 3FS's library in software answers, in the process that loads and stores."""
+    """The result of a call of 3FS's software library, in the process that loads and stores."""
     (answer,) = engine.rpc("probe_worker_eval", f"__import__('ctypes').CDLL({SOFT3FS!r}).{call}")
     return str(answer)
 
@@ -114,8 +114,8 @@ def asked(engine: Engine) -> dict[str, Result]:
 
 
 def ask_until_stored(engine: Engine, computed: dict[str, Result]) -> None:
-    """Asks until a round stores nothing more: beside a busy machine a first dump may be refused,
-    and comes with a later question."""
+    """Sends the prompts until a round stores nothing more: on a busy machine a first dump may be
+    refused and is made with a later request."""
 
     def nothing_more() -> bool:
         before = engine.metrics()["ucm_published_blocks_total"]
@@ -129,8 +129,8 @@ def ask_until_stored(engine: Engine, computed: dict[str, Result]) -> None:
 
 @contextmanager
 def silent(over: Over, server: Any, engine: Engine) -> Iterator[None]:
-    """Nothing is answered meanwhile: a server is stopped, and 3FS's daemon begins no operation of
-    its rings."""
+    """No replies during this: a server is stopped, and 3FS's daemon begins no operation of its
+    rings."""
     if over.column is DS3FS:
         of_3fs(engine, "soft3fs_hold(True)")
     else:
@@ -165,7 +165,7 @@ def test_what_one_engine_stored_another_finds_and_a_killed_server_costs_no_token
     computed = asked(cold)
     assert all(answer.cached == 0 for answer in computed.values())
     for name in ASKED:
-        # What was stored by another rank of the world is seen with the next look.
+        # Blocks stored by another rank are found with the next listing.
         ask_until_reused(cold, STORED[name], computed[name])
     cold.wait_idle()
     cold.reset()
@@ -194,7 +194,7 @@ def test_what_one_engine_stored_another_finds_and_a_killed_server_costs_no_token
     for name in ASKED:
         answer = warm.generate(STORED[name].ask())[0]
         assert_same(answer, computed[name])
-        assert_reused(answer, STORED[name])  # they were brought up
+        assert_reused(answer, STORED[name])  # they were promoted
     assert warm.metrics()["ucm_loaded_blocks_total"] > loaded
     host.stop()
 
@@ -222,18 +222,17 @@ def test_cold_warm_and_after_a_restart_of_the_server(
         engine.wait_idle()
     after = engine.metrics()
     if over.column is MOTO:
-        # Its index still had what the server forgot: hits that were claimed, and computed after
-        # all.
+        # Its index still had the lost blocks: claimed hits that were then computed.
         assert after["ucm_hit_blocks_total"] > before["ucm_hit_blocks_total"]
         assert after["ucm_loaded_blocks_total"] == before["ucm_loaded_blocks_total"]
     engine.reset()
     for name in ASKED:
         ask_until_reused(engine, STORED[name], computed[name])
-    # What a server forgot is stored again, what it kept is not.
+    # Lost blocks are stored again, kept ones are not.
     again = engine.metrics()["ucm_published_blocks_total"] - before["ucm_published_blocks_total"]
     assert (again == 0) == over.column.keeps, again
     if over.column is REDIS_AOF:
-        # What was there a moment ago counts as there without a question.
+        # A block seen a moment ago counts as stored without a query.
         engine.wait_idle()
         engine.reset()
         redis_says(server, "FLUSHALL")

@@ -1,5 +1,4 @@
-"""A login works from each place where a password can stand, and is shown in none of what the store
-tells of itself."""
+"""A login works with the password in each permitted place, and the store never shows it."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ def placed(place: str, at: str, directory: Path) -> tuple[dict[str, Any], dict[s
 def test_a_login_from_each_place(
     column: Column, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """a login from each place where a password can stand"""
+    """a login with the password in each permitted place"""
     caplog.set_level(logging.DEBUG)
     redis_says(server, "CONFIG", "SET", "requirepass", MARK)
     places = (
@@ -98,7 +97,7 @@ def test_a_login_from_each_place(
 
 
 def _tools_show_none(server: Server, directory: Path) -> None:
-    """What a tool prints, and the command lines of what it starts, which others on the machine can
+    """The output of a tool, and the command lines of its child processes, which other users can
     read."""
     script = directory / "tool.py"
     script.write_text(

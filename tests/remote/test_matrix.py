@@ -1,6 +1,6 @@
-"""What happens to a server, and what a store makes of it: right bytes or none, no call that waits
-longer than its deadline, and all well afterwards, by itself. The first line of a test is the name
-of its row in the table."""
+"""Harms to a server and their effect on a store: right bytes or none, no call that waits longer
+than its deadline, and recovery by itself. The first line of a test is the name of its row in the
+table."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from servers import Server
 from ucm.errors import UcmError
 from ucm.store import UcmConnectorFactoryV1
 
-#: Short, so that a server that is gone is tried again soon; generous where a busy machine answers
-#: late.
+#: Short, so that a failed server is tried again soon; long where a busy machine is slow.
 QUICK = {
     "deadlines": {
         "lookup_ms": 2000,
@@ -33,13 +32,13 @@ QUICK = {
     },
     "breaker": {"threshold": 3, "cool_down_s": 0.3},
 }
-#: Seconds after which something that comes by itself is given up.
+#: Most seconds to wait for a recovery.
 PATIENCE = 60.0
 
 
 @contextmanager
 def opened(column: Column, at: str, reached: bool = True, **keys: Any) -> Iterator[Any]:
-    """A store on the server at this place; ``reached``: once it has reached it."""
+    """A store on the server at this address; ``reached``: waits until it has reached it."""
     told = {
         "identity": "tests",
         "tensor_size_list": PIECES,
@@ -58,7 +57,7 @@ def opened(column: Column, at: str, reached: bool = True, **keys: Any) -> Iterat
 
 
 def dumped(store: Any, source: Memory, first: int, count: int) -> bool:
-    """Whether blocks of the source are stored now; no call waits longer than its deadline."""
+    """True if blocks of the source are stored now; no call waits longer than its deadline."""
     wanted = ids(first + count)[first:]
     try:
         store.wait(store.dump_data(wanted, [0] * count, source.rows(*range(first, first + count))))
@@ -68,7 +67,7 @@ def dumped(store: Any, source: Memory, first: int, count: int) -> bool:
 
 
 def loaded(store: Any, source: Memory, first: int, count: int) -> bool:
-    """Whether they come back, as they were; nothing else ever comes."""
+    """True if they are loaded; no other bytes are ever loaded."""
     target = Memory(first + count, fill=7)
     wanted = ids(first + count)[first:]
     try:
@@ -93,17 +92,17 @@ def soon(what: str, so: Any) -> None:
 
 
 def store_all(store: Any, source: Memory, first: int, count: int) -> None:
-    """Stores blocks, again where a busy machine took longer than the deadline of a dump."""
+    """Stores blocks, again if a busy machine took longer than the deadline of a dump."""
     soon("they are stored", lambda: dumped(store, source, first, count))
 
 
 def load_all(store: Any, source: Memory, first: int, count: int) -> None:
-    """Loads blocks, again where a busy machine took longer than the deadline of a load."""
+    """Loads blocks, again if a busy machine took longer than the deadline of a load."""
     soon("they come back", lambda: loaded(store, source, first, count))
 
 
 def is_well(store: Any, source: Memory, first: int, count: int) -> bool:
-    """Whether blocks are stored and come back."""
+    """True if blocks are stored and loaded."""
     return dumped(store, source, first, count) and loaded(store, source, first, count)
 
 
@@ -122,7 +121,7 @@ def test_stored_and_loaded(column: Column, server: Server, source: Memory) -> No
         soon("the other store finds it", lambda: other.lookup(ids(16)) == [True] * 16)
         load_all(other, source, 0, 16)
         store_all(other, source, 16, 8)
-        soon("and the first what that one stored", lambda: loaded(store, source, 16, 8))
+        soon("and the first finds the blocks of that one", lambda: loaded(store, source, 16, 8))
 
 
 def test_killed_and_restarted(column: Column, server: Server, source: Memory) -> None:
@@ -145,7 +144,7 @@ def test_killed_and_restarted(column: Column, server: Server, source: Memory) ->
         server.start()
         soon("it is used again", lambda: is_well(store, source, 40, 4))
         if column.keeps:
-            load_all(store, source, 0, 16)  # what was published before is there
+            load_all(store, source, 0, 16)  # earlier published blocks exist
 
 
 def test_restart_of_both(column: Column, server: Server, source: Memory) -> None:
@@ -226,7 +225,7 @@ def test_http_errors(column: Column, proxy: Proxy, source: Memory, mode: Any) ->
         proxy.become(mode)
         assert not loaded(store, source, 0, 8)
         assert not dumped(store, source, 8, 4)
-        # Tried again a few times within the deadline, and no more.
+        # Tried again a few times within the deadline.
         assert 2 <= proxy.answered - before <= 400
         proxy.become("pass")
         soon("it is used again", lambda: is_well(store, source, 16, 4))
@@ -243,7 +242,7 @@ def test_full(column: Column, server: Server, proxy: Proxy, source: Memory) -> N
         assert not dumped(store, source, 8, 4)
         if column.http:
             proxy.become("pass")
-        load_all(store, source, 0, 8)  # what is there is read
+        load_all(store, source, 0, 8)  # stored blocks are read
         if not column.http:
             redis_says(server, "CONFIG", "SET", "maxmemory", "0")
         soon("there is room again", lambda: is_well(store, source, 16, 4))
@@ -262,7 +261,7 @@ def test_below_memory(column: Column, server: Server, source: Memory) -> None:
         store_all(store, source, 8, 8)
         soon("what lies below is found", lambda: store.lookup(ids(16)) == [True] * 16)
         load_all(store, source, 0, 8)
-        # A load does not wait for the copies that it leaves above.
+        # A load does not wait for its copies in the upper tiers.
         soon("all of them are in memory", lambda: store.locate_on_prefix(ids(16))[0] == bytes(16))
         server.kill()
         load_all(store, source, 0, 16)

@@ -1,5 +1,4 @@
-"""Side shards over stores of the network: who keeps some and who keeps none use each other's
-blocks."""
+"""Side shards over network stores: stores with and without them use each other's blocks."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ def test_engines_with_side_shards_and_without_use_each_others_blocks(
 ) -> None:
     """side shards: who keeps some and who keeps none use each other's blocks
 
-    Records of the one are longer than those of the other, who learns that from the manifest when it
-    meets one."""
+    Records of one store are longer than those of the other, which reads this in the manifest when
+    it finds one."""
     random, source = np.random.default_rng(7), Memory(2 * COUNT)
     beside = {
         name: random.integers(0, 256, (COUNT, size), dtype=np.uint8) for name, size in SIDES.items()
@@ -31,7 +30,7 @@ def test_engines_with_side_shards_and_without_use_each_others_blocks(
     with (
         started(column, tmp_path / "server") as server,
         opened(column, server.at, deadlines=PATIENT) as without,
-        # The half of an engine that only looks up is told of no side shards.
+        # The lookup-only side of an engine is configured without side shards.
         opened(column, server.at, deadlines=PATIENT, device_id=-1) as looks,
         opened(column, server.at, deadlines=PATIENT, sides=SIDES) as keeps,
     ):
@@ -39,7 +38,7 @@ def test_engines_with_side_shards_and_without_use_each_others_blocks(
         for store in (looks, without):
             soon("they are found", lambda store=store: store.lookup(first) == [True] * COUNT)
         assert loaded(without, source, 0, COUNT)
-        # They are there, so what is stored again does not take their place.
+        # They exist, so a new dump does not replace them.
         without.wait(without.dump_data(first, [0] * COUNT, source.rows(*range(COUNT))))
         for name, side in beside.items():
             task = keeps.load_sides(first, name)

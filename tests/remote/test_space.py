@@ -1,5 +1,5 @@
-"""A damaged document of the space in a bucket: nothing is written, blocks are read, and writing
-goes on without it."""
+"""A damaged space document in a bucket: nothing is written, blocks are read, and writing continues
+after its removal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def moto(tmp_path: Path) -> Iterator[Server]:
 
 
 def newer(text: bytes) -> bytes:
-    """The document as a newer version would write it."""
+    """The document of a newer version."""
     return json.dumps(json.loads(text) | {"format": 99}).encode()
 
 

@@ -1,4 +1,4 @@
-"""Blocks that come up from a server into the stages above it."""
+"""Blocks promoted from a server into the stages above it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ SIDES = {"mean-k": 96, "codes": 6000}
 def test_blocks_of_one_that_keeps_side_shards_come_up_for_one_that_keeps_none(
     tmp_path: Path, above: str
 ) -> None:
-    """A value is longer there than a record of the reader: of what the server answers it takes what
-    it knows."""
+    """A value is longer than a record of the reader, which reads the known part of the reply."""
     top = {
         "Cache": {"type": "Cache", "cache_size": "4MiB"},
         "Posix": {
@@ -47,7 +46,7 @@ def test_blocks_of_one_that_keeps_side_shards_come_up_for_one_that_keeps_none(
         with opened(staged, server.at, deadlines=PATIENT) as reader:
 
             def all_come_up() -> bool:
-                """Loads them; a copy that finds no room is dropped, and made at the next load."""
+                """Loads them; a copy without space is dropped, and made at the next load."""
                 target = Memory(COUNT, fill=0)
                 reader.wait(reader.load_data(ids(COUNT), [0] * COUNT, target.rows(*range(COUNT))))
                 assert all(source.equals(target, block) for block in range(COUNT))

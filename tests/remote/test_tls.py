@@ -1,5 +1,4 @@
-"""A bucket behind TLS: a store believes its server by the authorities in ``object_ca``, and no
-other server."""
+"""A bucket behind TLS: a store trusts its server only by the authorities in ``object_ca``."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from servers import MissingError
 from ucm.errors import ConfigError, UnhealthyError
 
 COUNT = 8
-#: Who does not vouch for the server: another authority, and those of the system.
+#: Authorities that do not vouch for the server: another one, and those of the system.
 DOUBTING = ("another", None)
 #: Two authorities, each in a file and both in one, and the certificate of a server here by the
 #: first of them.
@@ -45,7 +44,7 @@ class Secure:
     certificates: Path
 
     def keys(self, authority: str | None) -> dict[str, Any]:
-        """Keys of a store that trusts this authority, or those of the system alone."""
+        """Keys of a store that trusts this authority, or only those of the system."""
         trusted = {"object_ca": str(self.certificates / f"{authority}.pem")} if authority else {}
         return {"object_endpoint": f"https://{self.at}", "deadlines": PATIENT, **trusted}
 
@@ -104,7 +103,7 @@ def test_a_server_whose_authority_is_not(
         MOTO, secure.at, reached=False, identity="stored", **secure.keys(authority)
     ) as store:
         assert not store.healthy()
-        # What the client says of its request, and not that a deadline passed meanwhile.
+        # The client's own error, not a missed deadline.
         assert f"Error performing PUT https://{secure.at}/" in store.trouble()
         assert store.lookup(ids(COUNT)) == [False] * COUNT
         assert not loaded(store, source, 0, COUNT)

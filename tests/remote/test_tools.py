@@ -1,5 +1,5 @@
-"""``ucm inspect``, ``ucm verify`` and ``ucm gc`` over the address of a server: what they say is
-what lies there, what they remove is gone, and all else stays. The first line of a test is the name
+"""``ucm inspect``, ``ucm verify`` and ``ucm gc`` over the address of a server: their output matches
+the contents, removals are complete, and everything else stays. The first line of a test is the name
 of its row in the table."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ucm.cli.roots import RemoteRoot
 from ucm.config import Capacity
 from ucm.errors import NoSpaceError, TaskError, UcmError
 
-#: Where the name of a record says how old it is, so that a test can make it older.
+#: Media on which the name of a record has its time, so that a test can make it older.
 BUCKETS = [column for column in COLUMNS if column.http]
 HOUR = 3600
 COMMANDS = ("inspect", "verify", "gc")
@@ -42,7 +42,7 @@ class Tools:
         self.told = {key: str(value) for key, value in keys.items()}
 
     def run(self, command: str, *words: object) -> Result:
-        """Runs a command; the text of a failure that is no exit status is never lost."""
+        """Runs a command; an exception is reported with its text."""
         options = [part for key, value in self.told.items() for part in ("-o", f"{key}={value}")]
         result = CliRunner().invoke(main, [command, self.address, *map(str, words), *options])
         if result.exception is not None and not isinstance(result.exception, SystemExit):
@@ -50,14 +50,14 @@ class Tools:
         return result
 
     def json(self, command: str, *words: object) -> dict[str, Any]:
-        """Its document; the exit status stands in it as ``exit``."""
+        """Its document, with the exit status as ``exit``."""
         result = self.run(command, *words, "--json")
         assert result.stdout, result.stderr
         document: dict[str, Any] = json.loads(result.stdout)
         return document | {"exit": result.exit_code}
 
     def root(self, *words: str) -> dict[str, Any]:
-        """What ``ucm inspect`` says of the address."""
+        """The document of ``ucm inspect`` for the address."""
         (root,) = self.json("inspect", *words)["roots"]
         assert isinstance(root, dict)
         return root
@@ -98,8 +98,8 @@ def contents(column: Column, server: Server) -> Iterator[Values | Objects]:
 
 @pytest.fixture
 def stored(column: Column, server: Server, source: Memory) -> Callable[..., None]:
-    """Stores blocks of the source, each by a dump of its own, so that each is a segment of its own
-    in a bucket."""
+    """Stores blocks of the source, each by a separate dump, so that each is a segment of its own in
+    a bucket."""
 
     def store(count: int, identity: str = "tests") -> None:
         with opened(column, server.at, deadlines=PATIENT, identity=identity) as store:
@@ -110,8 +110,8 @@ def stored(column: Column, server: Server, source: Memory) -> Callable[..., None
 
 
 def dump_once_counted(store: Any, block: bytes, rows: Any) -> None:
-    """Dumps a block as soon as there is room: what lies on a server is counted first, and no dump
-    waits long for it."""
+    """Dumps a block when there is space: a server is counted first, and a dump does not wait long
+    for that."""
     end = time.monotonic() + 60
     while True:
         try:
@@ -126,7 +126,7 @@ def dump_once_counted(store: Any, block: bytes, rows: Any) -> None:
 
 @pytest.fixture
 def come_back(column: Column, server: Server, source: Memory) -> Callable[..., list[bool]]:
-    """Whether blocks come back to a new store, each by itself, as they were."""
+    """True if a new store loads the blocks, each by itself."""
 
     def load(count: int, identity: str = "tests") -> list[bool]:
         with opened(column, server.at, deadlines=PATIENT, identity=identity) as store:
@@ -136,7 +136,7 @@ def come_back(column: Column, server: Server, source: Memory) -> Callable[..., l
 
 
 def everything(contents: Values | Objects) -> dict[str, bytes]:
-    """All that lies there: a change of any byte shows."""
+    """All contents, to detect a change of any byte."""
     return {name: contents.get(name) for name in contents.sizes()}
 
 

@@ -1,8 +1,8 @@
 """Encrypted records in plain Python, by ``docs/format.md`` section 5 alone.
 
-Beside :mod:`plain_record`, which verifies what is stored; this makes of it what was encrypted.
-AES-256-GCM is that of the package ``cryptography``; without it, or without the key, a record is
-verified by the checksums of its ciphertext.
+:mod:`plain_record` verifies the stored form; this module decrypts it. AES-256-GCM is that of the
+package ``cryptography``; without it, or without the key, a record is verified by the checksums of
+its ciphertext.
 """
 
 from __future__ import annotations
@@ -21,23 +21,22 @@ if TYPE_CHECKING:
 
 #: The flag of a record whose layers and side shards are encrypted.
 ENCRYPTED = 2
-#: Bytes of an authentication tag, and of what is kept for a side shard: its tag and its checksum as
-#: it is used.
+#: Bytes of an authentication tag, and of a side shard's entry: its tag and its plaintext checksum.
 SEAL, SIDE_SEAL = 16, 20
-#: Where the number of the key stands, and what the record's own key is made with.
+#: Offsets of the key's number and of the record's salt.
 KEY_ID, SALT = 176, 236
 _FLAGS, _PREAMBLE_CRC, _CRC_LEN = 64, 60, 4
 _SIDE_TABLE, _SIDE_ENTRY = 256, 40
 _SHARD_TABLE, _SHARD_ENTRY = 576, 24
 _SIDES = 1 << 31
 
-#: Decrypts and authenticates: (key, nonce, ciphertext with its tag, associated data); raises where
-#: that fails.
+#: Decrypts and authenticates: (key, nonce, ciphertext with its tag, associated data); raises on
+#: failure.
 Open = Callable[[bytes, bytes, bytes, bytes], bytes]
 
 
 class NotAuthenticError(Exception):
-    """Bytes that this key has not encrypted; ``what`` they are."""
+    """Bytes that this key has not encrypted; ``what`` names them."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what}: the authentication tag is another")
@@ -46,17 +45,17 @@ class NotAuthenticError(Exception):
 
 @dataclass(frozen=True)
 class Keys:
-    """Configured keys by the numbers that records name them by, and what decrypts."""
+    """Configured keys by their numbers in records, and the decryption function."""
 
     keys: Mapping[bytes, bytes]
     open: Open
 
     def has(self, header: Header) -> bool:
-        """Whether a record can be decrypted here."""
+        """True if a record can be decrypted here."""
         return header.key_id in self.keys
 
     def decrypt(self, data: bytes, header: Header, crc: Crc) -> bytes:
-        """The record as it was before it was encrypted, as far as ``data`` goes.
+        """The plaintext record, up to the length of ``data``.
 
         Raises :class:`NotAuthenticError`.
         """
@@ -112,7 +111,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class _Piece:
-    """What is encrypted by itself, and where in the header its tag and its checksums stand."""
+    """A separately encrypted piece, and the offsets of its tag and checksums in the header."""
 
     name: str
     start: int
@@ -156,10 +155,10 @@ def _record_key(key: bytes, salt: bytes, record_id: bytes) -> bytes:
 
 
 def parse_keys(text: str) -> dict[bytes, bytes]:
-    """Keys by their numbers: each 64 hex digits on a line of its own, what follows a ``#`` counts
-    for nothing.
+    """Keys by their numbers: each 64 hex digits on a line of its own; text after a ``#`` is
+    ignored.
 
-    Raises :class:`ValueError`, which does not say what was read.
+    Raises :class:`ValueError` without the text.
     """
     keys = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -179,7 +178,7 @@ def parse_keys(text: str) -> dict[bytes, bytes]:
 
 
 def find_open() -> Open | None:
-    """AES-256-GCM of ``cryptography``; None where that is not installed."""
+    """AES-256-GCM of ``cryptography``; None if that is not installed."""
     try:
         aead = importlib.import_module("cryptography.hazmat.primitives.ciphers.aead")
     except ImportError:

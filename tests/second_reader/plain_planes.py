@@ -1,8 +1,8 @@
 """Layers of compressed records in plain Python, by ``docs/format.md`` section 5 alone.
 
-Beside :mod:`plain_record`, which verifies what is stored; this makes of it what was compressed.
-The standard library has a decoder of zstd from Python 3.14 on, before that the package
-``zstandard`` is one; without either nothing is decoded, and the caller says so.
+:mod:`plain_record` verifies the stored form; this module decodes it. The standard library has a
+decoder of zstd from Python 3.14 on; before that the package ``zstandard`` is used. Without either
+nothing is decoded, and the caller reports it.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ LZ4: frozenset[int] = frozenset(width << 8 | 2 for width in (1, 2, 4))
 _AS_IS = 1 << 31
 
 
-#: Makes a plane, of at most so many bytes, of its packed form; raises anything when that is none.
+#: Decodes a plane of at most this length from its packed form; raises any exception on bad input.
 Unpack = Callable[[bytes, int], bytes]
 
 
 @dataclass(frozen=True)
 class Zstd:
-    """A decoder of zstd frames, and what to call it."""
+    """A decoder of zstd frames, and its name."""
 
     name: str
     decode: Unpack
 
 
 def find_zstd() -> Zstd | None:
-    """A decoder that is installed here."""
+    """An installed decoder."""
     try:
         library = importlib.import_module("compression.zstd")
     except ImportError:

@@ -1,8 +1,8 @@
 """Reads and verifies one stored record in plain Python, by the offsets of ``docs/format.md`` alone.
 
 This is the second reader of the format: it shares no code with the core, so an error in one shows
-as a difference between the two. It needs nothing but the standard library and the names of the
-reasons, and is not made for speed (about 10 MB/s).
+as a difference between the two. It needs only the standard library and the names of the reasons,
+and is slow (about 10 MB/s).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_SIDES = 8
 MAX_STRETCH = 1 << 30
 #: The most bytes of a record: of the longest header, the most KV and the most side shards.
 MAX_RECORD = 102_400 + (1 << 30) + (16 << 20)
-#: The flag of a record that has no KV: side shards of a block whose own record is without them.
+#: The flag of a record without KV: side shards of a block whose own record lacks them.
 WITHOUT_KV = 1
 _SIDE_TABLE, _SIDE_ENTRY = 256, 40
 _SHARD_TABLE, _SHARD_ENTRY = 576, 24
@@ -47,8 +47,7 @@ _PATH = re.compile(r"([0-9a-f]{32})/blocks/([0-9a-f]{2})/([0-9a-f]{32})\.bin")
 
 
 class Refused(Exception):  # noqa: N818 - a verdict on bytes, not an error of the program
-    """These bytes are not the record that was asked for: the reason, and in words what was
-    found."""
+    """These bytes are not the requested record: the reason, and a text with the found value."""
 
     def __init__(self, reason: MissReason, found: str) -> None:
         super().__init__(f"{reason}: {found}")
@@ -58,14 +57,14 @@ class Refused(Exception):  # noqa: N818 - a verdict on bytes, not an error of th
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of a block: KV group, pipeline rank, tensor rank."""
+    """A part of a block: KV group, pipeline rank, tensor rank."""
 
     group: int
     pipeline_rank: int
     tensor_rank: int
 
     def mask(self) -> bytes:
-        """What a block key is XORed with to give this part's record id."""
+        """The mask between a block key and this part's record id."""
         numbers = struct.pack("<III", self.group, self.pipeline_rank, self.tensor_rank)
         return hashlib.sha256(b"UCMPART" + numbers).digest()[:16]
 
@@ -75,7 +74,7 @@ class Layer:
     """A layer in the header's table; the checksum covers ``offset`` up to the next layer or the
     payload's end.
 
-    ``raw_crc``: the same of the layer as it was before it was compressed, else 0; encrypted in an
+    ``raw_crc``: the same of the uncompressed layer in a compressed record, else 0; encrypted in an
     encrypted record.
     """
 
@@ -102,15 +101,14 @@ class Side:
         return self.offset + _round_up(self.length, PAGE)
 
     def mask(self) -> bytes:
-        """What the id of a record is XORed with to give that of the record in which this side shard
-        lies alone."""
+        """The mask between the id of a record and that of the record with this side shard only."""
         name = self.name.encode().ljust(16, b"\0")
         return hashlib.sha256(b"UCMSIDE" + name + struct.pack("<I", self.version)).digest()[:16]
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a record says of itself, lengths and offsets in bytes."""
+    """The header of a record, lengths and offsets in bytes."""
 
     version: int
     codec: int
@@ -145,7 +143,7 @@ class Header:
 
     @property
     def compressed(self) -> bool:
-        """Whether the layers are stored in another form than they are used in."""
+        """True if the layers are compressed."""
         return self.codec != 0
 
     @property
@@ -196,7 +194,7 @@ class Shape:
         return _round_up(sum(self.tensors), LAYER_ALIGN)
 
     def matches(self, header: Header) -> bool:
-        """Whether a record is made like this."""
+        """True if a record has this geometry."""
         length = sum(self.tensors)
         header_len = header.header_len
         if not header.without_kv and header_len not in (self.header_len, self.header_len_of(True)):
@@ -230,8 +228,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Expect:
-    """What a record must say; ``None`` asks nothing. ``namespace`` may be the digest or its first
-    bytes."""
+    """Expected fields of a record; ``None``: not checked. ``namespace`` may be the digest or its
+    first bytes."""
 
     record_id: bytes | None = None
     namespace: bytes | None = None
@@ -249,8 +247,7 @@ def crc32c(data: bytes | memoryview) -> int:
 
 
 def parse_header(data: bytes, crc: Crc = crc32c) -> Header:
-    """The header at the start of ``data``; raises :class:`Refused` when there is none that can be
-    believed."""
+    """The header at the start of ``data``; raises :class:`Refused` if there is no valid one."""
     header_len = _check_preamble(data, crc)
     most = _round_up(_SHARD_TABLE + _SHARD_ENTRY * MAX_LAYERS + _CRC_LEN, PAGE)
     if header_len == 0 or header_len % PAGE or header_len > most:
@@ -329,11 +326,10 @@ def verify(
     """Verifies a record read whole, or at least up to the end of its payload; raises
     :class:`Refused` with the reason.
 
-    One that is compressed is verified as it is stored, and by what comes out of it too, of zstd
-    where it is installed. What is wrong with a side shard says nothing of the KV
-    (:func:`lost_sides`), unless the record has nothing else. One that is encrypted is verified as
-    it is stored, and where ``keys`` have its key by its tags and by what comes out of it too. The
-    header is that of what is stored.
+    A compressed record is verified in its stored form and, if zstd is installed, after decoding.
+    Damage of a side shard does not affect the KV (:func:`lost_sides`), unless the record has
+    nothing else. An encrypted record is verified in its stored form and, if ``keys`` has its key,
+    by its tags and after decryption. Returns the stored header.
     """
     header, expect = parse_header(data, crc), expect or Expect()
     if (
@@ -386,8 +382,8 @@ def verify(
 
 
 def lost_sides(data: bytes, header: Header, crc: Crc = crc32c) -> dict[str, Refused]:
-    """Side shards that the header names and that are no hits, by name, and why: damaged, or, in a
-    copy that ends before them, absent."""
+    """Bad side shards of the header by name, with the reason: damaged or, in a copy that ends
+    before them, absent."""
     lost = {}
     for side in header.sides:
         try:
@@ -398,9 +394,9 @@ def lost_sides(data: bytes, header: Header, crc: Crc = crc32c) -> dict[str, Refu
 
 
 def read_side(data: bytes, side: Side, crc: Crc = crc32c) -> bytes:
-    """The bytes of a side shard. Only its pages are looked at: the KV need not be there.
+    """The bytes of a side shard. Only its pages are read; the KV need not be present.
 
-    Raises :class:`Refused`; ``absent`` where the record ends before it.
+    Raises :class:`Refused`; ``absent`` if the record ends before it.
     """
     if len(data) < side.end:
         raise Refused(
@@ -419,9 +415,9 @@ def read_side(data: bytes, side: Side, crc: Crc = crc32c) -> bytes:
 
 
 def decoded_layers(data: bytes, header: Header, unpack: Unpack) -> Iterator[bytes]:
-    """The layers of a compressed record as they are used, with the zeros behind them.
+    """The decoded layers of a compressed record, with the zeros behind them.
 
-    Raises :class:`Refused` where there is none.
+    Raises :class:`Refused` if they cannot be decoded.
     """
     stride = _round_up(header.layer_len, LAYER_ALIGN)
     for i, layer in enumerate(header.table):
@@ -438,7 +434,7 @@ def decoded_layers(data: bytes, header: Header, unpack: Unpack) -> Iterator[byte
 
 
 def verify_file(path: Path, shape: Shape | None = None) -> Header:
-    """Verifies a block file; its path says which id and namespace it must name.
+    """Verifies a block file; its path has the expected id and namespace.
 
     Raises :class:`Refused`, or :class:`OSError` when the file cannot be read.
     """

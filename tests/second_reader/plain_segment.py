@@ -1,9 +1,8 @@
 """Reads the footer of a segment in plain Python, by the offsets of ``docs/format.md`` section 9
 alone.
 
-The second reader of the format for segments, beside :mod:`plain_record` for the records in
-them. A footer is believed only whole; what it names is then a record like any other and has to
-prove itself.
+The second reader of the format for segments, beside :mod:`plain_record` for the records in them. A
+footer is accepted only as a whole; its records are then verified like any others.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ NAME = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})\.seg")
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a record lies in its segment, in bytes."""
+    """The range of a record in its segment, in bytes."""
 
     record_id: bytes
     offset: int
@@ -40,7 +39,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Footer:
-    """What the end of a segment says."""
+    """The content of a segment's footer."""
 
     start: int
     length: int

@@ -1,5 +1,4 @@
-"""Blocks of the tests: memory that plays the device, ids, and where the records of a directory
-are."""
+"""Blocks of the tests: memory used as device, ids, and the locations of a directory's records."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ LAYERS = 3
 BLOCK = sum(PIECES) * LAYERS
 #: A store of whole blocks.
 SHAPE = {"tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK}
-#: Deadlines that a busy machine meets: where a test asks for a hit, a late answer is none.
+#: Deadlines long enough for a busy machine, because a late lookup is a miss.
 PATIENT = {
     "lookup_ms": 20_000,
     "load_unknown_s": 60.0,
@@ -31,8 +30,8 @@ PATIENT = {
 
 
 def await_room(store: UcmPosixStore) -> None:
-    """Returns when the store has counted what lies below its root: a dump before that waits for it.
-    A store for lookups never counts, nor does one that is not well."""
+    """Returns when the store has counted its root: an earlier dump would wait for that. A
+    lookup-only or unhealthy store never counts."""
     pause = threading.Event()
     for _ in range(6000):
         stats = store.stats()
@@ -43,7 +42,7 @@ def await_room(store: UcmPosixStore) -> None:
 
 
 class Memory:
-    """One row of pieces per block, laid out as a device would hold them: every piece on its own."""
+    """One row of pieces per block, in device layout: every piece separate."""
 
     def __init__(self, blocks: int, fill: int | None = None) -> None:
         random = np.random.default_rng(blocks)

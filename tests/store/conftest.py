@@ -1,4 +1,4 @@
-"""What every store of these tests is given beside its shape."""
+"""Configuration of every store of these tests, in addition to its shape."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def common(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every store is given to its test when there is room for dumps."""
+    """Every store is passed to its test when it accepts dumps."""
     from ucm.store.posix import UcmPosixStore
 
     opened = UcmPosixStore.__init__

@@ -1,5 +1,5 @@
-"""Stores for the tests of adapters: what a user wrote against the original's V0, and a V1 store
-that can be told to fail. Both keep blocks in memory."""
+"""Stores for the tests of adapters: a user's store for the original's V0, and a V1 store with
+failures on demand. Both keep blocks in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1, Until
 
 
 class UsersV0(UcmKVStoreBase):
-    """As users of the original wrote them: synchronous, codes instead of exceptions, no
+    """In the style of the original's users: synchronous, codes instead of exceptions, no
     ``close``."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -71,7 +71,7 @@ class UsersV0(UcmKVStoreBase):
 
 
 class TensorV0(UsersV0):
-    """One that takes tensors alone, as the original's Mooncake store did."""
+    """One that accepts tensors only, like the original's Mooncake store."""
 
     def fetch_data(self, block_ids: Any, offset: Any, addr: Any, size: Any) -> Any:
         raise NotImplementedError
@@ -93,7 +93,7 @@ class TensorV0(UsersV0):
 
 
 class FailingV1(UcmKVStoreBaseV1):
-    """A V1 store in memory of which the next dump can be made to fail."""
+    """A V1 store in memory whose next dump can be made to fail."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""What a test does where a server that it needs is missing: one switch for every kind of server."""
+"""Behaviour of a test without its server: one switch for every kind of server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SWITCH = "UCM_REQUIRE_SERVERS"
 
 
 def missing_server(why: str) -> NoReturn:
-    """Skip this test and say why; with :data:`SWITCH` in the environment fail it."""
+    """Skip this test with a reason; with :data:`SWITCH` in the environment fail it."""
     if os.environ.get(SWITCH):
         pytest.fail(f"{SWITCH} is set, but {why}")
     pytest.skip(why)

@@ -1,5 +1,5 @@
-"""The C table of a store: the header is what the library is, a C program works through it, nothing
-a caller does wrong is more than an error code."""
+"""The C table of a store: the header matches the library, a C program works through it, and errors
+of a caller are only error codes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STRICT = ["-Wall", "-Wextra", "-Werror", "-pedantic"]
 
 
 def compiler(*names: str) -> str:
-    """A compiler of this machine; without one the test is skipped, or fails where all tests must
+    """A compiler of this machine; without one the test is skipped, or fails if all tests must
     run."""
     for name in names:
         if found := shutil.which(name):

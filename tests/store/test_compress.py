@@ -1,5 +1,5 @@
-"""Stores that compress, through the public interface: the same blocks in less room, and others on
-their roots."""
+"""Stores that compress, through the public interface: the same blocks in less space, and other
+stores on their roots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COUNT = 6
 
 
 def like_a_model(count: int) -> Memory:
-    """Blocks whose numbers are alike: of every two bytes one hardly changes."""
+    """Blocks of similar numbers: one of every two bytes hardly changes."""
     memory = Memory(count)
     for pieces in memory.pieces:
         for piece in pieces:

@@ -24,7 +24,7 @@ COUNT = 4
 
 @pytest.fixture
 def library() -> str:
-    """Where the library is, which ``make`` builds."""
+    """Path of the library, which ``make`` builds."""
     path = os.environ.get("UCM_TEST_SOFT3FS", "target/debug/libsoft3fs.so")
     if not os.path.exists(path):
         pytest.fail(f"{path} is missing: cargo build -p soft3fs")
@@ -85,20 +85,20 @@ def test_blocks_go_through_rings(opened: Open, library: str, layout: str) -> Non
 
 @pytest.mark.parametrize("layout", ["file", "segment"])
 def test_two_stores_on_one_mount(opened: Open, library: str, layout: str) -> None:
-    """What one dumps the other finds and loads while both are open, and the other way round."""
+    """Each store finds and loads the other's dumps while both are open."""
     one, other = opened(layout=layout), opened(layout=layout)
     source, blocks = Memory(2 * COUNT), ids(2 * COUNT)
     assert not any(one.lookup(blocks)) and not any(other.lookup(blocks))
     for writer, reader, first in ((one, other, 0), (other, one, COUNT)):
         mine = range(first, first + COUNT)
         writer.wait(writer.dump_data(blocks[first:][:COUNT], [0] * COUNT, source.rows(*mine)))
-        pause = threading.Event()  # what others publish is seen a second later
+        pause = threading.Event()  # blocks of others are found a second later
         for _ in range(6000):
             if all(reader.lookup(blocks[: first + COUNT])):
                 break
             pause.wait(0.01)
         else:
-            raise AssertionError("the other store never finds them")
+            raise AssertionError("the other store does not find them")
         before = operations(library)
         load_blocks(reader, source, mine)
         assert operations(library) > before

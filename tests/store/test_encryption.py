@@ -1,5 +1,5 @@
-"""Stores that encrypt, and tags of tenants, through the public interface: what lies on disk, and
-who can read it."""
+"""Stores that encrypt, and tags of tenants, through the public interface: the bytes on disk, and
+who can read them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def dump(store: UcmPosixStore, memory: Memory) -> None:
 
 
 def comes_back(store: UcmPosixStore, memory: Memory) -> bool:
-    """Each by a load of its own: of one load, those behind the first that fails are given up."""
+    """Each by a load of its own, because a load cancels the blocks behind its first failure."""
     target, failed = Memory(len(NAMES), fill=0), False
     for block, name in enumerate(NAMES):
         try:
@@ -66,7 +66,7 @@ def test_the_second_reader_decrypts_what_the_core_encrypted(
     opened: Open, tmp_path: Path, keys: dict[str, str]
 ) -> None:
     store, memory = opened(**keys), Memory(len(NAMES))
-    for pieces in memory.pieces:  # what a codec makes shorter
+    for pieces in memory.pieces:  # compressible
         for piece in pieces:
             piece[1::2] &= 3
     dump(store, memory)
@@ -107,7 +107,7 @@ def test_a_wrong_key_is_a_miss_with_its_reason_and_nothing_is_lost(opened: Open)
         assert not comes_back(store, memory)
         assert store.stats()["misses"]["wrong_key"] == len(NAMES)
         assert store.lookup(NAMES) == [False] * len(NAMES)
-        with pytest.raises(TaskError) as failed:  # what cannot be read back is not stored
+        with pytest.raises(TaskError) as failed:  # unreadable blocks are not stored
             dump(store, memory)
         reasons = {reason_of(error) for error in failed.value.failures.values()}
         assert reasons == {MissReason.WRONG_KEY}
@@ -179,7 +179,7 @@ def test_the_tag_of_a_tenant_stands_in_the_header(opened: Open, tmp_path: Path) 
 
 
 def forged(data: bytearray) -> bytes:
-    """These bytes under right checksums, where there is still a header."""
+    """These bytes with correct checksums, if there is still a header."""
     head = int.from_bytes(data[40:44], "little")
 
     def seal() -> None:

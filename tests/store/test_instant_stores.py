@@ -1,4 +1,4 @@
-"""The stores that move no bytes: one that has nothing, one that only pretends and says so."""
+"""The stores that move no bytes: an empty one, and one that only pretends."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_block_of_the_fake_store_needs_all_its_shards() -> None:
     assert store.lookup(ids(1, 2)) == [False, False]
     store.wait(store.dump_data(ids(2), [1], addresses(1)))
     assert store.lookup(ids(1, 2)) == [False, True]
-    dump(store, 3, 4, 5, 6, 7)  # too many begun: the first is given up
+    dump(store, 3, 4, 5, 6, 7)  # too many begun: the first is dropped
     store.wait(store.dump_data(ids(1), [1], addresses(1)))
     assert store.lookup(ids(1)) == [False]
 
@@ -139,8 +139,7 @@ def test_the_fake_store_must_be_asked_for_by_name_and_by_consequence(
         ucm_config.load({"ucm_connector_name": "UcmFakeStore", **config}, {})
     with pytest.raises(ConfigError, match="wrong tokens"):
         ucm_config.load({"store_pipeline": "Cache|Fake", **config}, {})
-    # Nor by the back door: a module path makes any class a user's own store, but the class asks all
-    # the same.
+    # Also not by a module path, which makes any class a user's own store: the class itself checks.
     with pytest.raises(ConfigError, match="wrong tokens"):
         UcmConnectorFactoryV1.create_connector("UcmFakeStore", config, "ucm.store.fake.connector")
 

@@ -1,5 +1,5 @@
-"""What vLLM's own threads call in every step keeps the interpreter: on a machine whose processors
-are all busy, getting it back can take far longer than the call."""
+"""Calls of vLLM's own threads in every step keep the interpreter: on a busy machine, taking it
+again can take far longer than the call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COUNT = 8
 
 
 class Other:
-    """A thread that takes the interpreter whenever it can be had."""
+    """A thread that takes the interpreter whenever it is free."""
 
     def __init__(self) -> None:
         self.turns = 0
@@ -37,10 +37,10 @@ class Other:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """It waits for the interpreter, and gets it from nobody who does not give it away."""
+        """It waits for the interpreter, and gets it only when another thread releases it."""
         before = sys.getswitchinterval()
         gc.collect()
-        gc.disable()  # what it ends may give the interpreter away
+        gc.disable()  # its drop may release the interpreter
         sys.setswitchinterval(1000)
         self._thread.start()
         try:
@@ -91,4 +91,4 @@ def test_calls_of_every_step_keep_the_interpreter(
             for task in tasks:
                 store.wait(task)
     assert {name for name, turns in taken.items() if turns} == set()
-    assert other.turns, "it had its turns while the store was waited for"
+    assert other.turns, "it ran during the wait for the store"

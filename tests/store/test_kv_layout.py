@@ -1,4 +1,4 @@
-"""Addresses of blocks, against what torch itself says about the same tensors."""
+"""Addresses of blocks, compared with torch's own for the same tensors."""
 
 from __future__ import annotations
 

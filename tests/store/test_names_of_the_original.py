@@ -1,5 +1,4 @@
-"""What programs written against the original do with the names they import: tasks they poll,
-spellings, ids, keys."""
+"""Uses of the original's names by its programs: polled tasks, spellings, ids, keys."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ def roomy(root: Path) -> dict[str, Any]:
 
 
 class Threaded(UcmKVStoreBaseV1):
-    """A user's store that can only wait; its tasks know their store, as those of the original
-    do."""
+    """A user's store that can only wait; its tasks have their store, like those of the original."""
 
     def __init__(self, *, told: bool = True) -> None:
         super().__init__({})
@@ -115,7 +113,7 @@ def test_a_task_of_the_core_completes_by_itself(tmp_path: Path) -> None:
 def test_a_task_of_a_users_store_asks_its_store(told: bool, fails: bool) -> None:
     store = Threaded(told=told)
     store.fails = fails
-    # one made without its store learns it from `load` and `dump`
+    # one made without its store gets it from `load` and `dump`
     task = store.load_data([], [], None) if told else store.dump([b"a" * 16], [0], [[np.zeros(1)]])
     assert not task.completed
     assert not task.completed

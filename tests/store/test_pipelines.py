@@ -1,4 +1,5 @@
-"""Stores of several stages, and the other names of the one engine, through the public interface."""
+"""Stores with several stages, and the other names of the one engine, through the public
+interface."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ def check_load(store: UcmPosixStore, source: Memory, count: int) -> None:
 
 
 def comes_up(store: UcmPosixStore, count: int) -> None:
-    """Returns when so many blocks are in the top tier: nobody waits for the copies that a load
-    leaves there."""
+    """Returns when this number of blocks is in the top tier: a load does not wait for its copies
+    there."""
     pause = threading.Event()
     for _ in range(12_000):
         if not any(store.locate_on_prefix(ids(count))[0]):
@@ -74,7 +75,7 @@ def test_cache_above_a_directory(opened: Open, tmp_path: Path) -> None:
     assert of["memory"]["capacity_bytes"] > 0
     assert of["posix"]["capacity_bytes"] == 1 << 30
     store.close()
-    # What lies in the directory is what a store without memory reads, and the other way round.
+    # A store without memory reads the same directory, and vice versa.
     check_load(opened("UcmPosixStore"), source, 5)
     second = opened("UcmPipelineStore", store_pipeline="Cache|Posix", cache_size="1MiB")
     check_load(second, source, 5)
@@ -97,7 +98,7 @@ def test_two_directories_and_memory(opened: Open, tmp_path: Path) -> None:
     assert set(tiers(store)) == {"memory", "posix", "posix2"}
     check_load(store, source, 3)
     store.close()
-    assert len(record_files(tmp_path / "b")) == 3, "published is what the lowest has"
+    assert len(record_files(tmp_path / "b")) == 3, "a block in the lowest tier is published"
 
 
 def test_prefetch_through_the_interface(opened: Open) -> None:
@@ -111,7 +112,7 @@ def test_prefetch_through_the_interface(opened: Open) -> None:
     assert store.cancel_prefetch(ids(4)) == 0
     with pytest.raises(InvalidInputError, match="no such priority"):
         store.prefetch(ids(1), "soon")  # type: ignore[arg-type]
-    assert opened("UcmPosixStore").prefetch(ids(4)) == 0, "nothing to bring them up to"
+    assert opened("UcmPosixStore").prefetch(ids(4)) == 0, "no upper tier for them"
 
 
 def test_a_lookup_tells_where_blocks_are_and_a_load_where_they_came_from(opened: Open) -> None:
@@ -125,7 +126,7 @@ def test_a_lookup_tells_where_blocks_are_and_a_load_where_they_came_from(opened:
     check_load(store, source, 2)
     comes_up(store, 2)
     assert store.locate_on_prefix(ids(4)) == (bytes([0, 0, 1, 1]), "absent")
-    # So says the store of a scheduler, which has no memory of its own.
+    # As reported by a scheduler's store, which has no memory of its own.
     scheduler = opened("UcmPipelineStore", **keys, device_id=-1)
     assert scheduler.locate_on_prefix(ids(4)) == (bytes([0, 0, 1, 1]), "absent")
     target = Memory(4, fill=0)
@@ -170,7 +171,7 @@ def test_memory_alone(opened: Open, name: str) -> None:
     assert set(tiers(store)) == {"memory"}
     scheduler = opened(name, cache_size="1MiB", device_id=-1) if name == "UcmCacheStore" else store
     assert scheduler.lookup_on_prefix(ids(4)) == 2, (
-        "a store that only looks up sees the memory of the others"
+        "a lookup-only store finds the memory of the others"
     )
 
 
@@ -204,7 +205,7 @@ def test_what_is_written_back_goes_down_at_the_end(opened: Open, tmp_path: Path)
 def test_what_a_configuration_says_opens(
     common: dict[str, Any], tmp_path: Path, written: dict[str, Any]
 ) -> None:
-    """The way of the connector: a checked configuration, then the sizes of the engine."""
+    """As in the connector: a checked configuration, then the sizes of the engine."""
     root = {"path": common["storage_backends"], "free_space_floor": 0}
     root = {} if "Empty" in written.get("store_pipeline", "") else root
     config = load(written | root | {"storage_capacity": "1GiB", "namespace_quota": "50%"}, {})
@@ -280,7 +281,7 @@ def test_a_lookup_on_a_thread_of_the_store_says_the_same(opened: Open, layout: s
     store.close()
     with contextlib.suppress(ClosedError):
         while (answer := begun.answer()) is None:
-            threading.Event().wait(0.001)  # a thread is about to tell
+            threading.Event().wait(0.001)  # a thread is about to report
         assert answer[:2] == (bytes(4), "absent")
     with pytest.raises(ClosedError):
         store.begin_locate_on_prefix(asked)

@@ -1,4 +1,4 @@
-"""What every user of the store API may rely on, through the Rust store on a real file system."""
+"""Guarantees of the store API, through the Rust store on a real file system."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def config(common: dict[str, Any], request: pytest.FixtureRequest) -> dict[str, 
 def opened(
     config: dict[str, Any], request: pytest.FixtureRequest
 ) -> Iterator[Callable[..., UcmPosixStore]]:
-    """Opens stores over one root, alone and below memory; closes what the test left open."""
+    """Opens stores over one root, alone and below memory; closes those left open."""
     stores: list[UcmPosixStore] = []
 
     def make(**changes: Any) -> UcmPosixStore:
@@ -110,8 +110,8 @@ def test_tensors_and_a_second_process_of_the_same_identity(opened: Open) -> None
 
 
 def test_a_store_that_looks_up_finds_blocks_of_other_sizes(opened: Open) -> None:
-    """A rank with one layer beside one with three, whichever of them the store that looks up is
-    opened for."""
+    """A rank with one layer beside one with three; the lookup-only store may be opened for
+    either."""
     names, source = ids(4), Memory(4)
     large = {
         "tensor_size_list": PIECES,
@@ -257,7 +257,7 @@ def test_what_lies_before_the_first_bad_record_is_loaded(opened: Open, tmp_path:
     store.wait(store.dump_data([names[row] for row in rest], [0] * 4, source.rows(*rest)))
     store.close()
     store = opened()  # with nothing in memory
-    for reason in ("bad_checksum", "refused"):  # found out by the first load, known to the second
+    for reason in ("bad_checksum", "refused"):  # detected by the first load, known to the second
         with pytest.raises(TaskError) as caught:
             store.wait(store.load_data(names, [0] * 5, target.rows(*range(5))))
         first = min(caught.value.failures)
@@ -387,7 +387,7 @@ def test_a_store_for_lookups_only_writes_nothing(opened: Open, tmp_path: Path) -
     writer = opened()
     writer.wait(writer.dump_data(ids(1), [0], Memory(1).rows(0)))
     until = time.monotonic() + 30
-    while lookups.lookup(ids(1)) == [False]:  # segments of others are looked for once a second
+    while lookups.lookup(ids(1)) == [False]:  # segments of others are discovered once a second
         assert time.monotonic() < until
     assert lookups.lookup(ids(2)) == [True, False]
 

@@ -58,7 +58,7 @@ def dump(store: UcmPosixStore, block: list[bytes] = ID) -> None:
 
 
 def refuse(store: UcmPosixStore, root: Path, block: list[bytes] = ID) -> None:
-    """Damages the record and lets a load find out."""
+    """Damages the record and lets a load detect it."""
     (path,) = root.glob(f"*/blocks/*/{block[0].hex()}.bin")
     damaged = bytearray(path.read_bytes())
     damaged[5000] ^= 1
@@ -90,7 +90,7 @@ def test_an_open_breaker_says_so_until_a_lookup_finds_the_medium_well(
         dump(store, block)
     for block in (ID, OTHER):
         refuse(store, tmp_path / "root", block)
-    assert not store.healthy()  # and stays so: time alone closes no breaker
+    assert not store.healthy()  # and stays open: time alone does not close it
     while not store.healthy():
         store.lookup([bytes(16)])
     dump(store)

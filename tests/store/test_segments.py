@@ -1,5 +1,4 @@
-"""What is true of segments only: when blocks are published, and what a killed process leaves to the
-next."""
+"""Behaviour of segments only: the time of publishing, and recovery after a killed process."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from ucm.store.posix import UcmPosixStore
 BLOCK = 8192
 IDS = [bytes([n * 7 % 256]) * 8 + n.to_bytes(8, "little") for n in range(40)]
 
-#: Writes blocks for ever, and names those that are published.
+#: Writes blocks for ever, and prints the published ones.
 WRITER = """
 import sys
 from test_segments import IDS, Memory, opened
@@ -40,7 +39,7 @@ sys.stdin.read()
 
 
 class Memory:
-    """What the blocks hold: one piece each."""
+    """The bytes of the blocks: one piece each."""
 
     def __init__(self) -> None:
         self.data = (
@@ -71,7 +70,7 @@ def opened(root: str | Path, **changes: Any) -> UcmPosixStore:
 
 
 def right(store: UcmPosixStore, blocks: list[int]) -> bool:
-    """Loads blocks and tells whether every byte is right."""
+    """Loads blocks; true if every byte is right."""
     target, truth = Memory(), Memory()
     target.data[:] = 0xEE
     store.wait(store.load_data([IDS[n] for n in blocks], [0] * len(blocks), target.rows(*blocks)))
@@ -119,7 +118,7 @@ def test_what_a_killed_process_had_not_published_is_taken_over(tmp_path: Path) -
     assert not list(tmp_path.glob("root/*/segments/*"))
     kill(process)
     with opened(tmp_path / "root") as store:
-        # where it is counted late, that comes soon after the opening
+        # a late count happens soon after the opening
         while list(tmp_path.glob("root/*/tmp/*")):
             pass
         assert all(store.lookup(IDS))

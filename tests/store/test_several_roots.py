@@ -58,7 +58,7 @@ def test_blocks_are_spread_and_found_again(opened: Open, tmp_path: Path, policy:
         tiers = store.stats()["tiers"]
         assert [tier["level"] for tier in tiers] == [0, 0, 0]
         assert sum(tier["blocks_written"] for tier in tiers) == COUNT
-        assert store.prefetch_room() == 0, "there is nothing above them to bring blocks up to"
+        assert store.prefetch_room() == 0, "there is no upper tier for the blocks"
     assert sum(shares(tmp_path)) == COUNT
     assert all(shares(tmp_path))
     check(opened(storage_policy=policy), source)

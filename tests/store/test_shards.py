@@ -1,4 +1,4 @@
-"""Loads of blocks in shards: each layer is there, and said to be, when its bytes have arrived."""
+"""Loads of blocks in shards: each layer is loaded and reported when its bytes were read."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ COUNT = 5
 
 
 def made(count: int = COUNT, shards: int = 1) -> dict[str, Bytes]:
-    """What is kept beside some blocks: for each row of a dump its share."""
+    """Side shards of some blocks: a share for each row of a dump."""
     random = np.random.default_rng(7)
     whole = {
         name: random.integers(0, 256, (count, size), dtype=np.uint8)
@@ -293,7 +293,7 @@ def test_sides_that_do_not_fit_the_call_are_refused_and_nothing_is_written(opene
 
 
 class Plain(UcmKVStoreBaseV1):
-    """What a user wrote who knows nothing of side shards."""
+    """A user's store without side shards."""
 
     def lookup(self, block_ids: Any) -> list[bool]:
         return [False] * len(block_ids)
@@ -311,7 +311,7 @@ class Plain(UcmKVStoreBaseV1):
 
 
 class WithSides(Plain):
-    """What a user wrote who keeps them."""
+    """A user's store with side shards."""
 
     side_sizes = {"mean-k": 96}  # noqa: RUF012 - as a user writes it
 

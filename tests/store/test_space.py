@@ -1,4 +1,4 @@
-"""Several processes on one root: one counts for all, and another follows when it is killed."""
+"""Several processes on one root: one counts for all, and another takes over when it is killed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _dump(store: UcmPosixStore, number: int) -> bool:
     pieces = [[data.ctypes.data + at for at in range(0, data.nbytes, _BLOCK // 8)]]
     try:
         store.wait(store.dump_data([number.to_bytes(16, "big")], [0], np.array(pieces, np.uint64)))
-    except Exception:  # refused: busy, or no room
+    except Exception:  # refused: busy, or no space
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""What the Rust store keeps a caller from: forked children, odd timeouts, a silent start."""
+"""Protections of the Rust store: forked children, odd timeouts, a start without a log line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A quota for each tenant, from the key of the configuration to what is left in a store."""
+"""A quota for each tenant, from the configuration key to the contents of a store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECORD = 4096 + -(-BLOCK // 4096) * 4096
     "written", [{}, {"layout": "file"}, {"store_pipeline": "Cache|Posix", "cache_size": "4MiB"}]
 )
 def test_the_oldest_blocks_of_a_tenant_go(common: dict[str, Any], written: dict[str, Any]) -> None:
-    """The way of the connector: a checked configuration, then the sizes of the engine."""
+    """As in the connector: a checked configuration, then the sizes of the engine."""
     quota = {"tenant_quota": 3 * RECORD + RECORD // 2, "path": common["storage_backends"]}
     config = load(
         written | quota | {"storage_capacity": "1GiB", "free_space_floor": 0, "segment_age": 0}, {}

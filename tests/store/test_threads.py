@@ -1,4 +1,4 @@
-"""How many threads a store starts: few when it is opened, never more than docs/stores.md says.
+"""Number of a store's threads: few after opening, never more than in docs/stores.md.
 
 Counted by name in a process of its own. No store is closed before it is counted: idle threads do
 not end.
@@ -17,8 +17,7 @@ from blocks import BLOCK, PIECES
 
 pytest.importorskip("ucm._core", reason="the core is not compiled here")
 
-#: Threads that read and write when as many as that are needed, as by default, and those that look
-#: up.
+#: Most threads that read and write by default, and those that look up.
 IO, LOOKUP = 16, 8
 
 #: As in the table of docs/stores.md: name, keys, most threads of a store that moves blocks, and of
@@ -81,7 +80,7 @@ print(json.dumps([*counts, hits]))
 
 
 def count(name: str, config: dict[str, Any]) -> tuple[int, int, int]:
-    """Threads of a store that was opened, and once it was used, and the blocks that it found."""
+    """Threads of a store after opening and after use, and the blocks that it found."""
     child = subprocess.run(
         [sys.executable, "-c", CHILD, json.dumps([name, config, 48])],
         cwd=Path(__file__).parent,
@@ -109,12 +108,11 @@ def test_no_more_than_stated(kind: str, common: dict[str, Any]) -> None:
     if name == "UcmCacheStore":
         del config["storage_backends"]
     opened, used, _ = count(name, config | {"device_id": 0})
-    # Threads come with the work: a store that was opened and does nothing has what its housekeeping
-    # takes.
+    # Threads start with the work: an idle open store has only those of its housekeeping.
     assert 1 <= opened <= max(most - IO, 1)
     assert opened <= used <= most
     opened, used, hits = count(name, config | {"device_id": -1})
     assert opened <= used <= most_looking
     assert hits == (0 if name == "UcmCacheStore" else 48), (
-        "what is in memory alone went with its process"
+        "blocks in memory only are lost with their process"
     )

@@ -1,5 +1,4 @@
-"""The V0 face against a model: a dictionary of blocks that were created and one of blocks that were
-committed."""
+"""The V0 interface against a model: a dict of created blocks and one of committed blocks."""
 
 from __future__ import annotations
 

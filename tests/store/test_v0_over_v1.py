@@ -1,5 +1,5 @@
-"""The V0 face: nothing is seen before its commit, nothing is left of what was dropped, answers are
-honest."""
+"""The V0 interface: blocks are invisible before their commit, dropped ones leave nothing, results
+are correct."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_a_commit_says_which_blocks_it_could_not_publish(store: V0OverV1) -> Non
     assert isinstance(caught.value.failures[2], NotFoundError)
     assert store.lookup(ids) == [True, False, False]
     store.dump([ids[1], ids[1]], [0, 2 * PIECE], [part, part])
-    store.commit([ids[1]])  # the rest came, now it is whole
+    store.commit([ids[1]])  # the rest was dumped, now it is complete
     assert store.lookup(ids) == [True, True, False]
 
 
@@ -174,7 +174,7 @@ def test_what_is_not_there_has_a_code(store: V0OverV1) -> None:
     assert store.wait(task) == NotFoundError.code
     assert store.check(task) == (NotFoundError.code, True)
     assert isinstance(task.error, TaskError)
-    assert set(task.error.failures) == {3, 4, 5}, "the block before it is there"
+    assert set(task.error.failures) == {3, 4, 5}, "the block before it exists"
     assert store.wait([store.load(*rows(ids[:1]), target[:3]), task]) == NotFoundError.code
 
 
@@ -218,7 +218,7 @@ def test_calls_that_make_no_sense(store: V0OverV1) -> None:
 
 
 class OnDevice:
-    """A tensor that does not lie on the host."""
+    """A tensor outside of the host."""
 
     class device:  # noqa: N801 - as torch names it
         type = "cuda"
@@ -288,8 +288,7 @@ def test_a_dump_that_lies_is_not_believed(failing: FailingV1) -> None:
 def test_memory_that_may_still_be_read_counts(
     failing: FailingV1, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A commit that was late: the V1 store reads on from what was kept, so that is not given
-    away."""
+    """A late commit: the V1 store still reads the kept memory, so it is not reused."""
     store, ids = V0OverV1(failing, buffer_bytes=BLOCK), names(2)
     store.create(ids[:1])
     store.dump(*rows(ids[:1]), memory(1))
@@ -305,7 +304,7 @@ def test_memory_that_may_still_be_read_counts(
 def test_an_interrupted_commit_keeps_what_it_did_not_publish(
     failing: FailingV1, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C while it waits: the V1 store may still read what was kept, and the block may be
+    """Ctrl-C during a wait: the V1 store may still read the kept memory, and the block can be
     committed again."""
     store, ids = V0OverV1(failing, buffer_bytes=2 * BLOCK), names(2)
     store.create(ids[:1])
@@ -355,7 +354,7 @@ def test_pieces_of_a_shard_need_not_be_neighbours_for_v1(common: dict[str, Any])
 def test_names_and_keys_of_the_original(
     name: str, common: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A script of the original, word for word but for its imports."""
+    """A script of the original, unchanged except for its imports."""
     config = {
         "storage_backends": common["storage_backends"],
         "kv_block_size": BLOCK,

@@ -1,5 +1,5 @@
-"""A user's V0 store as a V1 store: exact bytes, deadlines that hold although V0 has none, bounded,
-honest."""
+"""A user's V0 store as a V1 store: exact bytes, deadlines although V0 has none, bounded memory,
+correct results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Addresses = npt.NDArray[np.uint64]
 
 
 class Memory:
-    """Blocks of pieces that lie apart."""
+    """Blocks of separate pieces."""
 
     def __init__(self, blocks: int, seed: int) -> None:
         random = np.random.default_rng(seed)
@@ -82,7 +82,7 @@ def ids(count: int) -> list[bytes]:
 
 @pytest.fixture
 def made() -> Iterator[Callable[..., V1OverV0]]:
-    """Makes stores over a V0 store; lets what hangs in it go at the end."""
+    """Makes stores over a V0 store; releases hanging calls at the end."""
     stores: list[V1OverV0] = []
 
     def make(v0: Any = None, config: Any = None, **options: Any) -> V1OverV0:
@@ -104,7 +104,7 @@ KINDS = ["users", "tensors", "there and back", "posix and back"]
 def test_any_v0_store_behaves_as_a_v1_store(
     kind: str, sizes: dict[str, Any], common: dict[str, Any], made: Callable[..., V1OverV0]
 ) -> None:
-    """The same over a store of this project, which is V1 already: there and back again."""
+    """The same over a V1 store of this project: both adapters in sequence."""
     v0: Any
     if kind == "users":
         v0 = UsersV0({})
@@ -144,7 +144,7 @@ def test_any_v0_store_behaves_as_a_v1_store(
         )
     assert source.same(target)
     again = store.dump_data(names[:1], [0], (source.rows if direct else source.layers)[:1])
-    store.wait(again)  # it is there already: nothing to do
+    store.wait(again)  # it is stored already: nothing to do
 
 
 def test_the_source_is_free_when_dump_returned(made: Callable[..., V1OverV0]) -> None:
@@ -192,7 +192,7 @@ def test_a_load_that_hangs_ends_at_its_deadline_and_writes_nothing_afterwards(
     now[0] = 7.0
     v0.go.set()
     late = Memory(2, 2)
-    # what came before it in the queue is over
+    # the calls before it in the queue are over
     store.wait(store.load_data(ids(2), [0, 0], late.rows))
     assert target.same(before), "not one late byte"
     assert late.same(source)
@@ -211,12 +211,12 @@ def test_a_dump_that_hangs_ends_and_the_next_one_works(made: Callable[..., V1Ove
         store.wait(task)
     v0.go.set()
     store.wait(store.dump_data(ids(2)[1:], [0], source.rows))
-    assert store.lookup(ids(2)) == [True, True], "the late one was written in the end"
+    assert store.lookup(ids(2)) == [True, True], "the late one was finally written"
 
 
 def test_dumps_are_bounded_and_refused_at_once(made: Callable[..., V1OverV0]) -> None:
-    """The least there is to stage in is 1 MiB: two blocks here. A task holds what it dumps until it
-    has ended."""
+    """The minimum of staging is 1 MiB: two blocks here. A task keeps its staged bytes until it has
+    ended."""
     size = 1 << 19
     v0 = UsersV0({})
     sizes = {

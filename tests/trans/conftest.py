@@ -1,8 +1,8 @@
-"""Devices to copy with: the host always; another over the software driver where the environment
-names its library.
+"""Devices of the copies: always the host; another over the software driver if the environment names
+its library.
 
-``make test-py`` builds and names it, and runs this directory by itself: a process looks for its
-driver once.
+``make test-py`` builds and names it, and runs this directory by itself: a process loads its driver
+once.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import pytest
 
 from ucm import trans
 
-#: Names the library that stands for a vendor's.
+#: The library that replaces a vendor's.
 HOOK = "UCM_TEST_DRIVER"
 
-#: What it stands for in this run: ``UCM_TEST_DEVICE`` says so, as to the suites of the core.
+#: The vendor of this run: ``UCM_TEST_DEVICE``, as in the suites of the core.
 SOFT = os.environ.get("UCM_TEST_DEVICE", "cuda")
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class Host:
-    """Looks at memory of the host as a device's."""
+    """Reads memory of the host as a device's."""
 
     platform = "host"
 
@@ -41,7 +41,7 @@ class Host:
 
 
 class Soft:
-    """The software driver: looks at its devices' memory, and disturbs it."""
+    """The software driver: reads its devices' memory and injects failures."""
 
     def __init__(self, platform: str) -> None:
         self.platform = platform
@@ -82,7 +82,7 @@ class Soft:
 
 @pytest.fixture(scope="session", params=["host", *([SOFT] if HOOK in os.environ else [])])
 def memory(request: pytest.FixtureRequest) -> Host | Soft:
-    """What looks at the device's memory."""
+    """Access to the device's memory."""
     return Host() if request.param == "host" else Soft(request.param)
 
 
@@ -96,7 +96,7 @@ def device(memory: Host | Soft) -> trans.Device:
 
 @pytest.fixture
 def soft(memory: Host | Soft) -> Iterator[Soft]:
-    """The software driver, undisturbed again at the end."""
+    """The software driver, without failures again at the end."""
     if not isinstance(memory, Soft) or memory.platform != "cuda":
         pytest.skip("what disturbs the driver knows calls of CUDA")
     yield memory

@@ -1,4 +1,4 @@
-"""Buffers: pools that wait and never grow, memory that is pinned, and what is refused."""
+"""Buffers: pools that wait and never grow, pinned memory, and refused calls."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_an_empty_pool_waits_and_does_not_grow(device: trans.Device, side: str) 
     got: list[trans.Memory] = []
     waiting = threading.Thread(target=lambda: got.append(get(1000, None)))
     waiting.start()
-    del third  # what nothing uses any more comes back too
+    del third  # an unreferenced buffer returns too
     waiting.join()
     assert got[0].address == address
     with pytest.raises(InvalidInputError, match="make some first"):

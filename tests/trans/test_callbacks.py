@@ -1,4 +1,4 @@
-"""Callbacks run on their stream's thread, tell of what they raise, and never keep a process from
+"""Callbacks run on their stream's thread, log their exceptions, and never keep a process from
 ending."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every shape of copy moves the bytes it should and no others; order, failures, wrong input."""
+"""Every shape of copy moves exactly its bytes; order, failures, wrong input."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Pages:
     def moved(
         self, source: npt.NDArray[np.uint8], from_: npt.NDArray[Any], to: npt.NDArray[Any]
     ) -> Any:
-        """What a poisoned destination should be."""
+        """Expected bytes of a poisoned destination."""
         expected = self.poison()
         for a, b in zip(from_, to, strict=True):
             expected[b : b + self.size] = source[a : a + self.size]
@@ -67,7 +67,7 @@ class Pages:
 
 
 def forms(addresses: npt.NDArray[np.uint64]) -> list[Any]:
-    """The ways to say the same addresses."""
+    """The forms of the same addresses."""
     return [addresses, [int(address) for address in addresses], addresses.ctypes.data]
 
 
@@ -178,7 +178,7 @@ def test_others_run_while_a_copy_waits(device: trans.Device, soft: Any) -> None:
     data = bytes_of(5, 64)
     soft.hold()
     copy = threading.Thread(target=stream.host_to_device, args=(data.ctypes.data, page, 64))
-    copy.start()  # and this thread goes on, or nobody lets the driver go on
+    copy.start()  # and this thread continues, because it must release the driver
     soft.release()
     copy.join()
     assert (soft.read(page.address, 64) == data).all()

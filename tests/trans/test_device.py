@@ -1,4 +1,4 @@
-"""Which device is taken, and the names of the original."""
+"""The choice of the device, and the names of the original."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ device.setup(0)
 print(device.name)
 """
 
-#: What each runtime answers where it finds no device, in the order in which they are tried.
+#: Each runtime's result without a device, in the order of the attempts.
 NONE = {
     "cuda": "cuInit=100",
     "hip": "hipGetDeviceCount=100",

@@ -1,7 +1,6 @@
 """Kernels in Triton's interpreter, on a CPU: ``make test`` runs this directory in a process of its
 own, because Triton decides when it is imported whether it compiles or interprets. On a GPU (``make
-test-gpu``) they are compiled, and what a test hands a kernel lies on the GPU for the length of the
-call."""
+test-gpu``) they are compiled, and a kernel's arguments are on the GPU during the call."""
 
 from __future__ import annotations
 
@@ -35,8 +34,8 @@ if not INTERPRETED:
 
 
 def _multiply_bf16() -> None:
-    """The interpreter (3.7) keeps bf16 as its bits, and a product of matrices multiplies those as
-    if they were numbers: widen them first. What is compiled is not touched."""
+    """The interpreter (3.7) keeps bf16 as its bits, and a matrix product multiplies those as
+    numbers, so they are widened first. Compiled kernels are unchanged."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
@@ -62,8 +61,8 @@ if INTERPRETED and find_spec("triton"):
 
 
 def _on_gpu(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for tensors of the host: a twin of each lies on the GPU, in the same order and with
-    the same gaps, and what the kernel wrote there comes back."""
+    """The same for tensors of the host: each has a copy on the GPU, with the same order and gaps,
+    and the kernel's results are copied back."""
     import torch
 
     def apply(to: Callable[[Any], Any], value: Any) -> Any:

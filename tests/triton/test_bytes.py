@@ -1,4 +1,4 @@
-"""How many bytes the kernels load and store is what arithmetic says: nothing large is read twice.
+"""The kernels load and store the computed number of bytes: nothing large is read twice.
 
 Counted in the interpreter, at the sizes of docs/sparse.md: blocks of 128 tokens, 8 KV heads of 128
 channels.

@@ -36,7 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def run(name: str, settings: dict[str, Any], device: str = "cpu") -> dict[Any, list[int]]:
-    """What two requests in a batch keep by step and layer."""
+    """The kept blocks of two requests in a batch, by step and layer."""
     method = UcmSparseFactory.create_sparse_method(name, UcmSparseRole.WORKER, settings)  # type: ignore[arg-type]
     engine = Engine(method, layers=1, device=device)
     engine.run("a", 10 * BLOCK + 1, 0)
@@ -49,7 +49,7 @@ def run(name: str, settings: dict[str, Any], device: str = "cpu") -> dict[Any, l
 def kept(
     name: str, monkeypatch: pytest.MonkeyPatch, triton: bool
 ) -> tuple[dict[Any, Any], set[str]]:
-    """The same, and which kernels were called."""
+    """The same, with the called kernels."""
     called: set[str] = set()
 
     class Counted:
@@ -58,7 +58,8 @@ def kept(
             return getattr(gpu, kernel)
 
     with monkeypatch.context() as patch:
-        # Tensors of the host stand for those of a GPU; no type is one that kernels read: torch.
+        # Tensors of the host stand for those of a GPU, with a type that no kernel reads: torch
+        # computes.
         patch.setattr(kernels, "retrieval", Counted())
         if not triton:
             patch.setattr(kernels, "_TYPES", ())
@@ -80,8 +81,8 @@ def test_triton_and_torch_keep_the_same(name: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("name", [*SETTINGS, "KVStarMultiStep"])
 def test_a_gpu_and_the_host_keep_the_same(name: str, lag: int) -> None:
-    """With everything on the GPU: representations, choices, and with a lag the streams of the
-    threads that choose."""
+    """Everything on the GPU: representations, selections, and with a lag the streams of the
+    selecting threads."""
     settings = SETTINGS.get(name, {}) | ({"lag": lag} if lag else {})
     expected = run(name, settings)
     assert any(
@@ -110,7 +111,7 @@ def test_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_codes_of_tokens_are_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As :class:`~ucm.sparse.rep_store.RepStore` asks for it on a GPU."""
+    """As :class:`~ucm.sparse.rep_store.RepStore` requests it on a GPU."""
     geometry = Geometry(block_size=4, kv_heads=1, head_dim=48, rope_dim=16)
     selector, keys = Hash(geometry), torch.randn(5, 1, 48)
     slots = torch.tensor([11, 0, 6, 9, 7])

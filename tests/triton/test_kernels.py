@@ -1,4 +1,4 @@
-"""What every kernel computes is what some lines of torch compute."""
+"""Every kernel computes the same as a few lines of torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pool(seed: int, rows: list[int], size: int, blocks: int) -> tuple[Tensor, Te
 def framed(
     scores: Tensor, table: Tensor, blocks: Tensor, init: int, local: int, most: float, least: float
 ) -> Tensor:
-    """Scores ``[r, h, N]`` with what stands for windows, absent blocks and places behind the last
+    """Scores ``[r, h, N]`` with the markers of windows, absent blocks and places behind the last
     block."""
     place = torch.arange(scores.shape[2])
     last = blocks.long()[:, None, None]
@@ -378,7 +378,7 @@ def test_what_does_not_fit_is_said() -> None:
 
 
 def test_the_trial_passes_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is computed on a GPU before its kernels are used."""
+    """The checks on a GPU before its kernels are used."""
     gpu.try_all(torch.device("cpu"))
     monkeypatch.setattr(
         gpu, "hamming_scores", lambda *_, **__: torch.zeros(1, 1, 12, dtype=torch.int32)

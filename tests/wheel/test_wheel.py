@@ -1,4 +1,4 @@
-"""What a user gets who installs the wheel on a machine without Rust, vLLM or torch."""
+"""The installed wheel on a machine without Rust, vLLM or torch."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_wheel_serves_every_python_from_3_11_on(
     wheel: Path, names: list[str], unpacked: Path, clean_env: dict[str, str], tmp_path: Path
 ) -> None:
-    """The extension is loaded and called in every Python here, whichever the wheel was built
-    with."""
+    """The extension is loaded and called in every Python here, independent of the build's
+    Python."""
     assert "-cp311-abi3-" in wheel.name
     assert [name for name in names if name.endswith(".so")] == ["ucm/_core.abi3.so"]
     program = f"""
@@ -91,8 +91,7 @@ print(len(kinds) > 0, ucm._core.part_mask(0, 1, 2).hex())
 def test_the_extension_uses_the_stable_abi_alone(
     wheel: Path, clean_env: dict[str, str], tmp_path: Path
 ) -> None:
-    """No symbol beyond those that Python 3.11 promises to every later version: of these not all can
-    be here."""
+    """Only symbols of Python 3.11's stable ABI, because not all later versions are tested here."""
     command = [
         os.environ["UCM_TEST_UV"],
         "tool",
