@@ -1,5 +1,5 @@
-"""What the tests of the configuration share: the shapes of the fixtures, and how a wrong one
-fails."""
+"""Common parts of the configuration's tests: the shapes of the fixtures, and the check of a wrong
+one."""
 
 from __future__ import annotations
 

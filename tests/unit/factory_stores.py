@@ -1,4 +1,4 @@
-"""Stores for the tests of the factory: the least that is a store, and some that are none."""
+"""Stores for the tests of the factory: a minimal one, and some invalid ones."""
 
 from __future__ import annotations
 

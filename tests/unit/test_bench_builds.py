@@ -1,5 +1,4 @@
-"""How ``benches/python/beside.py`` comes to its builds, as far as nothing has to be built for
-it."""
+"""The builds of ``benches/python/beside.py``, without building anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``benches/python/beside.py`` concludes from its pairs, from figures made up here."""
+"""The conclusions of ``benches/python/beside.py`` from invented figures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_nothing_beside_nothing_is_as_good(paired: ModuleType) -> None:
     assert paired.ratio(0.0, 1.0, "more") == math.inf
 
 
-#: How many values lie outside on either side, as tables of the sign test have it, for 95 %.
+#: The number of values outside on either side, from tables of the sign test, for 95 %.
 @pytest.mark.parametrize(
     ("count", "outside"),
     [(6, 0), (7, 0), (8, 0), (9, 1), (11, 1), (12, 2), (15, 3), (20, 5), (25, 7), (40, 13)],

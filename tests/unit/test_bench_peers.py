@@ -1,4 +1,4 @@
-"""The report of ``make bench-peers``, from figures made up here: no peer and no store is needed."""
+"""The report of ``make bench-peers``, from invented figures, without peers and stores."""
 
 from __future__ import annotations
 

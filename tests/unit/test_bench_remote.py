@@ -1,5 +1,4 @@
-"""The report of ``make bench-remote``, from figures made up here: no store and no server is
-needed."""
+"""The report of ``make bench-remote``, from invented figures, without stores and servers."""
 
 from __future__ import annotations
 

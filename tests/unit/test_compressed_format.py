@@ -40,7 +40,7 @@ def plain(packed: bytes, most: int) -> bytes:
 
 
 def contents() -> list[bytes]:
-    """What the layers of a frozen record were before they were compressed."""
+    """The uncompressed layers of a frozen record."""
     state, layers = 1, []
     for _ in range(LAYERS):
         layer = bytearray()
@@ -53,7 +53,7 @@ def contents() -> list[bytes]:
 
 
 def padded(layers: list[bytes]) -> list[bytes]:
-    """The same with what a checksum covers behind each."""
+    """The same with the bytes that a checksum covers behind each."""
     whole = -(-STRIDE * LAYERS // 4096) * 4096
     return [
         layer + bytes((whole - i * STRIDE if i + 1 == LAYERS else STRIDE) - LAYER)
@@ -127,8 +127,7 @@ def test_side_shards_of_a_compressed_record_are_stored_as_they_are() -> None:
 
 
 def test_to_a_reader_without_this_codec_it_is_newer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rule of the readers before: every codec but 0 is newer, and what is newer is left
-    alone."""
+    """The rule of older readers: every codec but 0 is newer, and a newer record is not replaced."""
     monkeypatch.setattr(record, "WIDTHS", {})
     assert refusal(FROZEN) == MissReason.NEWER_VERSION
 

@@ -1,4 +1,5 @@
-"""Several entries of `ucm_connectors`: each is a store of its own, all else is the engine's."""
+"""Several entries of `ucm_connectors`: each is a store of its own, all other keys are the
+engine's."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Files that are broken, the effective configuration as it is shown, and the page that documents
-it."""
+"""Broken files, the printed effective configuration, and its documentation."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the registry of the core says of kinds of tiers is what the configuration reads, checks,
-shows and documents."""
+"""The configuration reads, checks, shows and documents the kinds of tiers of the core's
+registry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every form of a pipeline means what it says, and what makes no sense is refused with a reason."""
+"""Every form of a pipeline has its documented meaning, and an invalid one is refused with a
+reason."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Addresses in ``storage_backends``: whose they are, what is wrong with them, and that what is
-secret in them is shown nowhere."""
+"""Addresses in ``storage_backends``: their stores, their errors, and that secrets in them are never
+shown."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Whatever is written as a configuration is read, or refused in our words; sizes survive being
-shown."""
+"""Every input is read as a configuration or refused with our error; sizes survive printing."""
 
 from __future__ import annotations
 

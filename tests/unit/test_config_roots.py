@@ -1,5 +1,4 @@
-"""Several directories of one store: how they are written, what is wrong with them, and what the
-core is told."""
+"""Several directories of one store: their forms, their errors, and the core's description."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Every key of every sample of the original's documents works, is warned about once, or is refused
-with a sentence.
+"""Every key of every sample of the original's documents works, has one warning, or is refused with
+a message.
 
-Nothing here says which of the three: that is found by taking the key out, or changing its value,
-and looking at what is different afterwards. A key *works* when a value for it changes what the core
-is told, or what the connector reads.
+The test finds out which of the three: it removes the key, or changes its value, and compares the
+results. A key *works* if a value of it changes the core's description or the connector's keys.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ WORDS = (
     "UcmPcStore",
     "/other",
 )
-#: What a store is told beside its configuration.
+#: Keys of a store in addition to its configuration.
 SIZES = {"tensor_size": 4096, "shard_size": 4096, "block_size": 4096, "identity": "x"}
 
 
@@ -113,8 +112,7 @@ def judged(sample: Sample) -> Judgement:
 
 
 def selected(config: UcmConfig) -> Any:
-    """What the host of the selectors makes of the keys of the algorithm, for blocks of 16
-    tokens."""
+    """The selectors' host with the keys of the algorithm, for blocks of 16 tokens."""
     from ucm.sparse.policy import method_of
     from ucm.sparse.selector import Geometry
 
@@ -126,7 +124,7 @@ def selected(config: UcmConfig) -> Any:
 
 
 def told(config: UcmConfig) -> Any:
-    """What the core is told by the store that a configuration names."""
+    """The core's description of the configured store."""
     from ucm.store.factory_v1 import UcmConnectorFactoryV1
 
     try:
@@ -193,8 +191,7 @@ def variants(sample: Sample, path: Path) -> Iterator[Sample]:
 
 
 def is_refused(sample: Sample, path: Path, whole: Judgement) -> bool:
-    """Whether a refusal names this key or the section it stands in, or goes when the key or its
-    value does."""
+    """True if a refusal names this key or its section, or disappears with the key or its value."""
     steps = [str(step) for step in path[1:]]
     names = [*steps, *filter(None, map(algorithm_of, steps))]
     if any(
@@ -208,14 +205,14 @@ def is_refused(sample: Sample, path: Path, whole: Judgement) -> bool:
 
 
 def is_part_of_refused(sample: Sample, path: Path, whole: Judgement) -> bool:
-    """Whether a refusal goes when what the key stands in goes as a whole: a store that is not
-    built, say."""
+    """True if a refusal disappears with the key's whole section (such as a store that is not
+    built)."""
     gone = [judged(without(sample, path[:length])) for length in range(2, len(path))]
     return any(found.effect is not None and whole.refusals - found.refusals for found in gone)
 
 
 def is_warned_about(sample: Sample, path: Path, whole: Judgement) -> bool:
-    """Whether exactly one warning goes with this key, or what it stands in, and names it."""
+    """True if exactly one warning disappears with this key or its section, and names it."""
     for length in range(len(path), 1, -1):
         rest = judged(without(sample, path[:length]))
         gone = whole.warnings - rest.warnings if rest.effect is not None else ()
@@ -226,13 +223,13 @@ def is_warned_about(sample: Sample, path: Path, whole: Judgement) -> bool:
 
 
 def keys_of(warning: str) -> set[str]:
-    """The keys that a warning quotes, each without what it stands in."""
+    """The keys that a warning quotes, without their sections."""
     words = re.findall(r'"([^"]+)"', warning) + re.findall(r"environment (\w+)", warning)
     return {word.rpartition(".")[2].partition(":")[0] for word in words}
 
 
 def works(sample: Sample, path: Path) -> bool:
-    """Whether without it nothing would run, or another value for it makes a difference."""
+    """True if it is required, or another value of it makes a difference."""
     whole = judged(sample)
     gone = judged(without(sample, path))
     if gone.effect != whole.effect or gone.refusals - whole.refusals:
@@ -247,7 +244,7 @@ def outcome(sample: Sample, path: Path) -> str:
     whole = judged(sample)
     if is_refused(sample, path, whole):
         return "refused"
-    # something else is wrong with it: what about this key if that were put right?
+    # another part is wrong: check this key after its correction
     if whole.effect is None:
         right = [
             other
@@ -266,8 +263,7 @@ def outcome(sample: Sample, path: Path) -> str:
 
 
 def alone(sample: Sample, path: Path) -> Sample:
-    """The sample with this key alone, or the list it stands in: for what another key of it says as
-    well."""
+    """The sample with this key only, or with its list, in case another key has the same effect."""
     depth = next((place for place, step in enumerate(path) if isinstance(step, int)), len(path))
     found = value_at(sample, path[:depth])
     for step in reversed(path[:depth]):
@@ -311,7 +307,7 @@ def test_all_three_happen_and_a_key_that_nobody_reads_would_be_found() -> None:
             "sparse": {"enabled": False, "config": {"ratio": 0.2}, "type": "GSA"},
         }
     }
-    # whoever writes enabled: false wants that
+    # enabled: false is intended
     assert outcome(off, ("config", "sparse", "config", "ratio")) == "silent"
 
 

@@ -1,4 +1,4 @@
-"""Every shape a user may have written loads to what it means, or says what to write instead."""
+"""Every shape of a user's file loads with its meaning, or the error names the replacement."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_shape_a_with_three_algorithms() -> None:
     assert (config.io_direct, config.block_size) == (False, 16)
     assert (config.load_only_first_rank, config.enable_prefix_cache) == (False, True)
     assert config.metrics.config_path == "/etc/ucm/metrics.yaml"
-    assert config.sparse.type == "ESA"  # the first of three, and said so
+    assert config.sparse.type == "ESA"  # the first of three, with a warning
     assert set(config.sparse.config) == {"ESA", "GSA", "GSAOnDevice"}
     gsa, esa = config.sparse.config["GSA"], config.sparse.settings
     assert isinstance(gsa, AlgorithmConfig) and gsa.ratio == 0.3

@@ -1,5 +1,4 @@
-"""Keys of the sparse algorithms: every spelling means one thing, and what is wrong is named where
-it stands."""
+"""Keys of the sparse algorithms: every spelling has one meaning, and an error names its place."""
 
 from __future__ import annotations
 

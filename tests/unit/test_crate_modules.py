@@ -1,7 +1,7 @@
 """The modules directly below the root of each Rust crate use each other in one direction (a
 directory is one module).
 
-And no struct has grown into a heap.
+And no struct has too many fields.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import pytest
 
 CRATES = Path(__file__).resolve().parents[2] / "crates"
 
-#: Plain records of options, counters or a format: a struct may be long where it only lists what
-#: there is.
+#: Plain records of options, counters or a format may be long.
 PLAIN = {"EngineConfig", "StoreSpec", "PosixConfig", "PosixOptions", "ObjectOptions"} | {
     "TierStats",
     "RecordHeader",
@@ -52,10 +51,10 @@ def used(text: str, start: str) -> set[str]:
 
 
 def graph(crate: Path) -> dict[str, set[str]]:
-    """Which modules directly below a crate's root use which; a directory is one module."""
+    """The uses between modules directly below a crate's root; a directory is one module."""
     uses: dict[str, set[str]] = {}
     files = sources(crate)
-    # What the root passes on comes from the module that has it.
+    # A re-export of the root counts for its own module.
     passed_on = {
         name: module
         for module, group in re.findall(r"\buse (\w+)::(\w+|\{[^;]*\});", files[Path("lib.rs")])
@@ -101,7 +100,7 @@ def test_no_struct_is_a_heap() -> None:
     "crate", sorted(path.parents[1].name for path in CRATES.glob("*/tests/main.rs"))
 )
 def test_every_test_file_is_built(crate: str) -> None:
-    """With ``autotests = false`` cargo ignores a file that no program names."""
+    """With ``autotests = false`` cargo ignores a file without a target."""
     directory = CRATES / crate / "tests"
     manifest = (CRATES / crate / "Cargo.toml").read_text()
     programs = {Path(path) for path in re.findall(r'path = "tests/(.*)"', manifest)}

@@ -92,7 +92,7 @@ SUBCOMMANDS = {name for names in COMMANDS for name in names if name}
 
 
 def _wrong(command: str) -> str:
-    """What of a command does not exist, or nothing."""
+    """The part of a command that does not exist, or nothing."""
     words = command.split()
     while words and re.fullmatch(r"[A-Z][A-Z0-9_]*=\S*", words[0]):
         words = words[1:]

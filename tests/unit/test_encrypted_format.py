@@ -1,5 +1,5 @@
-"""Encrypted records by ``docs/format.md`` alone: a frozen one, made by the words of the page, and
-the second reader.
+"""Encrypted records by ``docs/format.md`` alone: a frozen one, made from the page's text, and the
+second reader.
 
 The core reads the same file in ``crates/ucm-store/tests/record_fixture.rs``.
 """

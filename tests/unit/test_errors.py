@@ -1,4 +1,4 @@
-"""The exception tree: kinds, codes, texts, and that errors survive the way between processes."""
+"""The exception tree: kinds, codes, texts, and that errors survive pickling between processes."""
 
 from __future__ import annotations
 

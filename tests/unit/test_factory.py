@@ -1,4 +1,4 @@
-"""Stores by name: registered, lazy, refused in words that help."""
+"""Stores by name: registered, lazy, refused with helpful messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_registered_store_is_created_by_name() -> None:
     Factory.register_connector("Least", MODULE, "LeastStore")
-    Factory.register_connector("Least", MODULE, "LeastStore")  # the same again is nothing new
+    Factory.register_connector("Least", MODULE, "LeastStore")  # a repetition has no effect
     with Factory.create_connector("Least", {"endpoint": "here"}) as store:
         assert store.config == {"endpoint": "here"}
         assert store.lookup_on_prefix([bytes(16)]) == -1

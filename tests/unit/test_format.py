@@ -1,4 +1,4 @@
-"""The words of ``docs/format.md``: known answers by hashlib, the frozen fixtures, and the second
+"""The rules of ``docs/format.md``: known answers by hashlib, the frozen fixtures, and the second
 reader's verdicts."""
 
 from __future__ import annotations
@@ -267,14 +267,14 @@ def test_frozen_records_are_read(name: str) -> None:
 
 
 def side_mask(name: bytes, version: int) -> bytes:
-    """The mask of a record in which a side shard lies alone, by hashlib."""
+    """The mask of a record with a side shard only, by hashlib."""
     return hashlib.sha256(
         b"UCMSIDE" + name.ljust(16, b"\0") + version.to_bytes(4, "little")
     ).digest()[:16]
 
 
 def alone() -> Expect:
-    """What the record must be in which the side shard of the frozen block lies alone."""
+    """The expected record with only the side shard of the frozen block."""
     record_id = expected().record_id
     assert record_id is not None
     return Expect(xor(record_id, side_mask(b"mean-k", 3)), DIGEST, PART, SHAPE)
@@ -392,7 +392,7 @@ def test_what_belongs_to_another_is_refused() -> None:
 def test_any_flipped_byte_is_refused(offset: int, mask: int) -> None:
     data = bytearray(fixture("sided.bin"))
     data[offset] ^= mask
-    if offset >= 8192:  # in the side shard: a miss of that alone
+    if offset >= 8192:  # in the side shard: a miss of that side shard only
         header = record.verify(bytes(data), expected())
         assert list(record.lost_sides(bytes(data), header)) == ["mean-k"]
         return
@@ -423,7 +423,7 @@ def test_bytes_beyond_the_end_are_refused() -> None:
 
 
 def forged(offset: int, value: bytes) -> bytes:
-    """The frozen record with other words in its header and checksums that agree."""
+    """The frozen record with other header fields and correct checksums."""
     return resealed(fixture("sided.bin"), offset, value)
 
 

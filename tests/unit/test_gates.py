@@ -1,4 +1,4 @@
-"""What ``tools/gates.py`` refuses, each in a small tree of its own."""
+"""The refusals of ``tools/gates.py``, each in a small tree of its own."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The licences of what is linked into the wheel are shipped with it, all of them and those of these
-versions."""
+"""The wheel contains the licences of all linked crates, in the linked versions."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ def test_c_sources_have_their_licence() -> None:
 
 def test_everything_linked_is_there() -> None:
     if shutil.which("cargo") is None:
-        pytest.skip("only cargo knows what is linked")
+        pytest.skip("only cargo knows the linked crates")
     command = [sys.executable, str(ROOT / "tools" / "licences.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""What ``tools/lines.py`` counts, and that it names what is over its budget."""
+"""The counts of ``tools/lines.py``, and its names of exceeded budgets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The logger: exact formats, no handler twice, a file that is turned over."""
+"""The logger: exact formats, no duplicate handler, rotation of the file."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The mutants of ``tests/mutants.py`` still fit the tree: each text stands in one place, and each
-suite exists."""
+"""The mutants of ``tests/mutants.py`` still fit the tree: each text occurs once, and each suite
+exists."""
 
 from __future__ import annotations
 

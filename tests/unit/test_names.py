@@ -1,4 +1,4 @@
-"""The names users import (and those of the original), and what importing them costs."""
+"""The names that users import (including those of the original), and the cost of their import."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ VLLM = [
 
 
 def importable(names: list[str]) -> tuple[list[str], set[str]]:
-    """Which of the names a fresh process cannot use, and the packages it imported for them."""
+    """The names that a new process cannot use, and the packages that it imported for them."""
     code = (
         "import importlib, sys\n"
         "wrong = []\n"

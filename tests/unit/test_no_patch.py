@@ -1,4 +1,4 @@
-"""Promise 7: nothing of vLLM's own modules and classes is replaced; its official extension points
+"""Promise 7: no object of vLLM's own modules and classes is replaced; its official extension points
 are enough.
 
 This scan of the source is fast and blind to aliases; ``tests/vllm/test_plugin.py`` compares vLLM's

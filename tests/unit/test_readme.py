@@ -1,4 +1,4 @@
-"""What the README says is proven by a test is proven by a test that exists."""
+"""The tests that the README names exist."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Files that hold a secret: our own are refused where others may read them, another owner's are
-read with a warning."""
+"""Files with a secret: our own are refused if others may read them, another owner's are read with a
+warning."""
 
 from __future__ import annotations
 

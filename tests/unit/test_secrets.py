@@ -1,5 +1,4 @@
-"""A secret that stands anywhere in a configuration is shown nowhere, and reaches the core as it was
-written."""
+"""A secret in any place of a configuration is never shown, and reaches the core unchanged."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ MARK = "qf7-marked-secret"
 LOGIN = f"redis://user:{MARK}@127.0.0.1:1"
 SIZES = {"tensor_size": 64, "shard_size": 64, "block_size": 64}
 
-#: Everywhere a secret may be written, for the inline dictionary.
+#: All places of secrets in the inline dictionary.
 PLACES: dict[str, dict[str, Any]] = {
     "address": {"storage_backends": LOGIN},
     "addresses": {"storage_backends": [LOGIN, f"redis://:{MARK}@127.0.0.1:2"]},
@@ -55,7 +54,7 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """What may end up in a log, a report or a dump."""
+    """Texts that may be in a log, a report or a dump."""
     yield repr(value)
     yield str(value)
     yield f"{value}"

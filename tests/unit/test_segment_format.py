@@ -1,4 +1,4 @@
-"""Section 9 of ``docs/format.md``: the frozen segment, and what the second reader says of
+"""Section 9 of ``docs/format.md``: the frozen segment, and the second reader's verdicts on
 damage."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ NEWER = (FIXTURES / "segment-v1" / "newer.seg").read_bytes()
 
 
 def sealed(file: bytes, version: int | None = None, **fields: tuple[int, str, int]) -> bytes:
-    """The file with fields of its trailer (offset, format, value) changed and its checksum made
-    right again."""
+    """The file with changed fields of its trailer (offset, format, value) and a corrected
+    checksum."""
     data = bytearray(file)
     at = len(data) - segment.TRAILER_LEN
     for offset, form, value in fields.values():

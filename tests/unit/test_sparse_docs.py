@@ -1,4 +1,4 @@
-"""docs/sparse.md says of every key what the code says, and names tests that exist."""
+"""docs/sparse.md matches the code for every key, and its tests exist."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ def shown(value: Any) -> str:
 
 
 def says(cell: str, value: Any) -> bool:
-    """Whether a cell begins with a value; where it is none or the budget, words may say what
-    happens then."""
+    """True if a cell begins with a value; for none or the budget it may be a text."""
     return (
         cell == shown(value)
         or cell.startswith(f"{shown(value)},")

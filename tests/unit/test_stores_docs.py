@@ -1,4 +1,4 @@
-"""What docs/stores.md says is tried on each kind of store is tried by a test that exists."""
+"""The tests that docs/stores.md lists for each kind of store exist."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = [
 NAMED = sorted(
     {named for row in ROWS for cell in row for named in re.findall(r"\[(\w+)\]\(([^)]+)\)", cell)}
 )
-#: What a cell may say instead.
+#: Other permitted texts of a cell.
 WORDS = {"as `posix`", "as killed", "not tried"}
 
 

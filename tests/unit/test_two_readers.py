@@ -1,4 +1,4 @@
-"""The core and the second reader come to the same verdict on a record, whatever was done to it."""
+"""The core and the second reader have the same verdict on every damaged record."""
 
 from __future__ import annotations
 

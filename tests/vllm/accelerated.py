@@ -1,11 +1,10 @@
-"""vLLM on a CPU, whose KV counts as the memory of an accelerator: ``platform: cuda`` over the
-software driver.
+"""vLLM on a CPU with KV treated as memory of an accelerator: ``platform: cuda`` over the software
+driver.
 
-Named to vLLM as ``kv_connector_module_path``, in processes where ``UCM_TEST_DRIVER`` names the
-driver's library (``tests/softcuda``). The tensors stay where they are, and the driver takes them
-for its own memory: a host that reads them is not found out here, as it is in the suites of the
-crates. Everything else is as on a GPU: events of the model's stream, streams that lag, staging and
-kernels.
+Configured as ``kv_connector_module_path``, in processes where ``UCM_TEST_DRIVER`` names the
+driver's library (``tests/softcuda``). The tensors stay in place, and the driver treats them as its
+own memory, so a host access to them is not detected here, unlike in the suites of the crates.
+Everything else is as on a GPU: events of the model's stream, streams that lag, staging and kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from software_driver import driver, ok, use_device
 from ucm.integration.vllm.connector import UCMConnector as OurConnector
 from ucm.integration.vllm.connector.platforms import PLATFORMS, Platform
 
-#: Each operation of a stream begins at most so many microseconds late.
+#: Most delay of each operation of a stream, in microseconds.
 LATE_US = 200
 _NON_BLOCKING = 1
 _NO_TIMING = 2
@@ -66,7 +65,7 @@ PLATFORMS.append(Platform("cuda", ("cpu",), "cpu", mark))
 
 
 class UCMConnector(OurConnector):
-    """Ours, with KV that the software driver takes for its own."""
+    """Our connector, with KV that the software driver treats as its own."""
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """The tensors of a rank."""
@@ -80,6 +79,5 @@ class UCMConnector(OurConnector):
 
 
 def hold(held: bool) -> None:
-    """Has the model's stream stand still, and with it every event that is recorded from now on, or
-    go on."""
+    """Holds or releases the model's stream, and with it every event recorded from now on."""
     (driver().softcuda_hold if held else driver().softcuda_release)(stream())

@@ -1,5 +1,5 @@
 """The prompts of these tests, by name. Every one is a function of its seed, so that any process can
-make it again."""
+reproduce it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Case:
 
 _SHARED = prompt(3, 320)
 
-#: Asked of the cold engine, in this order; stored when it ends.
+#: Sent to the cold engine, in this order; stored when it ends.
 STORED = {
     "short": Case(prompt(1, 70), 12),
     "long": Case(prompt(2, 1000)),  # four chunks of prefill
@@ -36,13 +36,13 @@ STORED = {
     "shared_b": Case(_SHARED + prompt(32, 130)),
     "turn": Case(prompt(5, 100), 60),  # output fills two more blocks
     "middle": Case(prompt(6, 420)),
-    "last": Case(prompt(7, 200)),  # the engine is told to end as soon as this one is answered
+    "last": Case(prompt(7, 200)),  # the engine is ended right after this one
 }
-#: Asked of the cold engine at the same time; the first and the last are the same prompt.
+#: Sent to the cold engine at the same time; the first and the last are the same prompt.
 CROWD = {f"crowd_{i}": Case(prompt(40 + i % 5, 130 + 25 * (i % 5)), 16) for i in range(6)}
-#: Asked with a cache salt, and compared with other salts.
+#: Sent with a cache salt, and compared with other salts.
 SALTED = Case(prompt(8, 200))
-#: Never asked before the tests that use them.
+#: Never sent before the tests that use them.
 FRESH = {
     "less_than_a_block": Case(prompt(9, 20)),
     "bystander": Case(prompt(50, 40), 40),
@@ -54,11 +54,10 @@ FRESH = {
     "shared_c": Case(_SHARED + prompt(33, 60)),
     "blind": Case(prompt(56, 150)),
 }
-#: Together more than the pool of the warm engine holds.
+#: Together larger than the pool of the warm engine.
 PRESSURE = {f"pressure_{i}": Case(prompt(60 + i, 200), 150) for i in range(4)}
 
-#: Asked of an engine whose weights were replaced by those of another checkpoint, by the name of
-#: their answers.
+#: Sent to an engine with weights of another checkpoint, by the name of their answers.
 REPLACED = {name: f"{name} of the other checkpoint" for name in ("middle", "shared_b")}
 
 ALL = STORED | CROWD | FRESH | PRESSURE | {"salted": SALTED}

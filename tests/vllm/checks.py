@@ -1,4 +1,4 @@
-"""What several tests demand of an answer and of the disk."""
+"""Common checks of an answer and of the disk."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def assert_reused(answer: Result, case: Case) -> None:
 
 
 def ask_until_reused(engine: Engine, case: Case, right: Result, **options: object) -> None:
-    """Asks until the prompt is reused; every answer on the way is right.
+    """Sends the prompt until it is reused; every answer must be right.
 
-    After a failure the connector may pause before it offers blocks again, and offers them only of a
-    live request.
+    After a failure the connector may pause before it offers blocks again, and it offers only those
+    of a live request.
     """
 
     def reused() -> bool:
@@ -46,7 +46,7 @@ def ask_until_reused(engine: Engine, case: Case, right: Result, **options: objec
 
 
 def assert_stored(disk: Disk, before: int, blocks: int) -> None:
-    """Exactly so many blocks more are published than before."""
+    """Exactly this number of additional blocks is published."""
     wait_until(
         lambda: len(disk.files()) >= before + blocks,
         f"{blocks} more blocks than {before} on the disk",
@@ -56,14 +56,14 @@ def assert_stored(disk: Disk, before: int, blocks: int) -> None:
 
 
 def assert_as_computed(result: Result, answer: Answer) -> None:
-    """What torch answers: the same tokens, and log-probabilities as close as two ways of adding up
-    are."""
+    """Compares with torch: the same tokens, and log-probabilities within the error of different
+    summation orders."""
     assert result.tokens == answer.tokens
     assert max(abs(a - b) for a, b in zip(result.logprobs, answer.logprobs, strict=True)) < 1e-2
 
 
 def assert_chosen(engine: Engine, result: Result, answer: Answer) -> None:
-    """On every rank each layer of each step kept the blocks that torch keeps, of an engine that
+    """On every rank each layer of each step kept the same blocks as torch, in an engine that
     records them."""
     for said in engine.rpc("probe_choices", result.id):
         kept, _ = ast.literal_eval(said)

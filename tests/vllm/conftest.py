@@ -1,9 +1,9 @@
-"""Fixtures for tests through a real vLLM: the models, the stores, the engines, and what the right
-tokens are.
+"""Fixtures for tests through a real vLLM: the models, the stores, the engines, and the right
+tokens.
 
 Engines are costly to start, so they are shared: per model runner one that computes and stores
-(``cold``), and one in a new process that finds it (``warm``). What starts them is shared with other
-directories (``../conftest.py``).
+(``cold``), and one in a new process that finds it (``warm``). Other directories share the host that
+starts them (``../conftest.py``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ else:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share an engine stand together: by runner, then by what they do to it."""
+    """Tests with a common engine run together: by runner, then by their effect on it."""
     here = Path(__file__).parent
     places = [place for place, item in enumerate(items) if here in item.path.parents]
     for place, item in zip(
@@ -44,7 +44,7 @@ def _turn(item: pytest.Item) -> tuple[str, int]:
     call = getattr(item, "callspec", None)
     runner = str(call.params.get("runner", "")) if call is not None else ""
     order = [
-        "test_sparse",  # its last tests ask the warm engine, which test_reuse goes on with
+        "test_sparse",  # its last tests use the warm engine, with which test_reuse continues
         "test_reuse",
         "test_faults",
         "test_shutdown",
@@ -58,10 +58,9 @@ def _turn(item: pytest.Item) -> tuple[str, int]:
 
 @pytest.fixture(scope="session")
 def reference(work: Path, host: EngineHost, model: Path, other_model: Path) -> dict[str, Result]:
-    """The right answers: every case alone on an empty cache, in an engine that ``UCM_DISABLE=1``
-    keeps ucm out of.
+    """The right answers: every case alone on an empty cache, in an engine with ``UCM_DISABLE=1``.
 
-    ``"disabled"`` is one case asked a second time after vLLM's own cache was emptied; those of
+    ``"disabled"`` is one case sent a second time after vLLM's own cache was emptied; those of
     ``REPLACED`` are answers after the weights were replaced.
     """
     disk = new_disk(work, "disabled")
@@ -87,8 +86,8 @@ def reference(work: Path, host: EngineHost, model: Path, other_model: Path) -> d
 def cold(
     runner: str, work: Path, host: EngineHost, model: Path, reference: dict[str, Result]
 ) -> Life:
-    """The first life: all of ``STORED`` and ``CROWD`` asked, then the engine ended at once. On the
-    first runner its processes are spawned, as those of users on a CPU are."""
+    """The first life: all of ``STORED`` and ``CROWD`` are sent, then the engine is ended at once.
+    On the first runner its processes are spawned, as those of users on a CPU are."""
     life = Life(runner, model, new_disk(work, f"blocks-{runner}"), {}, "", "")
     engine = host.get(life.cold_spec.but(fork=runner == "v2"))
     policy, module = engine.scheduler()["kv_load_failure_policy"], engine.rpc("probe_runner")[0]
@@ -104,7 +103,7 @@ def cold(
 
 @pytest.fixture
 def warm(cold: Life, host: EngineHost) -> Iterator[Engine]:
-    """The second life, with vLLM's own cache empty and no fault switched on."""
+    """The second life, with vLLM's own cache empty and no fault active."""
     cold.disk.faults.clear()
     engine = host.get(cold.warm_spec)
     engine.reset()

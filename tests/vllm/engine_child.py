@@ -1,10 +1,9 @@
-"""The process that holds one vLLM engine for :mod:`harness`: commands come and answers go through
-one connection.
+"""The process of one vLLM engine for :mod:`harness`: commands and results use one connection.
 
-The first message is that of :meth:`specs.EngineSpec.first_message`; the answer
-``("ready", {})`` says that the engine runs. Then every command is ``(number, name, arguments)`` and
-is answered by ``(number, True, value)`` or ``(number, False, text)``. Commands may overlap: only
-``collect`` waits for requests.
+The first message is that of :meth:`specs.EngineSpec.first_message`; the reply ``("ready", {})``
+means that the engine runs. Then every command is ``(number, name, arguments)`` with the reply
+``(number, True, value)`` or ``(number, False, text)``. Commands may overlap: only ``collect`` waits
+for requests.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any
 
 
 class Child:
-    """One AsyncLLM and the requests it was given."""
+    """One AsyncLLM and its requests."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -30,7 +29,7 @@ class Child:
         self.produced: dict[str, int] = {}
 
     async def submit(self, requests: list[dict[str, Any]]) -> list[str]:
-        """Starts every request; answers their ids at once."""
+        """Starts every request; returns their ids at once."""
         ids = []
         for request in requests:
             request_id = request["id"]
@@ -50,11 +49,11 @@ class Child:
         return answered(request["id"], last, first)
 
     async def collect(self, ids: list[str]) -> list[dict[str, Any]]:
-        """Waits for the requests and answers what they produced, in order."""
+        """Waits for the requests and returns their results, in order."""
         return [await self.tasks.pop(request_id) for request_id in ids]
 
     async def embed(self, request_id: str, tokens: list[int]) -> list[float]:
-        """The vector that an embedding engine answers with."""
+        """The vector of an embedding engine."""
         from vllm import PoolingParams
         from vllm.inputs import TokensPrompt
 
@@ -66,11 +65,11 @@ class Child:
         return [] if last is None else last.outputs.data.tolist()
 
     async def progress(self, ids: list[str]) -> list[tuple[int, bool]]:
-        """Tokens produced so far and whether the request ended, for each id; waits for nothing."""
+        """Tokens so far and whether the request ended, for each id; does not wait."""
         return [(self.produced[i], i not in self.tasks or self.tasks[i].done()) for i in ids]
 
     async def abort(self, ids: list[str]) -> None:
-        """Aborts the requests as a client that goes away would."""
+        """Aborts the requests, like a client that disconnects."""
         await self.engine.abort(ids)
 
     async def reset(self) -> bool:
@@ -113,8 +112,8 @@ class Child:
 
 
 class InProcess(Child):
-    """One LLMEngine whose core and worker live in this process, as trainers run it: it steps only
-    when it is called."""
+    """One LLMEngine with core and worker in this process, like a trainer's: it steps only when it
+    is called."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
@@ -166,7 +165,7 @@ class InProcess(Child):
 
 
 def asked(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A request as vLLM takes it: the prompt, and what goes with it by name."""
+    """A request in vLLM's form: the prompt, and its named extras."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
@@ -205,7 +204,7 @@ def asked(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def answered(request_id: str, last: Any, first: float | None) -> dict[str, Any]:
-    """What a request produced, from its last output."""
+    """The result of a request, from its last output."""
     if last is None:
         return {
             "id": request_id,
@@ -231,15 +230,15 @@ def answered(request_id: str, last: Any, first: float | None) -> dict[str, Any]:
 
 
 def set_environment(environment: dict[str, str]) -> None:
-    """Takes over an environment, its search path for modules too: the process was forked from one
-    that has its own."""
+    """Sets the environment, including the module search path, because the process was forked from
+    one with another."""
     os.environ.update(environment)
     path = environment["PYTHONPATH"].split(os.pathsep)
     sys.path[:] = path + [place for place in sys.path if place not in path]
 
 
 async def serve(connection: Connection, first: dict[str, Any]) -> None:
-    """Starts the engine and answers commands until ``shutdown``; if the other side goes away,
+    """Starts the engine and executes commands until ``shutdown``; if the other side disconnects,
     everything ends."""
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -254,7 +253,9 @@ async def serve(connection: Connection, first: dict[str, Any]) -> None:
             try:
                 command = connection.recv()
             except (EOFError, OSError):
-                os.killpg(0, signal.SIGKILL)  # the test is gone, perhaps while the engine starts
+                os.killpg(
+                    0, signal.SIGKILL
+                )  # the test has ended, perhaps during the engine's start
                 return
             loop.call_soon_threadsafe(commands.put_nowait, command)
             if command[1] == "shutdown":
@@ -267,7 +268,7 @@ async def serve(connection: Connection, first: dict[str, Any]) -> None:
     )
     config = AsyncEngineArgs(**first["args"], kv_transfer_config=transfer).create_engine_config()
     if first["fork"]:
-        # Making the configuration has said "spawn", as for every engine on a CPU.
+        # Creating the configuration has set "spawn", as for every engine on a CPU.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     if first["in_process"]:
         child: Child = InProcess(LLMEngine.from_vllm_config(config))
@@ -292,7 +293,7 @@ async def serve(connection: Connection, first: dict[str, Any]) -> None:
 
 
 def main(descriptor: int) -> None:
-    """Serves the connection of that descriptor; an exception before the engine runs is told to the
+    """Serves the connection of that descriptor; an exception before the engine runs is sent to the
     other side."""
     connection = Connection(descriptor)
     try:

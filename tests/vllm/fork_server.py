@@ -1,9 +1,9 @@
-"""Processes of engines, forked from one that has imported vLLM: to import it takes longer than all
-else of a start.
+"""Processes of engines, forked from one that has imported vLLM, because the import takes longer
+than the rest of a start.
 
-Run as ``fork_server.py <fd>``: a socket that brings the files of one engine after the other, until
-its other end is closed. There is a server for each environment in which vLLM is imported; what an
-engine's own has besides, its process sets (``engine_child.py``).
+Run as ``fork_server.py <fd>``: a socket that passes the descriptors of one engine after the other,
+until its other end is closed. There is a server for each import environment of vLLM; an engine's
+process sets the rest of its environment (``engine_child.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import ClassVar
 
-#: What every engine imports; nothing of ucm, which engines are to find by themselves.
+#: The imports of every engine, without ucm, which engines must find by themselves.
 IMPORTED = [
     "vllm",
     "vllm.engine.arg_utils",
@@ -34,11 +34,11 @@ IMPORTED = [
     "vllm.model_executor.models.llama",
     "prometheus_client",
 ]
-#: Most servers kept. Each holds what vLLM needs once it is imported, half a GiB.
+#: Most servers kept. Each uses half a GiB for the imported vLLM.
 KEPT = 2
-#: Seconds that importing vLLM may take, or ending a server. They end hangs.
+#: Most seconds of importing vLLM, or of ending a server, to end hangs.
 DEADLINE = 300.0
-#: Seconds after which a process of an engine asks again whether another has something for it.
+#: Seconds between two polls of an engine's process for another's message.
 PAUSE = 0.0003
 
 
@@ -55,7 +55,7 @@ class EngineProcess:
             self.pid: int = status.recv()
         except EOFError:
             raise ChildProcessError(
-                "vLLM could not be imported; the end of the engine's log says why"
+                "vLLM could not be imported; the end of the engine's log has the reason"
             ) from None
 
     def poll(self) -> int | None:
@@ -95,8 +95,8 @@ class ForkServer:
 
     @classmethod
     def of(cls, environment: Mapping[str, str], log: int) -> ForkServer:
-        """The one of that environment. If it has to be started, it writes to this log, and the one
-        used longest ago is ended."""
+        """The server of that environment. A new one writes to this log and replaces the least
+        recently used one."""
         key = frozenset(environment.items())
         server = cls._kept.pop(key, None)
         if server is not None and server._process.poll() is not None:
@@ -108,15 +108,15 @@ class ForkServer:
         return server
 
     def fork(self, connection: int, log: int) -> EngineProcess:
-        """An engine with the end of its connection that has this descriptor; what it says goes to
-        that of ``log``."""
+        """Forks an engine with this descriptor of its connection; its output goes to that of
+        ``log``."""
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self._control, [b"!"], [connection, log, theirs.fileno()])
         return EngineProcess(Connection(ours.detach()))
 
     def close(self) -> None:
-        """Ends it; its engines go on."""
+        """Ends it; its engines continue."""
         self._control.close()
         try:
             self._process.wait(DEADLINE)
@@ -143,7 +143,7 @@ def serve(control: socket.socket) -> int | None:
     importlib.import_module(f"vllm.v1.worker.{'cpu' if platform.is_cpu() else 'gpu'}_worker")
     wait_asleep()
     sys.stdout.flush()
-    gc.freeze()  # or the first collection of every engine would copy all of it
+    gc.freeze()  # otherwise the first collection of every engine would copy all of it
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while files := socket.recv_fds(control, 1, 3)[1]:
         if os.fork() == 0:
@@ -155,16 +155,16 @@ def serve(control: socket.socket) -> int | None:
 
 
 def wait_asleep() -> None:
-    """While an engine's processes wait for each other they ask again and again for a second: asleep
-    in between, or it takes one of two processors from all that is tested beside it."""
+    """While an engine's processes wait for each other they poll for a second: with sleeps in
+    between, because otherwise it would use one of two processors of the concurrent tests."""
     from vllm.distributed.device_communicators import shm_broadcast
 
     shm_broadcast.sched_yield = lambda: time.sleep(PAUSE)
 
 
 def fork_engine(connection: int, log: int, status: int) -> int:
-    """Forks an engine, waits for its end and tells how that was; returns in the engine, whose id
-    was told first."""
+    """Forks an engine, sends its id, waits for its end and sends its status; returns in the
+    engine."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     engine = os.fork()
     if engine:
@@ -174,7 +174,7 @@ def fork_engine(connection: int, log: int, status: int) -> int:
             code = os.waitstatus_to_exitcode(os.waitpid(engine, 0)[1])
             Connection(status).send(code)
         finally:
-            os._exit(0)  # also where whoever asked is gone: what follows is an engine's
+            os._exit(0)  # also if the requester has ended: the rest is the engine's
     os.setsid()
     with Connection(status) as told:
         told.send(os.getpid())

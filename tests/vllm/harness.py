@@ -1,10 +1,10 @@
 """Real vLLM engines for tests: one at a time on a machine, each in a process group of its own,
-driven over a pipe.
+controlled over a pipe.
 
-:class:`Engine` is one that runs (``specs.py`` says what it is, ``engine_child.py`` is its inside);
-:class:`EngineHost` keeps at most one alive, shares it among tests that ask for the same, and counts
-the starts. Nothing here waits by sleeping for a guessed time: what is awaited is polled, up to a
-deadline that only a hang meets.
+:class:`Engine` is a running one (``specs.py`` has its description, ``engine_child.py`` its
+process); :class:`EngineHost` keeps at most one alive, shares it among tests with equal specs, and
+counts the starts. Nothing sleeps for a guessed time: conditions are polled, up to a deadline that
+only a hang reaches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from fork_server import ForkServer
 from specs import Ask, EngineSpec, Result
 
-#: Seconds. They end hangs; no test passes or fails by them on a machine that is merely slow.
+#: Seconds, to end hangs; on a slow machine no test depends on them.
 START_DEADLINE = 300.0
 CALL_DEADLINE = 240.0
 STOP_DEADLINE = 90.0
@@ -63,9 +63,8 @@ def machine_lock() -> Iterator[None]:
 
 
 def run_program(program: str, environment: Mapping[str, str], log: Path, **arguments: Any) -> Any:
-    """The result of ``module:function`` in a new process, which has imported vLLM and nothing of
-    ucm. It may start engines. ``environment`` is added to that of an engine in its user's
-    process."""
+    """The result of ``module:function`` in a new process with vLLM imported, but not ucm. It may
+    start engines. ``environment`` is added to that of an engine in its user's process."""
     spec = EngineSpec(Path(), in_process=True, env=environment)
     ours, theirs = socket.socketpair()
     with machine_lock(), Connection(ours.detach()) as connection:
@@ -122,7 +121,7 @@ class Engine:
     # ----------------------------------------------------------------------------------------------
 
     def submit(self, *asks: Ask) -> list[str]:
-        """Starts requests and returns their ids without waiting for anything."""
+        """Starts requests and returns their ids without waiting."""
         requests = [
             {
                 "id": f"r{next(_numbers)}",
@@ -163,11 +162,11 @@ class Engine:
         ]
 
     def abort(self, *ids: str) -> None:
-        """Aborts requests; they end with what they have."""
+        """Aborts requests; they end with their tokens so far."""
         self._call("abort", ids=list(ids))
 
     def reset(self) -> None:
-        """Empties vLLM's own prefix cache, once nothing holds a block any more."""
+        """Empties vLLM's own prefix cache, when no block is held any more."""
         wait_until(
             lambda: self._call("reset"), "the prefix cache can be reset (some block is still held)"
         )
@@ -186,7 +185,7 @@ class Engine:
         return self._call("call", method=method, kwargs=kwargs)
 
     def step(self, steps: int) -> None:
-        """Runs so many steps of an engine in the process of its user."""
+        """Runs a number of steps of an engine in the process of its user."""
         self._call("step", steps=steps)
 
     def scheduler(self) -> dict[str, Any]:
@@ -219,12 +218,12 @@ class Engine:
     # ----------------------------------------------------------------------------------------------
 
     def begin_shutdown(self) -> None:
-        """Asks the engine to end, without waiting for it: follow with :meth:`shutdown`."""
+        """Starts the end of the engine without waiting: follow with :meth:`shutdown`."""
         self.connection.send((next(_numbers), "shutdown", {}))
         self._ending = True
 
     def shutdown(self) -> None:
-        """Ends the engine as a server ends; fails if it hangs or leaves with an error."""
+        """Ends the engine like a server; fails if it hangs or exits with an error."""
         try:
             if not getattr(self, "_ending", False) and self.alive():
                 self.begin_shutdown()
@@ -232,8 +231,7 @@ class Engine:
         except (subprocess.TimeoutExpired, OSError) as error:
             raise EngineError(f"the engine did not end: {error}\n{self.log_tail()}") from error
         else:
-            # The engine's workers may outlive it while they drain; what is left after that is
-            # killed.
+            # The engine's workers may outlive it while they drain; remaining ones are then killed.
             try:
                 wait_until(
                     lambda: not _group_members(self.process.pid),
@@ -250,8 +248,7 @@ class Engine:
             raise EngineError(f"the engine ended with code {code}\n{self.log_tail()}")
 
     def kill(self) -> None:
-        """Ends what is left of the process group at once and gives the machine's lock back.
-        Idempotent."""
+        """Kills the rest of the process group and releases the machine's lock. Idempotent."""
         process = getattr(self, "process", None)
         if process is not None and not self._killed:
             self._killed = True  # once: its number may be another group's later
@@ -275,7 +272,7 @@ class Engine:
             self.kill()
 
     def log_text(self) -> str:
-        """All the engine has logged so far."""
+        """The engine's whole log so far."""
         return self.log.read_text(errors="replace")
 
     def log_tail(self, lines: int = 60) -> str:
@@ -309,7 +306,7 @@ class Engine:
             raise EngineError(f"{what}: the engine is gone\n{self.log_tail()}") from error
         tail = self.log_tail()
         self.kill()
-        raise EngineError(f"{what}: no answer within {deadline:.0f} s\n{tail}")
+        raise EngineError(f"{what}: no reply within {deadline:.0f} s\n{tail}")
 
 
 def _group_members(group: int) -> list[int]:
@@ -327,7 +324,7 @@ def _group_members(group: int) -> list[int]:
 
 
 class EngineHost:
-    """At most one live engine; tests that ask for an equal spec one after the other share it."""
+    """At most one live engine; consecutive tests with equal specs share it."""
 
     def __init__(self, logs: Path) -> None:
         self.logs = logs

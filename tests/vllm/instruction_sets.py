@@ -1,9 +1,9 @@
-"""Shows tests a poorer processor than there is: ``UCM_TEST_ISA=avx2`` or ``avx512`` (all of
-AVX-512, without AMX).
+"""Limits tests to a smaller instruction set: ``UCM_TEST_ISA=avx2`` or ``avx512`` (all of AVX-512,
+without AMX).
 
-vLLM and torch choose kernels and the packing of pages by what torch says of the processor.
-``conftest.py`` pins that in the process of pytest, ``sitecustomize.py`` in those of engines.
-Kernels of ucm's are not pinned: tests name their sets.
+vLLM and torch choose kernels and the packing of pages by torch's detection of the processor.
+``conftest.py`` sets that in the process of pytest, ``sitecustomize.py`` in those of engines. ucm's
+kernels are not affected: tests name their sets.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-#: By name: the questions that torch answers with no, and what torch and oneDNN are limited to.
+#: By name: the capabilities that torch reports as missing, and the limits of torch and oneDNN.
 LOWER: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "avx2": (
         (
@@ -31,8 +31,7 @@ LOWER: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
 
 
 def pin() -> None:
-    """Do so where the variable is set, before vLLM is imported; raises KeyError for another
-    name."""
+    """Apply the variable, if set, before vLLM is imported; raises KeyError for an unknown name."""
     if wanted := os.environ.get("UCM_TEST_ISA"):
         unsupported, limits = LOWER[wanted]
         os.environ.update(limits)
@@ -42,6 +41,6 @@ def pin() -> None:
 
 
 def limit(cpu: Any, unsupported: tuple[str, ...]) -> None:
-    """Have torch's module for processors answer these questions with no."""
+    """Make torch's processor module report these capabilities as missing."""
     for question in unsupported:
         setattr(cpu, question, lambda: False)

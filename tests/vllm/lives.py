@@ -1,4 +1,4 @@
-"""Directories that outlive engines, and what is remembered of an engine that has ended."""
+"""Directories that outlive engines, and the record of an ended engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK_FILE = re.compile(r"[0-9a-f]{32}\.(\d+|bin)")
 
 @dataclass(frozen=True)
 class Disk:
-    """A directory that stores keep blocks in, and how to name a store on it."""
+    """A directory of stores, and the entry of a store on it."""
 
     root: Path
 
@@ -75,7 +75,7 @@ def new_disk(work: Path, name: str) -> Disk:
 
 @dataclass(frozen=True)
 class Life:
-    """What the cold engine answered before it ended, and the disk it left."""
+    """The answers of the ended cold engine, and its disk."""
 
     runner: str
     model: Path
@@ -92,5 +92,5 @@ class Life:
 
     @property
     def warm_spec(self) -> EngineSpec:
-        """An engine that finds it: a smaller pool and gates before the store, the same identity."""
+        """An engine on this disk: a smaller pool and gates before the store, the same identity."""
         return self.cold_spec.but(store=self.disk.faulty(), blocks=40, label=f"warm-{self.runner}")

@@ -1,5 +1,4 @@
-"""A tiny LLaVA: a CLIP that makes 64 tokens of a picture, a Llama, and the processor that vLLM
-prepares pictures with.
+"""A tiny LLaVA: a CLIP with 64 tokens per picture, a Llama, and vLLM's processor of pictures.
 
 Random weights, large on purpose, so that another picture gives other tokens.
 """
@@ -17,7 +16,7 @@ from specs import BLOCK, prompt
 
 #: The token that stands for a picture in a prompt.
 PICTURE = VOCAB - 1
-#: Tokens that vLLM puts in its place.
+#: Tokens with which vLLM replaces it.
 PICTURE_TOKENS = 64
 _SIZE, _PATCH = 64, 8
 
@@ -113,9 +112,9 @@ def write_llava(directory: Path, seed: int = 11) -> Path:
 
 
 def shown(seed: int, name: str | None) -> dict[str, Any]:
-    """What a prompt says of its picture; ``name`` is the client's own for it.
+    """The picture of a prompt; ``name`` is the client's own for it.
 
-    vLLM takes these settings of the processor into its hash, and with them the name in place of the
+    vLLM includes these settings of the processor in its hash, and then uses the name instead of the
     picture.
     """
     said: dict[str, Any] = {

@@ -1,9 +1,9 @@
-"""What a test may look at inside an engine: named to vLLM as ``scheduler_cls`` and
+"""A test's access to the inside of an engine, by vLLM's ``scheduler_cls`` and
 ``worker_extension_cls``.
 
-On a CPU the scheduler and every worker are processes of their own. The worker's half answers
-``collective_rpc``; the scheduler's half adds one method to the engine core of its process, which
-answers a utility call of that name.
+On a CPU the scheduler and every worker are processes of their own. The worker part serves
+``collective_rpc``; the scheduler part adds a method to the engine core of its process, which serves
+a utility call of that name.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-#: Seconds for which an engine steps on after it was last asked whether it is idle.
+#: Seconds for which an engine continues to step after the last query whether it is idle.
 ASKED_S = 0.5
 
 
 class ProbedScheduler(Scheduler):  # type: ignore[misc]
-    """vLLM's scheduler; its making lets the engine core answer ``probe_scheduler`` and
-    ``probe_eval``.
+    """vLLM's scheduler; its creation adds ``probe_scheduler`` and ``probe_eval`` to the engine
+    core.
 
-    An engine that is asked ``probe_scheduler`` goes on stepping while dumps are under way, as long
-    as somebody asks: an idle one hears how they ended with its next request only, and a test wants
-    to know now.
+    After a call of ``probe_scheduler`` an engine steps while dumps are under way, as long as the
+    calls continue: an idle engine would receive their results only with its next request.
     """
 
     asked = float("-inf")
@@ -36,7 +35,7 @@ class ProbedScheduler(Scheduler):  # type: ignore[misc]
         EngineCore.probe_eval = _probe_eval
 
     def has_requests(self) -> bool:
-        """Whether there is something to step for: vLLM's answer, or what a test waits for."""
+        """True if there is work for a step: by vLLM, or for a waiting test."""
         return bool(
             super().has_requests()
             or (dumps_under_way(self) and time.monotonic() - self.asked < ASKED_S)
@@ -44,7 +43,7 @@ class ProbedScheduler(Scheduler):  # type: ignore[misc]
 
 
 def dumps_under_way(scheduler: Any) -> int:
-    """Dump jobs of which this scheduler has not heard the end."""
+    """Dump jobs whose end was not reported to this scheduler."""
     connector = scheduler.connector
     halves = [
         getattr(child, "_scheduler", None)
@@ -92,7 +91,7 @@ class Probe:
         return next(each.__module__ for each in line if each.__name__ == "GPUModelRunner")
 
     def probe_scale_weights(self, factor: float) -> None:
-        """Writes every weight that is there to be written, as a trainer's extension does."""
+        """Writes every writable weight, like a trainer's extension."""
         import torch
 
         with torch.no_grad():
@@ -100,8 +99,8 @@ class Probe:
                 parameter.mul_(factor)
 
     def probe_record_choices(self) -> None:
-        """From now on remembers the blocks that each request keeps, and counts what tensor ranks
-        add up."""
+        """From now on records the blocks that each request keeps, and counts the sums of tensor
+        ranks."""
         method = _connector()._sparse_worker.method
         if hasattr(method, "recorded"):
             return
@@ -126,8 +125,8 @@ class Probe:
             method._reduce = method.chooser._reduce = counting
 
     def probe_choices(self, request: str) -> str:
-        """``repr`` of what a request kept (see :class:`sparse_reference.Answer`), and of what ranks
-        have added up so far, for all requests."""
+        """``repr`` of a request's kept blocks (see :class:`sparse_reference.Answer`), and of the
+        ranks' sums so far, for all requests."""
         method = _connector()._sparse_worker.method
         found = [
             kept

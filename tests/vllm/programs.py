@@ -30,14 +30,14 @@ def _loaded() -> list[str]:
 
 
 def _backends() -> dict[str, bool]:
-    """For each name, whether vLLM's path gives vLLM's own class, or the error that this gives."""
+    """For each name, whether vLLM's path resolves to vLLM's own class, or the error."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.attention.backends.registry import _ATTN_OVERRIDES
 
     def found(resolve: Any) -> Any:
         try:
             return resolve()
-        except Exception as error:  # a backend of a platform that is not here
+        except Exception as error:  # a backend of an absent platform
             return repr(error)
 
     def own(backend: Any) -> Any:
@@ -47,8 +47,8 @@ def _backends() -> dict[str, bool]:
 
 
 def without_core(model: str) -> dict[str, Any]:
-    """With a core that cannot be imported: what the nine paths give under several configurations,
-    and an engine that does not configure ucm."""
+    """With a core that cannot be imported: the results of the nine paths under several
+    configurations, and an engine without ucm."""
     from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
     from vllm.plugins import load_general_plugins
 
@@ -107,9 +107,8 @@ def without_core(model: str) -> dict[str, Any]:
 
 
 def lives(model: str, store: dict[str, Any]) -> dict[str, Any]:
-    """Objects of vLLM that are others than before: after an engine without the plug-in, after
-    ``register()``, after engines with ucm, dense and sparse, and after a method was replaced
-    through an alias."""
+    """Changed objects of vLLM: after an engine without the plug-in, after ``register()``, after
+    engines with ucm, dense and sparse, and after a method was replaced through an alias."""
     import ucm_names
 
     for name in ucm_names.vllm_modules():
@@ -139,7 +138,7 @@ def lives(model: str, store: dict[str, Any]) -> dict[str, Any]:
 
 def raising(model: str, store: dict[str, Any]) -> dict[str, Any]:
     """One engine whose connector's methods raise: tokens of one prompt, at first and under each
-    fault, and how many of its tokens were loaded just before the faults."""
+    fault, and the number of its tokens loaded just before the faults."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     llm, params = _engine(model, store)
@@ -147,7 +146,7 @@ def raising(model: str, store: dict[str, Any]) -> dict[str, Any]:
     worker = get_kv_transfer_group()
     answers: dict[str, Any] = {"loaded": 0}
     answers["computed"], _ = _ask(llm, params)
-    for _ in range(1000):  # what is stored becomes visible after a moment
+    for _ in range(1000):  # stored blocks become visible after a moment
         llm.reset_prefix_cache()
         answers["warm"], answers["loaded"] = _ask(llm, params)
         if answers["loaded"]:
@@ -183,7 +182,7 @@ def raising(model: str, store: dict[str, Any]) -> dict[str, Any]:
 
 
 def _generate(model: str, store: dict[str, Any] | None = None) -> list[int]:
-    """Tokens of one prompt, of an engine in this process, which has ended then."""
+    """Tokens of one prompt from an engine in this process, which then ends."""
     llm, params = _engine(model, store)
     tokens, _ = _ask(llm, params)
     _end(llm)
@@ -191,7 +190,7 @@ def _generate(model: str, store: dict[str, Any] | None = None) -> list[int]:
 
 
 def _engine(model: str, store: dict[str, Any] | None) -> tuple[Any, Any]:
-    """An engine in this process, and how it samples."""
+    """An engine in this process, and its sampling parameters."""
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
     from vllm.v1.attention.selector import _cached_get_attn_backend
@@ -217,7 +216,7 @@ def _engine(model: str, store: dict[str, Any] | None) -> tuple[Any, Any]:
 
 
 def _ask(llm: Any, params: Any) -> tuple[list[int], int]:
-    """Tokens of one prompt, and how many of its own were not computed."""
+    """Tokens of one prompt, and the number of its reused tokens."""
     answer = llm.generate([{"prompt_token_ids": list(range(3, 203))}], params, use_tqdm=False)[0]
     return list(answer.outputs[0].token_ids), int(answer.num_cached_tokens or 0)
 

@@ -1,10 +1,9 @@
-"""Snapshots of vLLM's code in this process, and which of its objects are others in a later
-snapshot.
+"""Snapshots of vLLM's code in this process, and the changed objects in a later snapshot.
 
 A snapshot holds, by place, the functions, classes, descriptors and other callables of every loaded
 module of vLLM, of its classes and of the instances that its modules keep. Entries of their
-dictionaries, vLLM's registries among them, belong to it. Snapshots are compared by identity, so it
-does not matter how something was assigned.
+dictionaries, vLLM's registries among them, belong to it. Snapshots are compared by identity,
+independent of the way of assignment.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from functools import cached_property
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-#: What vLLM itself fills as it goes.
+#: Objects that vLLM itself fills at run time.
 _NOT_CODE = frozenset(
     {
         "__annotations__",
@@ -72,12 +71,12 @@ def _is_code(value: Any) -> bool:
 
 
 def _is_theirs(value: Any) -> bool:
-    """Whether it is an instance of a class of vLLM."""
+    """True for an instance of a class of vLLM."""
     return not isinstance(value, type) and type(value).__module__.partition(".")[0] == "vllm"
 
 
 def changed(before: dict[str, Any], after: dict[str, Any]) -> dict[str, str]:
-    """Places with another object, in modules of both snapshots, and a short text of both
+    """Places with a changed object, in modules of both snapshots, and a short text of both
     objects."""
     modules = {place for place, value in before.items() if isinstance(value, ModuleType)}
 

@@ -1,10 +1,9 @@
-"""A connector that stands for others beside ours in a MultiConnector: it shakes hands through vLLM
-and takes no other's word, as Nixl does, and it loads nothing: it says that it does, and is asked to
-by a request.
+"""A replacement of other connectors beside ours in a MultiConnector: it exchanges metadata through
+vLLM and accepts only its own, like Nixl, and it only pretends to load, if a request says so.
 
-``kv_transfer_params`` of a request say how: ``{"sibling": "stall"}`` claims its full blocks and
-never fills them, ``{"sibling": "fail"}`` claims them for the step itself, writes nonsense there and
-reports them.
+``kv_transfer_params`` of a request select the behaviour: ``{"sibling": "stall"}`` claims its full
+blocks and never fills them, ``{"sibling": "fail"}`` claims them for the step itself, writes
+nonsense there and reports them.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class Sibling(KVConnectorBase_V1):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Once for each request that asks for it."""
+        """Once for each such request."""
         asked = (request.kv_transfer_params or {}).get("sibling")
         if asked is None or request.request_id in self._claimed:
             return 0, False
@@ -105,7 +104,7 @@ class Sibling(KVConnectorBase_V1):  # type: ignore[misc]
             self._next.failing += blocks.get_block_ids()[0][first:end]
 
     def build_connector_meta(self, scheduler_output: Any) -> SiblingPlan:
-        """What was claimed since the last step."""
+        """Claims since the last step."""
         plan, self._next = self._next, SiblingPlan()
         return plan
 
@@ -140,7 +139,7 @@ class Sibling(KVConnectorBase_V1):  # type: ignore[misc]
         """Nothing."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """What stalls ends with its request."""
+        """A stalled load ends with its request."""
         ended = self._stalled & finished_req_ids
         self._stalled -= ended
         return None, ended or None

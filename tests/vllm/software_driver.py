@@ -7,7 +7,7 @@ import ctypes
 import os
 from functools import cache
 
-#: Whether this run is over the driver: whatever can lie on a device, does.
+#: True if this run uses the driver, with everything possible on the device.
 IN_USE = os.environ.get("UCM_TEST_DEVICE") == "cuda"
 
 
@@ -18,7 +18,7 @@ def driver() -> ctypes.CDLL:
 
 
 def ok(result: int) -> None:
-    """Raises where a call of the driver failed."""
+    """Raises if a call of the driver failed."""
     if result != 0:
         raise RuntimeError(f"the software driver answered {result}")
 
@@ -32,7 +32,7 @@ def use_device() -> None:
 
 
 class DeviceMemory:
-    """Bytes on the device, where the host can touch none, until this goes."""
+    """Bytes on the device, inaccessible to the host, freed with this object."""
 
     def __init__(self, content: bytes) -> None:
         use_device()
@@ -54,6 +54,6 @@ class DeviceMemory:
 
 
 def calls(*functions: str) -> list[int]:
-    """How often functions of the driver were called in this process."""
+    """The numbers of calls of the driver's functions in this process."""
     driver().softcuda_calls.restype = ctypes.c_uint64
     return [driver().softcuda_calls(function.encode()) for function in functions]

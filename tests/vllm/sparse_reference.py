@@ -1,9 +1,9 @@
-"""What an engine with sparse attention must answer, computed by plain torch: a Llama, one sequence,
-no cache pages.
+"""The expected answer of an engine with sparse attention, computed by plain torch: a Llama, one
+sequence, no cache pages.
 
-The prompt is dense. Of each token after that, every layer attends to the blocks that ``keep`` names
-for it, given the query and all keys so far, as the method under test would be given them;
-everything else here is written anew.
+The prompt is dense. For each later token, every layer attends to the blocks of ``keep``, given the
+query and all keys so far as in the method under test; everything else is an independent
+implementation.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from ucm.sparse.selector import Geometry
 #: ``(layer, query [heads, d], keys [tokens, kv heads, d]) -> blocks``: logical ids, ascending;
 #: None: all.
 Keep = Callable[[int, Tensor, Tensor], Tensor | None]
-#: A prompt is computed in parts of so many tokens, to bound memory.
+#: A prompt is computed in parts of this number of tokens, to bound memory.
 CHUNK = 1024
 
 
 @dataclass
 class Answer:
-    """Tokens and their log-probabilities, and how many blocks were kept of how many, over all
-    layers and steps."""
+    """Tokens and their log-probabilities, and the kept and total blocks, over all layers and
+    steps."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     kept: int = 0
     seen: int = 0
-    #: The blocks that were kept where not all were, by how many tokens there were and the layer.
+    #: The kept blocks of partial selections, by number of tokens and layer.
     choices: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -179,10 +179,10 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def choosing(settings: AlgorithmConfig, block: int, kv_heads: int, size: int) -> Callable[[], Keep]:
-    """Makes what names the blocks that an algorithm keeps, for one answer: its selector over all
-    candidates at once, in the order of the tokens, with nothing of an engine in between. Steps are
-    counted from the first that it is asked about; a choice is used until the next one, and what its
-    last window held stays beside it."""
+    """Makes the function that returns an algorithm's kept blocks, for one answer: its selector
+    over all candidates at once, in the order of the tokens, without an engine. Steps count from
+    its first call; a selection is used until the next one, together with the blocks of its last
+    window."""
     method = method_of(settings, Geometry(block, kv_heads, size))
     policy, selector = method.policy, method.selector
 

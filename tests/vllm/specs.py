@@ -1,7 +1,7 @@
-"""What the tests say an engine is, ask of it and get back.
+"""Descriptions of engines, requests and results for the tests.
 
 :class:`EngineSpec` and :class:`StoreSpec` become the arguments and the environment of one engine;
-:class:`Ask` is one request and :class:`Result` what it produced. ``harness.py`` runs engines.
+:class:`Ask` is one request and :class:`Result` its result. ``harness.py`` runs engines.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from software_driver import IN_USE
 
 HERE = Path(__file__).resolve().parent
 BLOCK = 32
-#: Whether vLLM compiles the models of all engines, as it does for its users; half a minute more for
-#: each of them. Not with the second runner, whose Triton kernels are interpreted here.
+#: True if vLLM compiles the models of all engines, as for its users, which takes half a minute more
+#: for each. Not with the second runner, whose Triton kernels are interpreted here.
 COMPILED = os.environ.get("UCM_TEST_COMPILED") == "1"
 #: Whether engines run on a GPU (docs/devices.md), with the attention of vLLM that computes in
 #: float32 there, and not on the CPU.
 ON_GPU = os.environ.get("UCM_TEST_GPU") == "1"
-#: Long enough for a machine that is busy with other things: a late lookup would be a miss, as it
-#: should.
+#: Long enough for a busy machine, because a late lookup is a miss.
 PATIENT = {
     "lookup_ms": 5000,
     "load_min_ms": 60_000,
@@ -37,13 +36,13 @@ PATIENT = {
 }
 
 
-#: What a store in directories may take, whatever else lies on the disk of the tests.
+#: Limit of a store in directories, independent of the disk of the tests.
 ROOM: Mapping[str, Any] = {"storage_capacity": "4GiB", "free_space_floor": 0}
 
 
 @dataclass(frozen=True)
 class StoreSpec:
-    """One entry of ``ucm_connectors``: which store, where, and what it is told."""
+    """One entry of ``ucm_connectors``: the store, its location and its keys."""
 
     root: Path
     name: str
@@ -63,7 +62,7 @@ class StoreSpec:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What an engine is started with. ``store`` None is an engine without any connector."""
+    """The settings of an engine. ``store`` None is an engine without any connector."""
 
     model: Path
     runner: str = "v1"
@@ -82,10 +81,10 @@ class EngineSpec:
     #: Arguments of vLLM's KVTransferConfig for another connector, in place of ours.
     transfer: Mapping[str, Any] | None = None
     label: str = ""
-    #: Its processes are forked, as vLLM has it where there is a GPU; on the CPU it spawns them, and
-    #: each imports everything again: twice the time of a start.
+    #: Its processes are forked, like vLLM's with a GPU; on the CPU vLLM spawns them, and each
+    #: imports everything again, which doubles the time of a start.
     fork: bool = True
-    #: Scheduler and worker live in the process of their user, who calls every step.
+    #: Scheduler and worker are in the process of their user, which calls every step.
     in_process: bool = False
     #: Its KV counts as the memory of an accelerator (see ``accelerated.py``).
     accelerated: bool = IN_USE
@@ -95,7 +94,7 @@ class EngineSpec:
         return replace(self, **changes)
 
     def first_message(self) -> dict[str, Any]:
-        """What ``engine_child.py`` is told before all else."""
+        """The first message to ``engine_child.py``."""
         return {
             "args": self.engine_args(),
             "kv_transfer": self.kv_transfer(),
@@ -153,8 +152,8 @@ class EngineSpec:
         }
 
     def imported_in(self) -> dict[str, str]:
-        """The environment in which vLLM is imported: nothing reads what else :meth:`environment`
-        says until an engine starts."""
+        """The environment of vLLM's import; the other variables of :meth:`environment` are read
+        only when an engine starts."""
         alike = self.but(
             env={}, pythonpath=(), in_process=False, tensor_parallel=1, accelerated=False
         )
@@ -165,7 +164,7 @@ class EngineSpec:
         others = ("VLLM_", "UCM_", "TRITON_", "PYTEST_")
         kept = ("UCM_STATE_DIR", "UCM_TEST_ISA")
         env = {k: v for k, v in os.environ.items() if k in kept or not k.startswith(others)}
-        # An engine is three processes; without this each of them compiles torch and vLLM anew.
+        # An engine is three processes; without this each of them compiles torch and vLLM again.
         env.pop("PYTHONDONTWRITEBYTECODE", None)
         path = [
             *self.pythonpath,
@@ -183,7 +182,7 @@ class EngineSpec:
         if self.accelerated:
             env["UCM_TEST_DRIVER"] = os.environ["UCM_TEST_DRIVER"]
         if ON_GPU:
-            # Without "ieee" answers depend on how a prompt is cut.
+            # Without "ieee" answers depend on the chunks of a prompt.
             env |= {"TRITON_F32_DEFAULT": "ieee", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
         else:
             ranks = "|".join(str(rank) for rank in range(self.tensor_parallel))
@@ -197,8 +196,8 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class Result:
-    """What one request produced. ``cached`` counts tokens not computed; ``first`` is seconds to the
-    first token."""
+    """The result of one request. ``cached`` counts reused tokens; ``first`` is seconds to the first
+    token."""
 
     id: str
     tokens: list[int]

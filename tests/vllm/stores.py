@@ -1,8 +1,8 @@
-"""Two stores written in Python: what a user needs to write, and one that fails when a test says so.
+"""Two stores written in Python: a user's minimal store, and one with failures on demand.
 
 :class:`PlainStore` is the example of a store in about forty lines, over plain files.
-:class:`FaultStore` stands in front of another store and is told by files in its control directory
-(see :class:`Faults`) to hold, fail or refuse.
+:class:`FaultStore` wraps another store; files in its control directory (see :class:`Faults`) make
+it hold, fail or refuse.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Addresses = npt.NDArray[np.uint64]
 class PlainStore(UcmKVStoreBaseV1):
     """One file per block and shard, which holds the pieces back to back."""
 
-    #: The software driver takes memory of the host for its own (``accelerated.py``).
+    #: The software driver treats memory of the host as its own (``accelerated.py``).
     serves_accelerators = "UCM_TEST_DRIVER" in os.environ
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -90,14 +90,14 @@ class PlainStore(UcmKVStoreBaseV1):
 
 
 class Faults:
-    """The files through which a test speaks to the stores of an engine, and hears from them.
+    """The files by which a test controls the stores of an engine, and reads their events.
 
-    ``hold-lookup``, ``hold-load``, ``hold-dump``: while the file is there, the operation does not
-    go on; a number in it is a deadline in seconds after which the operation fails. A load fails at
-    the deadline that the connector gave it, and says so (``load-late``). ``fail-lookup``,
-    ``fail-load``, ``fail-dump``: it fails, for all blocks or for the ids (hex, one a line) in the
-    file; a line ``rank=N`` fails that tensor rank's. ``busy-dump``: refused at once, always or as
-    often as a number in the file says.
+    ``hold-lookup``, ``hold-load``, ``hold-dump``: while the file exists, the operation is held; a
+    number in it is a deadline in seconds after which the operation fails. A load fails at the
+    connector's deadline, with an event (``load-late``). ``fail-lookup``, ``fail-load``,
+    ``fail-dump``: it fails, for all blocks or for the ids (hex, one a line) in the file; a line
+    ``rank=N`` fails that tensor rank's. ``busy-dump``: refused at once, always or for the number of
+    times in the file.
     """
 
     def __init__(self, control: Path) -> None:
@@ -105,13 +105,13 @@ class Faults:
         control.mkdir(parents=True, exist_ok=True)
 
     def set(self, name: str, content: str = "") -> None:
-        """Switches a fault on, from the next operation that looks."""
+        """Activates a fault, from the next operation on."""
         private = self.control / f".{name}"
         private.write_text(content)
         private.rename(self.control / name)
 
     def clear(self, *names: str) -> None:
-        """Switches these faults off; all of them when none is named."""
+        """Deactivates these faults; all of them by default."""
         for path in self.control.iterdir():
             if path.name in names or (not names and path.name != "events"):
                 path.unlink(missing_ok=True)
@@ -126,7 +126,7 @@ class Faults:
     def say(
         self, event: str, ids: Sequence[bytes], rank: int, seconds: float | None = None
     ) -> None:
-        """Appends to the record of events, whole or not at all."""
+        """Appends to the log of events, atomically."""
         line = (
             json.dumps(
                 {"event": event, "ids": [i.hex() for i in ids], "rank": rank, "seconds": seconds}
@@ -140,7 +140,7 @@ class Faults:
             os.close(descriptor)
 
     def events(self, *names: str) -> list[dict[str, Any]]:
-        """What the stores said, oldest first, of these names (of all names when none is given)."""
+        """Events of the stores, oldest first, of these names (default: all)."""
         try:
             lines = (self.control / "events").read_text().splitlines()
         except FileNotFoundError:
@@ -291,7 +291,7 @@ class FaultStore(UcmKVStoreBaseV1):
     def _hold(self, name: str, timeout: float | None = None) -> None:
         start, pause = time.monotonic(), threading.Event()
         while (content := self._faults.active(name)) is not None:
-            # A held operation ends by itself before the test's own deadline, so that a broken test
+            # A held operation ends by itself before the test's own deadline, so that a failing test
             # cannot hang.
             held = time.monotonic() - start
             if held > (float(content) if content else 180.0):
@@ -302,6 +302,6 @@ class FaultStore(UcmKVStoreBaseV1):
 
 
 def _tensor_rank(part: Any) -> int:
-    """Tensor rank of a part (group, pipeline rank, tensor rank); -1 where a store has no part of
-    its own."""
+    """Tensor rank of a part (group, pipeline rank, tensor rank); -1 if a store has no part of its
+    own."""
     return int(part[2]) if part is not None and len(part) == 3 else -1

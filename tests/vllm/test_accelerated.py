@@ -18,8 +18,8 @@ from specs import EngineSpec, Result
 
 pytestmark = pytest.mark.one_runner
 
-#: What one dump and one load cannot do without: the event of the model's stream, small pieces by
-#: kernels, and the bus.
+#: Calls that every dump and load needs: the event of the model's stream, small pieces by kernels,
+#: and the bus.
 FUNCTIONS = ("cuEventQuery", "cuLaunchKernel", "cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2")
 
 
@@ -34,7 +34,7 @@ def disk(runner: str, work: Path) -> Disk:
 def engine(runner: str, host: EngineHost, model: Path, disk: Disk) -> Iterator[Engine]:
     """The one engine, with vLLM's own cache empty."""
     store = disk.store()
-    # The driver interprets its kernels, so that they are never what is measured to be the cheapest.
+    # The driver interprets its kernels, so they are never the cheapest method.
     store = replace(store, options={**store.options, "transfer": "staging"})
     engine = host.get(
         EngineSpec(model, runner, store, accelerated=True, label=f"accelerated-{runner}")
@@ -67,9 +67,7 @@ def test_cold_warm_and_damaged(engine: Engine, disk: Disk, reference: dict[str, 
     warm = engine.generate(STORED["long"].ask())[0]
     assert_same(warm, reference["long"])
     assert_reused(warm, STORED["long"])
-    assert added(engine, before)["cuMemcpyHtoDAsync_v2"] > 0, (
-        "nothing was loaded by way of the driver"
-    )
+    assert added(engine, before)["cuMemcpyHtoDAsync_v2"] > 0, "nothing was loaded by the driver"
     assert added(engine, before)["cuLaunchKernel"] > 0, "nothing was loaded by a kernel"
 
     for file in disk.files():
@@ -87,12 +85,12 @@ def test_cold_warm_and_damaged(engine: Engine, disk: Disk, reference: dict[str, 
 def test_a_dump_waits_for_the_model(
     engine: Engine, disk: Disk, reference: dict[str, Result]
 ) -> None:
-    """The model's stream stands still: no byte is copied before it has written the blocks."""
+    """The model's stream is held: no byte is copied before it has written the blocks."""
     files, before = disk.files(), calls(engine)
     engine.rpc("probe_worker_eval", "__import__('accelerated').hold(True)")
     try:
         assert_same(engine.generate(STORED["middle"].ask())[0], reference["middle"])
-        wait_until(lambda: added(engine, before)["cuEventQuery"] > 10, "a dump asks for the event")
+        wait_until(lambda: added(engine, before)["cuEventQuery"] > 10, "a dump queries the event")
         assert added(engine, before) | {"cuEventQuery": 0} == dict.fromkeys(FUNCTIONS, 0)
     finally:
         engine.rpc("probe_worker_eval", "__import__('accelerated').hold(False)")
@@ -102,7 +100,7 @@ def test_a_dump_waits_for_the_model(
 
 
 def test_many_at_once(engine: Engine, reference: dict[str, Result]) -> None:
-    """Dumps and loads beside each other, and the model beside both."""
+    """Concurrent dumps, loads and model steps."""
     for _ in range(2):
         answers = engine.generate(*(case.ask() for case in CROWD.values()))
         for name, answer in zip(CROWD, answers, strict=True):

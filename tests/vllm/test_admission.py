@@ -1,5 +1,4 @@
-"""Hits through a tier that is too slow are declined, the answers stay right, and a tier that mends
-is found again.
+"""Hits of a too slow tier are declined, the answers stay right, and a recovered tier is used again.
 
 Decisions and counts only, no speeds.
 """
@@ -26,9 +25,8 @@ pytestmark = [
     pytest.mark.skipif(store_under_test() != "posix", reason="the throttled tier is a POSIX store"),
 ]
 
-#: A load may take 8 s here however quickly this machine computes: enough for one that is not held
-#: up, and longer than the prompt takes to compute on a busy machine, also where kernels are
-#: interpreted.
+#: A load may take 8 s here, independent of the computing speed: enough for one that is not held,
+#: and longer than computing the prompt on a busy machine, also with interpreted kernels.
 DEADLINES = PATIENT | {"load_min_ms": 8000, "load_max_s": 10.0, "load_unknown_s": 10.0}
 CASE = STORED["long"]
 
@@ -91,17 +89,17 @@ def test_no_request_loses_a_step_and_no_idle_engine_takes_one(segments: Engine) 
     asks = [case.ask() for case in STORED.values()]
     right = segments.generate(*asks)  # the first waits for the opening
     before = count(segments, "put_off")
-    # What vLLM's own cache has leaves nothing to gain, and the rest is looked up when the request
+    # With vLLM's own cache there is nothing to gain; the rest is looked up when the request
     # arrives.
     for _ in range(3):
         for answer, expected in zip(segments.generate(*asks), right, strict=True):
             assert_same(answer, expected)
     assert segments.scheduler_eval("connector._scheduler.stats()['phase']").strip("'") == "open"
     assert count(segments, "put_off") == before
-    # Publishing a segment takes a second, and nobody steps for that.
+    # Publishing a segment takes a second, without steps.
     segments.wait_idle()
     wait_until(lambda: not count(segments, "has_pending_push_work.__int__()"), "the engine rests")
-    # A store for lookups does not know how much fits: a rank reports that with its dumps.
+    # A lookup-only store does not know the capacity: a rank reports it with its dumps.
     seeds = itertools.count(100)
 
     def limited() -> bool:
@@ -119,7 +117,7 @@ def test_a_tier_that_is_too_slow_and_mends(engine: Engine, disk: Disk, throttle:
     stored = disk.files()
     assert len(stored) >= CASE.full_blocks
 
-    # Nothing is known of the tier: the hit is taken, given up at the deadline of the estimate, and
+    # The tier's speed is unknown: the hit is loaded, cancelled at the deadline of the estimate, and
     # computed.
     throttle.set(1.0)
     again(engine, right)
@@ -127,8 +125,7 @@ def test_a_tier_that_is_too_slow_and_mends(engine: Engine, disk: Disk, throttle:
     assert len(throttle.events.events("load")) == 1
     assert missed(engine, "declined") == 0
 
-    # Now it is: hits are declined without asking the store for a byte, touched, and not written
-    # again.
+    # Now it is known: hits are declined without a read, touched, and not written again.
     for number in range(1, 4):
         assert again(engine, right).cached == 0
         assert missed(engine, "declined") == number * CASE.full_blocks
@@ -146,12 +143,11 @@ def test_a_tier_that_is_too_slow_and_mends(engine: Engine, disk: Disk, throttle:
         "the speed of computing is exported",
     )
 
-    # The tier mends. One declined hit in a while is loaded to learn, once the ledger can pay for
-    # it.
+    # The tier recovers. At times a declined hit is loaded to measure it, within the budget.
     throttle.clear()
     engine.scheduler_eval("setattr(connector._scheduler.admission._tier(0), 'ledger', 100.0)")
     answers = [again(engine, right) for _ in range(UNLEARNT)]
-    # on a busy machine the first one learns of a slow tier
+    # on a busy machine the first one measures a slow tier
     assert count(engine, "admission.learning_loads") >= 1
     assert max(answer.cached_blocks for answer in answers) == CASE.full_blocks
     assert count(engine, "stats()['loaded_blocks']") >= CASE.full_blocks

@@ -1,9 +1,9 @@
-"""Beside vLLM's ExampleConnector and one that stands for Nixl in a MultiConnector, first on one
-runner and last on the other: the sides find each other, each cache serves what it has, and what
-another connector never filled, or failed to fill, is stored by nobody of ours.
+"""Beside vLLM's ExampleConnector and a replacement of Nixl in a MultiConnector, first on one runner
+and last on the other: the sides connect, each cache serves its blocks, and blocks that another
+connector never filled, or failed to fill, are not stored by ours.
 
-ExampleConnector keeps the whole prompt of a request's first step, right or wrong: prompts here fit
-into one step, and it is made to forget what it kept of a step that failed.
+ExampleConnector stores the whole prompt of a request's first step, right or wrong: prompts here fit
+into one step, and its blocks of a failed step are removed.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ ORDERS = {"v1": ("ours", "example", "sibling"), "v2": ("sibling", "example", "ou
 
 @dataclass(frozen=True)
 class Beside:
-    """The engine, and what its two caches keep."""
+    """The engine, and the contents of its two caches."""
 
     engine: Engine
     disk: Disk
     example: Path
 
     def forget(self) -> None:
-        """Leaves nothing in vLLM's own cache and nothing in ExampleConnector's."""
+        """Empties vLLM's own cache and ExampleConnector's."""
         self.engine.wait_idle()
         self.engine.reset()
         shutil.rmtree(self.example)
@@ -83,8 +83,7 @@ def beside(
 
 
 def test_each_serves_what_it_has(beside: Beside, runner: str, reference: dict[str, Result]) -> None:
-    """The first one that has a prompt is asked; what it loads into a step's blocks is ours to
-    store, one step later."""
+    """The first one with a prompt loads it; ours stores its loaded blocks one step later."""
     case, right, before = ALL["last"], reference["last"], beside.loaded()
     assert_same(beside.ask(case), right)
     beside.engine.wait_idle()
@@ -97,14 +96,16 @@ def test_each_serves_what_it_has(beside: Beside, runner: str, reference: dict[st
     beside.engine.wait_idle()
     stored = len(beside.disk.files())
     beside.engine.reset()
-    salted = beside.ask(case, salt="ours knows it apart, theirs does not")
+    salted = beside.ask(case, salt="ours distinguishes it, theirs does not")
     assert_same(salted, right)
     assert_reused(salted, case)
     beside.engine.wait_idle()
-    assert len(beside.disk.files()) == stored + case.full_blocks, "what the other loaded is stored"
+    assert len(beside.disk.files()) == stored + case.full_blocks, (
+        "blocks loaded by the other are stored"
+    )
     beside.forget()
     before = beside.loaded()
-    assert_same(beside.ask(case, salt="ours knows it apart, theirs does not"), right)
+    assert_same(beside.ask(case, salt="ours distinguishes it, theirs does not"), right)
     assert beside.loaded() - before == case.full_blocks, "only ours has it now"
 
 
@@ -130,8 +131,8 @@ def test_a_damaged_block_fails_no_request(beside: Beside, reference: dict[str, R
 def test_blocks_that_another_was_to_fill_are_not_stored(
     beside: Beside, reference: dict[str, Result]
 ) -> None:
-    """The client goes away while the other connector loads: vLLM calls those tokens computed, and
-    nobody wrote them."""
+    """The client disconnects while the other connector loads: vLLM counts those tokens as computed,
+    but they were never written."""
     beside.engine.wait_idle()  # what the test before dumped is there
     case, right, before = ALL["crowd_1"], reference["crowd_1"], len(beside.disk.files())
     stalled = beside.engine.submit(case.ask(extra_args=load_of_sibling("stall")))
@@ -150,7 +151,8 @@ def test_nothing_computed_on_a_failed_load_is_stored(
     beside: Beside, runner: str, reference: dict[str, Result]
 ) -> None:
     """vLLM computes the blocks again. Its V2 runner does so in the wrong place (vllm#49250): then
-    nothing is right until its own cache is empty, and nothing of it may be found afterwards."""
+    results are wrong until its own cache is emptied, and none of these blocks may be found
+    afterwards."""
     beside.engine.wait_idle()  # what the test before dumped is there
     case, right, before = ALL["crowd_2"], reference["crowd_2"], len(beside.disk.files())
     answer = beside.ask(case, extra_args=load_of_sibling("fail"))

@@ -1,4 +1,4 @@
-"""What ``examples`` has runs, as a user starts it."""
+"""The programs in ``examples`` run as a user starts them."""
 
 from __future__ import annotations
 
@@ -39,6 +39,4 @@ def test_a_selector_of_ones_own(host: EngineHost, tmp_path: Path) -> None:
     assert dense["blocks_read"] == 1
     assert 0.2 < sparse["blocks_read"] < 0.4  # a fifth, and the windows
     assert len(sparse["tokens"]) == len(dense["tokens"]) == 32
-    assert sparse["tokens"] != dense["tokens"], (
-        "what is left out of a random model decides its answer"
-    )
+    assert sparse["tokens"] != dense["tokens"], "omitted blocks of a random model change its answer"

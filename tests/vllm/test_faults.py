@@ -1,5 +1,5 @@
-"""When the store fails, hangs or refuses, requests get the right tokens and every block comes
-back."""
+"""When the store fails, hangs or refuses, requests get the right tokens and every block is
+freed."""
 
 from __future__ import annotations
 
@@ -17,27 +17,26 @@ _salts = itertools.count()
 
 
 def never_stored(case: Case) -> Ask:
-    """The request under a cache salt of its own, so that nothing of it can have been stored
-    before."""
+    """The request with a unique cache salt, so that none of its blocks were stored before."""
     return case.ask(salt=f"salt {next(_salts)}")
 
 
 def loads_of(disk: Disk, since: int) -> int:
-    """Rows that were asked of the store since so many events of loading."""
+    """Rows requested from the store since this number of load events."""
     return sum(len(event["ids"]) for event in disk.faults.events("load")[since:])
 
 
 def asked_for(disk: Disk, block: str, since: int) -> int:
-    """How often a block was asked of the store since so many events of loading.
+    """How often a block was requested from the store since this number of load events.
 
-    vLLM's own count of cached tokens does not tell: after a failed load it still says what was
-    claimed at first.
+    vLLM's own count of cached tokens does not help: after a failed load it is still the claimed
+    number.
     """
     return sum(event["ids"].count(block) for event in disk.faults.events("load")[since:])
 
 
 def chain_of(engine: Engine, disk: Disk, case: Case) -> list[str]:
-    """Ids of the stored prefix of a prompt, as the store was asked for them."""
+    """Ids of the stored prefix of a prompt, as requested from the store."""
     since = len(disk.faults.events("load"))
     engine.generate(case.ask())
     events = disk.faults.events("load")[since:]
@@ -48,13 +47,13 @@ def chain_of(engine: Engine, disk: Disk, case: Case) -> list[str]:
 
 
 def assert_back_to_normal(engine: Engine, disk: Disk, name: str, right: Result) -> None:
-    """With the faults gone, all blocks are free and the prompt is reused again."""
+    """Without the faults, all blocks are free and the prompt is reused again."""
     disk.faults.clear()
     ask_until_reused(engine, STORED[name], right)
 
 
 def test_failed_load_is_recomputed(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
-    """All blocks fail: the tokens are right and the same blocks are not claimed again and again."""
+    """All blocks fail: the tokens are right and the same blocks are not claimed repeatedly."""
     since = len(cold.disk.faults.events("load"))
     cold.disk.faults.set("fail-load")
     answer = warm.generate(STORED["middle"].ask())[0]
@@ -65,7 +64,7 @@ def test_failed_load_is_recomputed(warm: Engine, cold: Life, reference: dict[str
 
 @pytest.mark.parametrize("at", [0, 5, -1], ids=["first", "middle", "last"])
 def test_one_failed_block(warm: Engine, cold: Life, reference: dict[str, Result], at: int) -> None:
-    """What lies before the failed block is used, what lies behind it is computed."""
+    """Blocks before the failed one are used, later ones are computed."""
     ids = chain_of(warm, cold.disk, STORED["middle"])[: STORED["middle"].full_blocks]
     since = len(cold.disk.faults.events("load"))
     cold.disk.faults.set("fail-load", ids[at])
@@ -94,8 +93,8 @@ def test_failed_loads_of_concurrent_requests(
     assert_back_to_normal(warm, cold.disk, "shared_a", reference["shared_a"])
 
 
-#: Where the scheduler side keeps the seconds that a load may take: at least, at most, and while
-#: speeds are unknown.
+#: The scheduler side's bounds of a load in seconds: at least, at most, and while speeds are
+#: unknown.
 BOUNDS = (
     "(connector._scheduler.admission.compute_rate, '_min_s'),"
     " (connector._scheduler.admission.compute_rate, '_max_s'), (connector._scheduler.admission,"
@@ -104,11 +103,10 @@ BOUNDS = (
 
 
 def test_load_past_its_deadline(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
-    """A load that does not end is given up at the deadline that the connector gave it. The request
-    computes."""
+    """A hanging load is cancelled at the connector's deadline. The request computes."""
     faults, before = cold.disk.faults, warm.metrics().get("ucm_missed_blocks_total:timeout", 0)
     late = len(faults.events("load-late"))
-    # The bounds of a user who does not wait as patiently as these tests.
+    # Bounds shorter than those of these tests.
     patient = warm.scheduler_eval(f"[getattr(*place) for place in ({BOUNDS})]")
     warm.scheduler_eval(f"[setattr(*place, 0.3) for place in ({BOUNDS})]")
     try:
@@ -129,7 +127,7 @@ def test_load_past_its_deadline(warm: Engine, cold: Life, reference: dict[str, R
 def test_others_go_on_while_a_load_is_slow(
     warm: Engine, cold: Life, reference: dict[str, Result]
 ) -> None:
-    """A load that does not end holds up its own request alone."""
+    """A hanging load delays only its own request."""
     since = len(cold.disk.faults.events("load"))
     cold.disk.faults.set("hold-load")
     slow = warm.submit(STORED["middle"].ask())
@@ -144,8 +142,8 @@ def test_others_go_on_while_a_load_is_slow(
 
 
 def test_abort_while_loading(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
-    """The blocks stay taken while something may still write to them, then they are free; later
-    requests are right."""
+    """The blocks stay allocated while a late write is possible, then they are free; later requests
+    are right."""
     since = len(cold.disk.faults.events("load"))
     cold.disk.faults.set("hold-load")
     aborted = warm.submit(STORED["long"].ask())
@@ -158,8 +156,7 @@ def test_abort_while_loading(warm: Engine, cold: Life, reference: dict[str, Resu
     )
     bystander = warm.generate(never_stored(FRESH["bystander"]))[0]
     assert_same(bystander, reference["bystander"])
-    # More than what is left of the pool: had the blocks been freed, this request would now be given
-    # them.
+    # More than the rest of the pool: if the blocks had been freed, this request would get them now.
     crowding = warm.submit(never_stored(FRESH["crowding"]))
     cold.disk.faults.clear()
     assert_same(warm.collect(crowding)[0], reference["crowding"])
@@ -182,8 +179,7 @@ def test_abort_of_a_load_that_fails(warm: Engine, cold: Life, reference: dict[st
 
 @pytest.mark.one_runner
 def test_abort_while_decoding(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
-    """Blocks that are being written to the store when the request goes away are not given to
-    another one."""
+    """Blocks that are being written to the store when the client disconnects are not reused."""
     since = len(cold.disk.faults.events("dump"))
     cold.disk.faults.set("hold-dump")
     aborted = warm.submit(FRESH["busy"].ask())
@@ -202,7 +198,7 @@ def test_abort_while_decoding(warm: Engine, cold: Life, reference: dict[str, Res
 @pytest.mark.one_runner
 def test_failed_dump_is_harmless(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
     """Nothing is published, nothing is claimed; the next request with this prompt stores it."""
-    warm.wait_idle()  # what the test before dumped is there
+    warm.wait_idle()  # blocks of the previous test exist
     case, before = FRESH["refused"], len(cold.disk.files())
     cold.disk.faults.set("fail-dump")
     since = len(cold.disk.faults.events("dump-failed"))
@@ -223,9 +219,8 @@ def test_failed_dump_is_harmless(warm: Engine, cold: Life, reference: dict[str, 
 def test_refused_dump_is_offered_again(
     warm: Engine, cold: Life, reference: dict[str, Result]
 ) -> None:
-    """The store is full for a while; the request still runs when it is not any more, and its blocks
-    get stored."""
-    warm.wait_idle()  # what the test before dumped is there
+    """The store is full for a while; the request outlives that, and its blocks are stored."""
+    warm.wait_idle()  # blocks of the previous test exist
     case, before = FRESH["slow_dump"], len(cold.disk.files())
     cold.disk.faults.set("busy-dump", "1")
     since = len(cold.disk.faults.events("busy"))
@@ -238,7 +233,7 @@ def test_refused_dump_is_offered_again(
 
 @pytest.mark.one_runner
 def test_slow_dumps_and_preemption(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
-    """Memory that a dump still reads is not given to another request, however short memory is."""
+    """Memory of a running dump is not reused, even if memory is short."""
     since = len(cold.disk.faults.events("dump"))
     cold.disk.faults.set("hold-dump")
     first = warm.submit(FRESH["drained"].ask())
@@ -259,8 +254,7 @@ def test_slow_dumps_and_preemption(warm: Engine, cold: Life, reference: dict[str
 def test_lookup_that_does_not_answer(
     warm: Engine, cold: Life, reference: dict[str, Result], fault: str
 ) -> None:
-    """A lookup that fails or is late is a miss: the request computes, other requests do not
-    notice."""
+    """A failed or late lookup is a miss: the request computes, other requests are not affected."""
     cold.disk.faults.set(fault)
     answers = warm.generate(STORED["middle"].ask(), FRESH["blind"].ask())
     assert_same(answers[0], reference["middle"])
@@ -270,7 +264,7 @@ def test_lookup_that_does_not_answer(
 
 
 def missed(engine: Engine, reason: str) -> float:
-    """Blocks missed for a reason, as vLLM's Prometheus registry has it."""
+    """Blocks missed for a reason, from vLLM's Prometheus registry."""
     return engine.metrics()[f"ucm_missed_blocks_total:{reason}"]
 
 
@@ -301,9 +295,9 @@ def test_damaged_block(warm: Engine, cold: Life, reference: dict[str, Result]) -
         "not the prefix before the first bad block"
     )
     given = sum(metrics[f"ucm_{name}_blocks_total"] for name in ("loaded", "missed"))
-    assert metrics["ucm_asked_blocks_total"] == given, "every block asked for is accounted for"
+    assert metrics["ucm_asked_blocks_total"] == given, "every requested block is counted"
     if store_under_test() == "plain":
-        path.write_bytes(whole)  # this store believes in lengths of its own and in nothing else
+        path.write_bytes(whole)  # this store checks only its own lengths
     assert_back_to_normal(warm, cold.disk, "middle", reference["middle"])
 
 

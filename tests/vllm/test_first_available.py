@@ -1,6 +1,6 @@
-"""Three stores are configured: one whose directory nobody can make, one whose directory the worker
-alone cannot make, and one that a user wrote against the original's V0 interface. The engine uses
-the third, and says why."""
+"""Three stores are configured: one whose directory cannot be created, one whose directory only the
+worker cannot create, and a user's store for the original's V0 interface. The engine uses the third,
+and logs the reason."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ def test_the_first_available_store_serves(work: Path, host: EngineHost, model: P
             "ucm_connector_name": "UcmPosixStore",
             "ucm_connector_config": {"storage_backends": str(path)},
         }
-        # The scheduler side opens a store for lookups: that there is nothing in /proc/ucm yet is no
-        # trouble to it.
+        # The scheduler side opens a lookup-only store, for which a missing /proc/ucm is no error.
         for path in (root / "file" / "below", "/proc/ucm")
     ]
     entries.append(

@@ -1,10 +1,10 @@
-"""Weights that are replaced in a running engine, by every route that a CPU has: right tokens, then
+"""Weights replaced in a running engine, by every method that works on a CPU: right tokens, then
 hits again.
 
-Two engines live through all of it, one after the other on one disk: first one whose scheduler and
-worker are processes of their own, as servers run them, then one in the process of its user, as
-trainers do, which steps when it is called. The second one is the fresh engine that must meet
-nothing but what its own files computed.
+Two engines run all of it, one after the other on one disk: first one with scheduler and worker in
+separate processes, like a server, then one in the process of its user, like a trainer's, which
+steps when it is called. The second one is the new engine that must find only blocks of its own
+files.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def test_weights_replaced(
     host.stop()
 
     trainer = _Life(host.get(spec.but(in_process=True, label=f"trainer-{runner}")), in_process=True)
-    trainer.hits(CASE, reference["middle"])  # what the other one stored of these files
-    # asked there of other files, and of weights without a name, but never of these
+    trainer.hits(CASE, reference["middle"])  # blocks of these files from the other engine
+    # sent there with other files, and with unidentified weights, but never with these
     late = trainer.ask(LATE)
     assert_same(late, reference["shared_b"])
     assert late.cached == 0
@@ -54,20 +54,20 @@ def test_weights_replaced(
 
 
 class _Life:
-    """An engine and how it is driven."""
+    """An engine and its mode."""
 
     def __init__(self, engine: Engine, in_process: bool) -> None:
         self.engine, self.in_process = engine, in_process
 
     def ask(self, case: Case) -> Result:
-        """One answer; then nobody steps an engine that does not step by itself."""
+        """One answer; an engine in its user's process is not stepped afterwards."""
         answer = self.engine.generate(case.ask())[0]
         if not self.in_process:
             self.engine.wait_idle()
         return answer
 
     def empty(self) -> None:
-        """Empties vLLM's cache, at once: no block is held by anybody."""
+        """Empties vLLM's cache at once: no block is held."""
         assert self.engine.call("reset_prefix_cache")
 
     def hits(self, case: Case, right: Result) -> None:
@@ -77,7 +77,7 @@ class _Life:
         assert_reused(answer, case)
 
     def resets(self) -> Iterator[str]:
-        """Every way to reset vLLM's caches together with the connector's, done one after the
+        """Every method to reset vLLM's caches together with the connector's, one after the
         other."""
         assert self.engine.call("reset_prefix_cache", reset_connector=True) is True
         yield "reset_prefix_cache"
@@ -90,8 +90,8 @@ class _Life:
         yield "sleep"
 
     def forgets(self, right: Result) -> None:
-        """``on_reset: forget``: what was stored before a reset is never a hit again, what is stored
-        after it is. The engine after this one finds the blocks of the engine before."""
+        """``on_reset: forget``: blocks from before a reset are never hits again, later ones are.
+        The next engine finds the blocks of the first one."""
         self.hits(CASE, right)
         for how in self.resets():
             answer = self.ask(CASE)
@@ -102,7 +102,7 @@ class _Life:
         assert "what this engine stored is forgotten" in self.engine.log_text()
 
     def replaced(self, model: Path, other_model: Path, reference: dict[str, Result]) -> None:
-        """All of it. ``CASE`` was asked before."""
+        """All of it. ``CASE`` was sent before."""
         engine, right, others = self.engine, reference["middle"], reference[REPLACED["middle"]]
         self.empty()
         self.hits(CASE, right)  # nothing was replaced
@@ -115,7 +115,7 @@ class _Life:
         first = self.ask(CASE)
         assert_same(first, others)
         if self.in_process:
-            assert_reused(first, CASE)  # the engine before has computed it from these files
+            assert_reused(first, CASE)  # the previous engine has computed it from these files
         else:
             assert first.cached == 0
             assert_same(self.ask(LATE), reference[REPLACED["shared_b"]])
@@ -142,14 +142,14 @@ class _Life:
         self.hits(CASE, written)
         assert "their KV is kept for this process alone" in engine.log_text()
 
-        # The files that were named last, named again, cannot be told from another write.
+        # A reload of the same files cannot be distinguished from another write.
         for path, answer in ((other_model, others), (model, right)):
             engine.rpc("reload_weights", weights_path=str(path))
             self.empty()
             self.hits(CASE, answer)
 
     def interrupted(self, case: Case, right: Result) -> None:
-        """vLLM's cache is emptied in the middle of requests, whose answers stay right."""
+        """vLLM's cache is emptied during requests, whose answers stay right."""
         ids = self.engine.submit(case.ask(), STORED["long"].ask())
 
         def run() -> bool:  # vLLM cannot empty its cache while a load is under way

@@ -1,5 +1,5 @@
-"""Engines of their own: what must never be shared, and what must not need vLLM's own prefix
-cache."""
+"""Separate engines: blocks that must never be shared, and features that must not need vLLM's own
+prefix cache."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from specs import ON_GPU, EngineSpec, Result, StoreSpec, prompt
 
 @pytest.fixture(scope="module")
 def plugin(work: Path) -> Path:
-    """A distribution with a vLLM plugin that registers PlainStore by name, as a user's package
-    would."""
+    """A distribution with a vLLM plugin that registers PlainStore by name, like a user's
+    package."""
     root = work / "site"
     info = root / "plain_store_plugin-1.0.dist-info"
     info.mkdir(parents=True)
@@ -42,10 +42,9 @@ def plugin(work: Path) -> Path:
 def test_store_by_name_without_prefix_caching_and_with_adapters(
     host: EngineHost, model: Path, work: Path, plugin: Path, reference: dict[str, Result]
 ) -> None:
-    """Connector and Python store known by name alone, then the store by its module in another
-    process.
+    """Connector and Python store by name only, then the store by its module in another process.
 
-    vLLM's own cache is off, and an adapter is its content, neither its name nor its path.
+    vLLM's own cache is off, and an adapter counts by its content, not its name or path.
     """
     disk = new_disk(work, "by-name")
     red = str(write_adapter(work / "red", LAYERS, 1))
@@ -83,8 +82,7 @@ def test_store_by_name_without_prefix_caching_and_with_adapters(
         assert_same(again, right)
         assert_reused(again, case)
     assert len(disk.files()) == 3 * (case.full_blocks)
-    # The same store named by its module instead, in another process: what the first one stored is
-    # there.
+    # The same store by its module, in another process: the first one's blocks are found.
     by_module = StoreSpec(disk.root, "PlainStore", module_path="stores")
     write_adapter(Path(red), LAYERS, 3)  # retrained: the same path and sizes, other weights
     engine = host.get(spec.but(store=by_module, pythonpath=(), label="by-module"))
@@ -94,13 +92,13 @@ def test_store_by_name_without_prefix_caching_and_with_adapters(
         assert_reused(restarted, case)
     retrained = ask(("red", 2, red))
     assert retrained.cached == 0, (
-        "an adapter that was retrained at its path got what the one before had stored"
+        "a retrained adapter at the same path got blocks of the previous one"
     )
     assert retrained.tokens != with_red.tokens, "the retraining changes nothing"
 
 
 def test_more_than_one_kv_group_is_left_alone(host: EngineHost, work: Path) -> None:
-    """Nothing claimed, nothing stored, said once; the model runs as without ucm."""
+    """No hits, no dumps, one log line; the model runs as without ucm."""
     disk = new_disk(work, "hybrid")
     spec = EngineSpec(
         write_model(work / "gemma", gemma3_config()), store=disk.store(), label="hybrid"
@@ -126,8 +124,8 @@ def test_more_than_one_kv_group_is_left_alone(host: EngineHost, work: Path) -> N
 def test_an_engine_that_pools_whole_prompts_is_left_alone(
     host: EngineHost, model: Path, work: Path
 ) -> None:
-    """A prompt may not continue from stored blocks there: asked twice, it gets the same answer and
-    the engine lives."""
+    """A prompt may not continue from stored blocks there: sent twice, it gets the same answer and
+    the engine survives."""
     disk = new_disk(work, "pooling")
     spec = EngineSpec(
         model,
@@ -158,7 +156,7 @@ def test_an_engine_that_pools_whole_prompts_is_left_alone(
 def test_changed_weights_never_hit(
     host: EngineHost, model: Path, cold: Life, reference: dict[str, Result]
 ) -> None:
-    """Same path, same names, same sizes, a few other numbers: nothing stored before is used."""
+    """Same path, names and sizes, a few changed numbers: no earlier block is used."""
     kept = (model / "model.safetensors").read_bytes()
     change_weights(model)
     try:

@@ -1,7 +1,7 @@
-"""Pictures are what they show: a name that a client chose never brings another picture's KV.
+"""Pictures count by content: a client's name never leads to another picture's KV.
 
-The model is a tiny LLaVA, which vLLM's CPU build runs; with ``mm_processor_kwargs`` vLLM makes the
-picture's hash of the client's name alone.
+The model is a tiny LLaVA, which vLLM's CPU build runs; with ``mm_processor_kwargs`` vLLM's hash of
+the picture depends on the client's name only.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ def look(engine: Engine, seed: int, name: str | None, salt: str | None = None) -
 
 @pytest.fixture(scope="module")
 def right(host: EngineHost, llava: Path, disk: Disk) -> dict[int, Result]:
-    """What an engine computes for each picture, each under a name of its own and with keys that
-    nothing is stored under."""
+    """An engine's answer for each picture, with unique names and unused keys."""
     engine = host.get(spec_of(llava, disk, "media-first"))
     answers = {seed: look(engine, seed, None, f"another key {seed}") for seed in (CAT, DOG)}
     assert [answer.cached for answer in answers.values()] == [0, 0]
@@ -53,8 +52,8 @@ def right(host: EngineHost, llava: Path, disk: Disk) -> dict[int, Result]:
 
 
 def test_vllm_takes_the_clients_name_for_a_content_hash(llava: Path) -> None:
-    """The real preprocessing of vLLM: two pictures, one hash of 64 digits. Our keys tell them
-    apart."""
+    """The real preprocessing of vLLM: two pictures, one hash of 64 digits. Our keys distinguish
+    them."""
     from vllm import SamplingParams
     from vllm.engine.arg_utils import EngineArgs
     from vllm.inputs import TokensPrompt
@@ -67,8 +66,7 @@ def test_vllm_takes_the_clients_name_for_a_content_hash(llava: Path) -> None:
 
     features, frames = [], []
     for seed, name in ((CAT, "cat"), (DOG, "cat"), (CAT, None)):
-        # A renderer each: they stand for API servers of different hosts, or for a cache that has
-        # forgotten.
+        # A renderer each, like API servers of different hosts, or a cache after eviction.
         config = EngineArgs(
             model=str(llava), dtype="float32", max_model_len=512, enforce_eager=True
         ).create_engine_config()
@@ -94,8 +92,8 @@ def test_vllm_takes_the_clients_name_for_a_content_hash(llava: Path) -> None:
 def test_another_picture_under_the_same_name(
     runner: str, host: EngineHost, llava: Path, disk: Disk, right: dict[int, Result]
 ) -> None:
-    """One engine stores a picture under a name, a fresh one is asked for another under it, and for
-    the first one."""
+    """One engine stores a picture under a name; a new one gets another picture under that name, and
+    then the first one."""
     engine = host.get(spec_of(llava, disk, "media-first"))
     assert_same(look(engine, CAT, "holiday"), right[CAT])
     engine = host.get(spec_of(llava, disk, "media-second"))
@@ -116,11 +114,10 @@ def test_another_picture_under_the_same_name(
 def test_what_vllm_computed_from_another_picture_is_not_stored(
     runner: str, host: EngineHost, llava: Path, work: Path, right: dict[int, Result]
 ) -> None:
-    """Without its processor cache vLLM feeds each request its own picture, and takes the encoder's
-    output by name.
+    """Without its processor cache vLLM uses each request's own picture, and the encoder's output by
+    name.
 
-    So its own answer may be the first picture's; a fresh engine never is given that as the
-    second's.
+    So its own answer may be the first picture's; a new engine never gets that for the second.
     """
     disk = new_disk(work, "media-encoder")
     spec = spec_of(llava, disk, "media-encoder", mm_processor_cache_gb=0)

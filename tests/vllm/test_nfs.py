@@ -1,5 +1,5 @@
 """Engines of two hosts on several roots over an NFS client's semantics: right tokens cold, on the
-other host, and while and after its server goes and comes back. The file system is that of
+other host, and during and after an outage of its server. The file system is that of
 ``tests/trust/nfs.py``.
 """
 
@@ -27,7 +27,7 @@ ROOTS = ("one", "two")
 
 
 class Export:
-    """One export, as two hosts see it."""
+    """One export, mounted by two hosts."""
 
     def __init__(self, work: Path) -> None:
         self.directory = work / "nfs-export"
@@ -40,8 +40,8 @@ class Export:
         roots = ":".join(str(self.seen[host] / root) for root in ROOTS)
         options = {"segment_age": 0, **ROOM, **over_device()}
         store = StoreSpec(Path(roots), "UcmNfsStore", options=options)
-        # This file system is written in Python: beside a busy machine it answers late, and a late
-        # answer is no hit.
+        # This file system is written in Python: on a busy machine it is slow, and a late lookup is
+        # a miss.
         loads = {"load_min_ms": 20_000, "load_max_s": 20.0, "load_unknown_s": 20.0}
         extra = {"deadlines": {**PATIENT, **loads, "dump_s": 20.0}, "breaker": {"cool_down_s": 0.5}}
         return EngineSpec(model, runner, store, extra_config=extra, label=f"nfs-{host}")
@@ -71,7 +71,7 @@ def test_two_hosts_and_a_server_that_comes_back(
 ) -> None:
     host.stop()
     engine = host.get(export.spec(model, runner, 0))
-    # a dump is refused where a root is not counted yet: what is asked again is stored again
+    # a dump is refused if a root is not counted yet: a repeated prompt is stored again
     for name in ASKED:
         ask_until_reused(engine, STORED[name], reference[name])
     host.stop()
@@ -84,7 +84,7 @@ def test_two_hosts_and_a_server_that_comes_back(
         assert_same(answer, reference[name])
         assert_reused(answer, STORED[name])
 
-    export.clients[1].close()  # in the middle of everything
+    export.clients[1].close()  # during all of it
     for name in ASKED:
         engine.wait_idle()
         engine.reset()

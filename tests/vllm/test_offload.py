@@ -1,5 +1,5 @@
-"""Offload in a real engine: a request that decodes holds its windows and hot blocks, answers what
-the same selection answers over all blocks (computed by torch), and leaves room for others."""
+"""Offload in a real engine: a decoding request holds its windows and hot blocks, has the answer of
+the same selection over all blocks (computed by torch), and leaves space for others."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Held:
 
     @property
     def bound(self) -> int:
-        """What a request may hold that offload serves."""
+        """The most blocks of a request with offload."""
         blocks = -(-self.tokens // BLOCK)
         return math.ceil(round(RATIO * (blocks - WINDOWS), 9)) + WINDOWS + 1
 
@@ -67,7 +67,7 @@ def long_model(work: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def long_spec(runner: str, work: Path, long_model: Path) -> EngineSpec:
-    """An engine in this test's hands: it steps when it is told to."""
+    """An engine in this process, which steps on demand."""
     return EngineSpec(
         long_model,
         runner,
@@ -93,13 +93,14 @@ def engine(long_spec: EngineSpec, host: EngineHost) -> Engine:
 
 
 def torch_answer(model: Path, case: Case, forced: Sequence[int] | None = None) -> Answer:
-    """What torch answers with the same selection over all blocks, or thinks of these tokens."""
+    """torch's answer with the same selection over all blocks, or its probabilities of these
+    tokens."""
     keep = choosing(QuestConfig(**QUEST), BLOCK, KV_HEADS, HEAD_SIZE)
     return Llama(model, BLOCK).answer(case.tokens, case.max_tokens, keep(), forced=forced)
 
 
 def run(engine: Engine, *cases: Case) -> tuple[list[Result], list[list[Held]]]:
-    """Runs them together; the answers, and what each request held after each step."""
+    """Runs them together; returns the answers, and the blocks of each request after each step."""
     ids = engine.submit(*(case.ask() for case in cases))
     steps = []
     while not all(
@@ -132,7 +133,7 @@ def test_a_request_holds_few_blocks_and_answers_the_same(engine: Engine, long_mo
 
 
 def test_a_preempted_request_gives_all_back_and_goes_on(engine: Engine, long_model: Path) -> None:
-    """What it had answered is computed again, densely, as if it were of the prompt."""
+    """Its answer so far is computed again, densely, like a part of the prompt."""
     case = Case(prompt(89, 900), 70)
     (name,) = engine.submit(case.ask())
     held = Held("", 0, 0, POOL)
@@ -173,8 +174,8 @@ def test_three_times_as_many_requests_decode_in_one_pool(engine: Engine, long_mo
     assert engine.metrics().get("vllm:num_preemptions_total", 0) == before
     stats = sparse_stats(engine)
     assert stats.get("blocks_absent", 0) == stats.get("blocks_without_slot", 0) == 0
-    # In some thousand choices among two hundred blocks there are two whose scores differ by less
-    # than rounding: a token then has another block than torch chose, and only that token.
+    # In some thousand selections among two hundred blocks two scores differ by less than rounding:
+    # one token then has another block than in torch, and only that token.
     for case, result in (
         each for each in zip(cases, results, strict=True) if each[0] is not cases[1]
     ):
@@ -183,8 +184,8 @@ def test_three_times_as_many_requests_decode_in_one_pool(engine: Engine, long_mo
         assert sorted(off)[int(0.9 * len(off))] < 1e-2, off
 
 
-#: Its blocks have 256 KiB, which is where a representation becomes small beside what a read takes
-#: at least.
+#: Its blocks have 256 KiB, the size from which a representation is small compared with the minimum
+#: of a read.
 DEEP_LAYERS, DEEP_BLOCKS = 16, 40
 #: Bytes that a worker's store has read, from all its tiers.
 BYTES_READ = "sum(tier.get('bytes_read', 0) for tier in connector.stats()['tiers'])"
@@ -192,7 +193,7 @@ BYTES_READ = "sum(tier.get('bytes_read', 0) for tier in connector.stats()['tiers
 
 @pytest.fixture(scope="module")
 def deep(runner: str, work: Path, host: EngineHost) -> Engine:
-    """An engine whose blocks are large, over a memory that has room for few of them."""
+    """An engine with large blocks, over a memory with space for few of them."""
     model = write_model(
         work / "deep-model", llama_config(DEEP_LAYERS) | {"max_position_embeddings": LONGEST}
     )
@@ -223,7 +224,7 @@ def worker(engine: Engine, expression: str) -> Any:
 
 @pytest.fixture(scope="module")
 def stored(deep: Engine) -> Case:
-    """A prompt that is stored but for its last tokens."""
+    """A prompt that is stored except for its last tokens."""
     case = Case(prompt(97, DEEP_BLOCKS * BLOCK + 9), 28)  # its answer ends a block
     deep.ask(case.tokens, 1)
     wait_until(
@@ -233,7 +234,7 @@ def stored(deep: Engine) -> Case:
 
 
 def deep_answer(work: Path, case: Case, stored: int | None) -> Answer:
-    """What torch answers when the tokens after the first ``stored`` are computed under the
+    """torch's answer when the tokens after the first ``stored`` are computed under the
     selection."""
     keep = choosing(QuestConfig(**QUEST), BLOCK, KV_HEADS, HEAD_SIZE)
     return Llama(work / "deep-model", BLOCK).answer(
@@ -245,8 +246,8 @@ def test_a_stored_prompt_is_selected_from_without_being_read(
     deep: Engine, stored: Case, work: Path
 ) -> None:
     """It is admitted with its representations and the blocks of its windows; the others are read
-    when they are chosen, those that will likely be are brought up by the prefetch engine, and its
-    answer is that of the same selection."""
+    when they are selected, the prefetch engine promotes probable ones, and its answer is that of
+    the same selection."""
     deep.reset()
     size, read = worker(deep, "connector._worker._layout.block_bytes"), worker(deep, BYTES_READ)
     before = worker(deep, "connector._worker.loads.blocks")
@@ -273,7 +274,7 @@ def test_a_stored_prompt_is_selected_from_without_being_read(
     assert stats["blocks_loaded"] > 0 and stats["blocks_prefetched"] > 0 and stats["hit_rate"] > 0
     state = deep.scheduler()
     assert state["free_blocks"] == state["total_blocks"]
-    # The end of the prompt and the answer are approximate: what goes on from them computes them.
+    # The end of the prompt and the answer are approximate, so a continuation computes them.
     again = deep.ask(stored.tokens + result.tokens + prompt(98, 60), 1)
     assert again.cached == DEEP_BLOCKS * BLOCK
 
@@ -281,8 +282,7 @@ def test_a_stored_prompt_is_selected_from_without_being_read(
 def test_a_stored_prompt_without_representations_is_read_whole(
     deep: Engine, stored: Case, work: Path
 ) -> None:
-    """It is found out when they do not come; the end of the prompt is dense then, as when it is
-    new."""
+    """Missing ones are detected; the end of the prompt is then dense, as for a new prompt."""
     deep.reset()
     case = Case(stored.tokens, 8)
     representations = "connector._sparse_worker.representations"

@@ -1,5 +1,4 @@
-"""Memory above a directory, chosen in the connector's configuration, does what the directory alone
-does.
+"""Memory above a directory, configured in the connector, has the results of the directory alone.
 
 With the first model runner that is a directory of compressed segments, with the second one of block
 files.
@@ -24,7 +23,7 @@ ASKED = ("short", "middle", "shared_a")
 
 
 def spec(model: Path, runner: str, disk: Disk) -> EngineSpec:
-    """An engine whose store is a pipeline; its metrics tell what each tier did."""
+    """An engine over a pipeline; its metrics have the counts of each tier."""
     options = {"store_pipeline": "Cache|Posix", "cache_size": "64MiB", "layout": "file", **ROOM}
     if runner == "v1":
         options = {"store_pipeline": "Cache|Compress|Pc", "cache_size": "64MiB", **ROOM}
@@ -46,7 +45,7 @@ def stored_in(disk: Disk, runner: str) -> list[str]:
 
 
 def moved(engine: Engine, tier: int) -> int:
-    """Bytes of KV that were loaded from a tier, as the scheduler side has it from the ranks."""
+    """Bytes of KV loaded from a tier, as reported by the ranks to the scheduler side."""
     return int(engine.scheduler_eval(f"connector._scheduler.admission._tier({tier}).moved"))
 
 
@@ -69,7 +68,7 @@ def test_hits_from_memory_and_after_a_restart_from_the_directory(
         assert_same(answer, computed[name])
         assert_reused(answer, STORED[name])
     engine.wait_idle()
-    assert moved(engine, 0) > 0, "loads from memory are known as such"
+    assert moved(engine, 0) > 0, "loads from memory are counted as such"
     assert moved(engine, 1) == 0
     assert (
         int(
@@ -81,7 +80,7 @@ def test_hits_from_memory_and_after_a_restart_from_the_directory(
     )
     host.stop()
     stored = stored_in(disk, runner)
-    assert stored, "what is in memory is on the disk too"
+    assert stored, "blocks in memory are also on the disk"
     engine = host.get(spec(model, runner, disk))
     for name in ASKED:
         answer = engine.generate(STORED[name].ask())[0]
@@ -92,9 +91,9 @@ def test_hits_from_memory_and_after_a_restart_from_the_directory(
     assert stored_in(disk, runner) == stored
 
     def promoted() -> bool:
-        # Tiers are told of about once a second, with a step: a prompt of one block makes some.
+        # Tiers are reported about once a second, with a step: a prompt of one block makes some.
         engine.ask([5, 6, 7], 2)
         return engine.metrics().get("ucm_tier_promoted_blocks_total", 0) > 0
 
-    wait_until(promoted, "what came from the directory was kept in memory, and said so")
+    wait_until(promoted, "blocks from the directory were kept in memory, and counted")
     host.stop()

@@ -1,4 +1,4 @@
-"""The plug-in runs in every process of vLLM: it does no harm where ucm is not configured, and
+"""The plug-in runs in every process of vLLM: it has no effect without ucm's configuration, and
 replaces nothing."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from harness import EngineHost, run_program
 
 import ucm
 
-#: All that a process of vLLM imports of ucm where it is not configured.
+#: The modules of ucm that a vLLM process imports without its configuration.
 LEAF = {
     "ucm",
     "ucm.errors",
@@ -47,14 +47,14 @@ def test_a_core_that_cannot_be_imported_harms_no_engine_without_ucm(
         assert all(answer["backends"].values()), (name, answer)
     for name in ("no configuration", "no connector", "another connector", "dense", "disabled"):
         assert set(answers[name]["loaded"]) <= LEAF, name
-    # Said once in a process, for whichever of those that ask for sparse attention is first.
+    # Logged once in a process, by the first that configures sparse attention.
     assert warned == ["sparse"]
     assert len(answers["sparse"]["warnings"]) == 1
     assert "ucm._core" in answers["sparse"]["warnings"][0]
 
 
-#: Entries of vLLM's registries that ucm makes, through vLLM's own functions; all that may be other
-#: than before.
+#: Entries of vLLM's registries that ucm makes through vLLM's own functions: the only permitted
+#: changes.
 CONNECTORS = {
     f"vllm.distributed.kv_transfer.kv_connector.factory.KVConnectorFactory._registry[{name}]"
     for name in ("UCMConnector", "UCMDirectConnector")
@@ -83,7 +83,7 @@ SPECS = {
 def test_nothing_of_vllm_is_another_object_after_ucm(
     host: EngineHost, model: Path, tmp_path: Path
 ) -> None:
-    """Promise 7 by behaviour. What an engine without the plug-in changes in vLLM is vLLM's own."""
+    """Promise 7 by behaviour. Changes in vLLM by an engine without the plug-in are vLLM's own."""
     host.stop()
     store = {
         "storage_backends": str(tmp_path / "root"),
@@ -98,7 +98,7 @@ def test_nothing_of_vllm_is_another_object_after_ucm(
     assert set(dense) - own == set(), {place: dense[place] for place in set(dense) - own}
     entries = {place.partition("].")[0].removesuffix("]") + "]" for place in set(sparse) - own}
     assert entries == SPECS, {place: sparse[place] for place in set(sparse) - own}
-    # Both engines were those that they are said to be.
+    # Both engines had the expected configuration.
     assert answers["dense tokens"] == answers["alone tokens"]
     assert answers["sparse tokens"] != answers["alone tokens"]
     # An assignment through another name, which the scan of the source (tests/unit/test_no_patch.py)

@@ -1,8 +1,7 @@
-"""Two tensor ranks: with one selection they choose what one rank chooses; a hit needs both, a
-failure on one fails the block, and nothing is shared with one rank.
+"""Two tensor ranks: with a shared selection they select like one rank; a hit needs both, a failure
+on one fails the block, and nothing is shared with one rank.
 
-The engine is ended in the middle of a load, for it is the last to use it; that needs no second
-rank.
+The engine is ended during a load, as its last use; that needs no second rank.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def ranks(cold: Life, host: EngineHost) -> Engine:
-    """An engine of two ranks on the disk that an engine of one rank has filled."""
+    """An engine of two ranks on the disk of an engine of one rank."""
     cold.disk.faults.clear()
     spec = cold.cold_spec.but(store=cold.disk.faulty(), tensor_parallel=2, label="two-ranks")
     engine = host.get(spec)
@@ -41,7 +40,7 @@ def ranks(cold: Life, host: EngineHost) -> Engine:
 
 
 def of_rank(disk: Disk, rank: int, since: int) -> list[str]:
-    """Ids loaded by a rank since so many loads."""
+    """Ids loaded by a rank since this number of loads."""
     return [
         i
         for event in disk.faults.events("load")[since:]
