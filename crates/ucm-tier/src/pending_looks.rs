@@ -1,5 +1,5 @@
-//! Those who wait for a look at what others have stored: they are called back when it was made,
-//! when their time is over, or when the store closes, whichever comes first, and once.
+//! Callers that wait for the next listing of the segments of others. Each is called back once:
+//! after the listing, at its deadline, or when the store closes, whichever is first.
 
 use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
@@ -7,10 +7,10 @@ use ucm_infra::MonotonicTime;
 
 use crate::backend::Done;
 
-/// Most that wait for a look.
+/// Most callers that wait.
 const MOST: usize = 1 << 16;
 
-/// Somebody who waits, and until when.
+/// A caller that waits, and until when.
 type Waiter = (MonotonicTime, Done<()>);
 
 /// See the module.
@@ -19,19 +19,19 @@ pub(crate) struct PendingLooks(Mutex<Waiting>);
 
 #[derive(Default)]
 struct Waiting {
-    /// For the next look.
+    /// For the next listing.
     next: Vec<Waiter>,
-    /// For the one that is under way.
+    /// For the one that runs.
     now: Vec<Waiter>,
 }
 
-/// Those for whom a look was made.
+/// Callers whose listing has ended.
 pub(crate) struct Looked(Vec<Waiter>);
 
 impl PendingLooks {
-    /// Calls back after the next look: `Timeout` when none was made by the deadline, `Busy` where
-    /// too many wait, `Closed` once `is_closing`, which is asked in here so that
-    /// [`PendingLooks::end`] finds everybody. Whether it waits.
+    /// Calls back after the next listing: with `Timeout` when none ended by the deadline, `Busy`
+    /// where too many wait, `Closed` once `is_closing`, which is called under the lock so that
+    /// [`PendingLooks::end`] finds every caller. Whether it waits.
     pub(crate) fn add(
         &self,
         deadline: MonotonicTime,
@@ -42,7 +42,7 @@ impl PendingLooks {
         let error = if is_closing() {
             closed()
         } else if waiting.next.len() >= MOST {
-            let text = "too many reads wait for a look at what others have stored";
+            let text = "too many reads wait for a listing of what others have stored";
             Error::new(ErrorKind::Busy, text)
         } else {
             waiting.next.push((deadline, done));
@@ -53,8 +53,8 @@ impl PendingLooks {
         false
     }
 
-    /// Those whose time is over are told so, however long the look takes; when the next ones are
-    /// late, if any wait.
+    /// Calls back those whose deadline has passed, however long the listing takes; the next
+    /// deadline, if any wait.
     pub(crate) fn end_late(&self, now: MonotonicTime) -> Option<MonotonicTime> {
         let mut waiting = self.0.lock();
         let Waiting { next, now: looking } = &mut *waiting;
@@ -70,13 +70,13 @@ impl PendingLooks {
             .min();
         drop(waiting);
         for (_, done) in late {
-            let text = "nobody has looked in time at what others have stored";
+            let text = "what others have stored was not listed in time";
             done(Err(Error::new(ErrorKind::Timeout, text)));
         }
         soonest
     }
 
-    /// All are told, once the store closes, that no look will come.
+    /// Calls all of them back, once the store closes.
     pub(crate) fn end(&self) {
         let Waiting { next, now } = std::mem::take(&mut *self.0.lock());
         for (_, done) in next.into_iter().chain(now) {
@@ -84,26 +84,26 @@ impl PendingLooks {
         }
     }
 
-    /// Whether somebody waits for the next look.
+    /// Whether a caller waits for the next listing.
     pub(crate) fn is_asked(&self) -> bool {
         !self.0.lock().next.is_empty()
     }
 
-    /// A look begins, one at a time; whether somebody waits for it.
+    /// A listing begins, one at a time; whether a caller waits for it.
     pub(crate) fn begin(&self) -> bool {
         let mut waiting = self.0.lock();
         waiting.now = std::mem::take(&mut waiting.next);
         !waiting.now.is_empty()
     }
 
-    /// The look has ended: those who waited for it, to be told with no lock held.
+    /// The listing has ended: the callers that waited for it, to be called back without a lock.
     pub(crate) fn looked(&self) -> Looked {
         Looked(std::mem::take(&mut self.0.lock().now))
     }
 }
 
 impl Looked {
-    /// Tells them what came of it.
+    /// Calls them back with its outcome.
     pub(crate) fn tell(self, result: &Result<()>) {
         self.0
             .into_iter()

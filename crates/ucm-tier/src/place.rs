@@ -1,5 +1,5 @@
-//! A place that is no directory, as tools see it: what lies there, and its removal. Engines have no
-//! use for this.
+//! A place that is no directory, as tools see it: the objects there, and their removal. Engines do
+//! not use this.
 
 use ucm_core::{BlockId, MissReason, Part, Result, limits};
 use ucm_record::RecordHeader;
@@ -17,7 +17,7 @@ pub struct Item {
     pub name: String,
     /// Bytes.
     pub len: u64,
-    /// When it was last used, ns of Unix time, as far as the place tells; 0 where it never does.
+    /// When it was last used, ns of Unix time, as far as the place has it; 0 where it never does.
     pub used_ns: u64,
     /// What changes when it is replaced; empty where nothing does.
     pub version: String,
@@ -42,10 +42,10 @@ pub trait Place: Send + Sync {
     /// Everything that lies there, of every namespace.
     fn list(&self) -> Result<Vec<Item>>;
 
-    /// Bytes of what has this name, fewer where it ends before; none where there is nothing.
+    /// Bytes of the object of this name, fewer where it ends before; `None` where there is none.
     fn read(&self, name: &str, start: u64, len: u64) -> Result<Option<Vec<u8>>>;
 
-    /// Removes something of ours; false where it is gone, or was used or replaced since it was
+    /// Removes one of our objects; false where it was removed, used or replaced since it was
     /// listed.
     fn remove(&self, item: &Item) -> Result<bool>;
 }
@@ -68,7 +68,7 @@ pub struct SegmentListing {
 pub enum SegmentTail {
     /// The whole footer.
     Listed(SegmentListing),
-    /// The footer has so many bytes, and begins before them.
+    /// The footer has this many bytes, and begins before the tail.
     Longer(u64),
 }
 

@@ -1,10 +1,8 @@
-//! A bucket and the client for it: what is asked of it, and what its errors are here.
+//! A bucket: the calls of its client, with bounds on every answer, and its errors as ours.
 //!
 //! The client tries a request again a few times where that can help (a busy server, a lost
-//! connection), with growing pauses; the deadline of the caller that waits ends all of it. Of an
-//! answer that reports an error its status and code are kept ([`super::http`]): the answer itself
-//! may repeat whose key was used. No answer is longer than what was asked for, and a listing ends
-//! where a page brings nothing new.
+//! connection), with growing pauses; the deadline of the caller that waits ends all of it. No
+//! answer is longer than was requested, and a listing ends where a page brings nothing new.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -34,7 +32,8 @@ use crate::secret_file;
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 const TRIED_FOR: Duration = Duration::from_secs(30);
-/// Longest object that is put with one request, and the parts of a longer one: so many at once.
+/// Longest object that is put with one request, bytes, which is also the length of the parts of a
+/// longer one; and how many of them are sent at once.
 const PART: usize = 16 << 20;
 const PARTS_AT_ONCE: usize = 4;
 /// Most objects that one listing names, and bytes of their names and tags.
@@ -48,7 +47,7 @@ const TOKEN: usize = 8 << 10;
 /// Pages without an object one after the other, which some servers send between others (Azure
 /// documents it).
 const EMPTY_PAGES: u32 = 8;
-/// What servers call it when there is no room.
+/// The codes of servers that have no room.
 const FULL: [&str; 6] = [
     "507 Insufficient Storage",
     "InsufficientCapacity",
@@ -58,9 +57,9 @@ const FULL: [&str; 6] = [
     "StorageQuotaExceeded",
 ];
 
-/// Where the client asks for keys when it was given none: services of the vendor's own machines.
+/// Where the client requests keys when none are configured: services of the vendor's own machines.
 const NO_KEYS: [&str; 2] = ["//169.254.169.254", "//metadata.google.internal"];
-/// How servers say that they do not know a condition of a put.
+/// The answers of servers that do not know a condition of a put.
 const NO_CONDITIONS: [&str; 4] = [
     "501 Not Implemented",
     "405 Method Not Allowed",
@@ -95,7 +94,7 @@ pub(super) struct Url<'a> {
 }
 
 impl<'a> Url<'a> {
-    /// `Config` for what is no such URL.
+    /// `Config` where `url` is not of this form.
     pub(super) fn parse(url: &'a str) -> Result<Self> {
         let wrong = || {
             let text = "a bucket is written s3://bucket/prefix, az://container/prefix or \
@@ -224,7 +223,7 @@ impl Bucket {
             .with_http_connector(connector)
             .with_retry(retry)
             .with_conditional_put(S3ConditionalPut::ETagMatch)
-            // Over TLS a second checksum of what has its own is not worth its time.
+            // Over TLS a second checksum is not worth its time: records have their own.
             .with_unsigned_payload(
                 !place
                     .endpoint
@@ -310,7 +309,7 @@ impl Bucket {
     }
 
     /// A stretch of an object, as it arrives; fewer bytes where the object ends before. The caller
-    /// takes no more than were asked for. `NotFound` where there is none.
+    /// takes no more than it requested. `NotFound` where there is none.
     pub(super) async fn stream(&self, path: &Path, range: Range<u64>) -> Result<Pieces> {
         let extensions = Most::streamed(range.end - range.start);
         self.pieces(path, range, extensions).await
@@ -322,7 +321,7 @@ impl Bucket {
         let pieces = self.pieces(path, range, Most::collected(most + 1)).await?;
         let bytes = self.collect(path, pieces, most).await?;
         bytes.ok_or_else(|| {
-            let text = "the object store sends more than the stretch that was asked for";
+            let text = "the object store sends more than the range that was requested";
             Error::new(ErrorKind::Io, text).with("object", one_line(path.as_ref()))
         })
     }
@@ -403,9 +402,9 @@ impl Bucket {
         }
     }
 
-    /// Puts a large object under a name that no one else uses: in parts, several at once, where it
-    /// is longer than one. It is there whole or not at all; what was sent of one that is given up
-    /// is removed.
+    /// Puts a large object under a name that no other writer uses: in parts, several at once, where
+    /// it is longer than one. It is there whole or not at all; the parts of one that is given up
+    /// are removed.
     pub(super) async fn put_large(
         &self,
         path: &Path,
@@ -464,8 +463,8 @@ impl Bucket {
         self.client.is_ordered
     }
 
-    /// Adds to `found` what lies below a prefix, from behind this name on if one is given, as it
-    /// arrives: what was found stays where this fails, or the caller waits no longer. It is in
+    /// Adds to `found` the objects below a prefix, from behind this name on if one is given, as
+    /// they arrive: they stay there where this fails, or the caller waits no longer. They are in
     /// order of names where [`Bucket::is_ordered`]. False where it ends at the `most` first ones.
     /// `Io` where a page brings nothing new and names another page.
     pub(super) async fn list_into(
@@ -495,7 +494,7 @@ impl Bucket {
             let page = page.map_err(|error| self.failed(prefix, &error))?;
             let objects = page.result.objects;
             let first = objects.iter().map(|meta| &meta.location).max().cloned();
-            // Without an order only another token, and the limits, tell that a listing goes on.
+            // Without an order only another token, and the limits, show that a listing continues.
             let came_on = !self.client.is_ordered || first > last;
             let is_empty = objects.is_empty();
             for meta in objects {
@@ -530,7 +529,7 @@ impl Bucket {
         }
     }
 
-    /// What is told of an object; nothing where there is none.
+    /// Metadata of an object; nothing where there is none.
     pub(super) async fn head(&self, path: &Path) -> Result<Option<ObjectMeta>> {
         match self.client.store.head(path).await {
             Ok(meta) => Ok(Some(meta)),
@@ -539,8 +538,8 @@ impl Bucket {
         }
     }
 
-    /// Removes an object; one that is gone is no error. `Unhealthy` where the server answers that
-    /// these keys may not delete.
+    /// Removes an object; it is no error where there is none. `Unhealthy` where the server answers
+    /// that these keys may not delete.
     pub(super) async fn delete(&self, path: &Path) -> Result<()> {
         match self.client.store.delete(path).await {
             Ok(()) | Err(object_store::Error::NotFound { .. }) => Ok(()),
@@ -615,8 +614,7 @@ impl Bucket {
         at(Error::new(kind, text)).caused_by(told)
     }
 
-    /// The same of a write or a removal. A server that refuses it has answered: what it has can be
-    /// read.
+    /// The same of a write or a removal. A server that refuses it has answered: reading goes on.
     fn write_failed(&self, path: &Path, error: &object_store::Error) -> Error {
         let failed = self.failed(path, error);
         let refused = matches!(error, object_store::Error::PermissionDenied { .. });
@@ -640,8 +638,8 @@ fn has_no_conditions(error: &object_store::Error) -> bool {
     ) || NO_CONDITIONS.iter().any(|refusal| told.0.contains(refusal))
 }
 
-/// An upload that was begun and not completed: what was sent of it is removed, or it would lie
-/// there unseen for ever.
+/// An upload that was begun and not completed: its parts are removed, or they would lie there
+/// unseen for ever.
 struct Upload(Option<Box<dyn MultipartUpload>>);
 
 impl Drop for Upload {

@@ -1,6 +1,5 @@
-//! The removal of what has to go: the process that counts lists everything below the prefix,
-//! removes the oldest use down to the low watermark and what is older than `expire_after`, and
-//! writes down what is left.
+//! Removal: the process that counts lists everything below the prefix, removes segments by oldest
+//! use down to the low watermark and those older than `expire_after`, and writes down the rest.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -20,7 +19,7 @@ use super::uses::read_uses;
 use super::{AT_ONCE, ObjectConfig};
 use crate::blobs::BlobName;
 
-/// Use of the limit above which the oldest goes, and down to which.
+/// Use of the limit above which the oldest are removed, and down to which, percent.
 const HIGH: u64 = 95;
 const LOW: u64 = 85;
 /// Time between two counts where nothing is short, least time between two others, and time between
@@ -30,7 +29,7 @@ const LEAST_PAUSE: Duration = Duration::from_millis(250);
 const SPEAK_AGAIN: Duration = Duration::from_secs(60);
 /// How long a count may take.
 const COUNT: Duration = Duration::from_secs(90);
-/// How often one count chooses others in place of what it could not remove.
+/// How often one count chooses others in place of segments that it could not remove.
 const ROUNDS: usize = 8;
 /// How long the object with a writer's uses is kept, at least.
 const USES_KEPT: Duration = Duration::from_secs(7 * 24 * 3600);
@@ -49,7 +48,7 @@ struct Contents {
 }
 
 impl Space {
-    /// One turn: reports what was used, counts and makes room. When the next is due.
+    /// One turn: reports the use, counts and makes room. When the next is due.
     pub(super) fn turn(&self) -> MonotonicTime {
         let now = self.remote.clock.now();
         if !self.may_write() {
@@ -112,8 +111,8 @@ impl Space {
         self.remote.has_conditions() && bound > state.limit / 100 * HIGH
     }
 
-    /// Counts what lies below the prefix and removes what has to go. An error where another writer
-    /// does.
+    /// Counts the bytes below the prefix and removes segments that have to go. An error where
+    /// another writer counts.
     fn count(&self, deadline: MonotonicTime) -> Result<()> {
         let before = if self.remote.has_conditions() {
             Some(self.begin_count(deadline)?)
@@ -178,8 +177,7 @@ impl Space {
         begun?.map(|(before, _)| before).ok_or_else(other)
     }
 
-    /// Which segments have to go: what was not used for too long, then the oldest use above the
-    /// limit.
+    /// Segments to remove: those not used for too long, then the oldest use above the limit.
     fn choose(&self, contents: &Contents) -> Vec<(Path, u64)> {
         let used = |segment: &BlobName| {
             let told = contents.used.get(segment).copied().unwrap_or(0);
@@ -208,8 +206,9 @@ impl Space {
         gone
     }
 
-    /// Removes these segments, and what is stale: how many went, and their bytes. One that cannot
-    /// be removed (a lock on it, no right) stays, counts on, and others go in its place.
+    /// Removes these segments, and stale objects: the segments that were removed, and their bytes.
+    /// One that cannot be removed (a lock on it, no right) still counts, and others are removed in
+    /// its place.
     fn remove(
         &self,
         segments: Vec<(Path, u64)>,

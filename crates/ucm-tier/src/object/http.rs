@@ -210,12 +210,12 @@ impl Service {
     }
 }
 
-/// A body that reports no length, and fails behind the bytes that were asked for.
+/// A body that reports no length, and fails behind the bytes that were requested.
 struct Bounded {
     body: HttpResponseBody,
     most: u64,
     left: u64,
-    /// A piece was longer than what was left.
+    /// A piece was longer than the rest of these bytes.
     cut: bool,
     /// Its share of the store's limit, until it ends.
     room: Option<OwnedSemaphorePermit>,

@@ -19,8 +19,8 @@ use crate::place::{Item, Place, Room};
 
 /// How long one call may take.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// How old what is known of uses may be when something is removed; writers tell theirs once a
-/// minute at most.
+/// How old the known uses may be when something is removed; a writer writes its own once a minute
+/// at most.
 const LOOK_AGAIN: Duration = Duration::from_secs(10);
 
 /// See the module.
@@ -29,7 +29,7 @@ pub(crate) struct ObjectPlace {
     names: Names,
     runtime: Arc<Runtime>,
     clock: Arc<dyn Clock>,
-    /// When segments were last used, and when that was looked up.
+    /// When segments were last used, and when that was read.
     uses: Mutex<Option<(MonotonicTime, HashMap<BlobName, u64>)>>,
 }
 
@@ -46,7 +46,7 @@ impl ObjectPlace {
         })
     }
 
-    /// When a segment was last used, as its writers tell, and as was looked up a moment ago at
+    /// When a segment was last used, as its writers wrote it down and as was read a moment ago at
     /// most.
     async fn used(&self, segment: BlobName) -> Result<Option<u64>> {
         let now = self.clock.now();
@@ -55,8 +55,8 @@ impl ObjectPlace {
         {
             return Ok(used.get(&segment).copied());
         }
-        let told = self.bucket.list(&self.names.all_uses()).await?;
-        let used = read_uses(&told, &self.bucket, &self.names).await;
+        let listed = self.bucket.list(&self.names.all_uses()).await?;
+        let used = read_uses(&listed, &self.bucket, &self.names).await;
         let found = used.get(&segment).copied();
         *self.uses.lock() = Some((now, used));
         Ok(found)
@@ -87,14 +87,14 @@ impl Place for ObjectPlace {
         })?;
         let item = |meta: object_store::ObjectMeta| {
             let segment = self.names.parse_segment(&meta.location);
-            let told = segment
+            let used = segment
                 .and_then(|segment| used.get(&segment).copied())
                 .unwrap_or(0);
             Item {
                 path: self.names.path_in_a_root(&meta.location),
                 name: meta.location.to_string(),
                 len: meta.size,
-                used_ns: told
+                used_ns: used
                     .max(segment.map_or_else(|| time_of(&meta), |segment| segment.sealed_ns)),
                 version: meta.e_tag.unwrap_or_default(),
             }
@@ -133,8 +133,7 @@ impl Place for ObjectPlace {
             let Some(now) = self.bucket.head(&path).await? else {
                 return Ok(false);
             };
-            // Some servers list no tags; what is put once and never changed has its length at
-            // least.
+            // Some servers list no tags; an object that never changes has its length at least.
             let is_another = match item.version.is_empty() {
                 true => now.size != item.len,
                 false => now.e_tag.unwrap_or_default() != item.version,

@@ -99,7 +99,8 @@ impl<B: Blobs> SegmentCache<B> {
         self.index.find(id).is_some()
     }
 
-    /// Forgets records in this process: how many it had. Their bytes stay until their segment goes.
+    /// Forgets records in this process: how many it had. Their bytes stay until their
+    /// segment is removed.
     pub(crate) fn delete(&self, ids: &[BlockId]) -> usize {
         let mut removed = 0;
         for &id in ids {
@@ -116,13 +117,13 @@ impl<B: Blobs> SegmentCache<B> {
             .collect()
     }
 
-    /// The changes of what only this process can read, since the last call.
+    /// The changes of the records that only this process can read, since the last call.
     pub(crate) fn locally_visible(&self, now: MonotonicTime) -> LocallyVisible {
         self.locally_visible.take(now)
     }
 
-    /// Reads the footers of these segments. Two kinds of failure: of the medium, and of what lies
-    /// there.
+    /// Reads the footers of these segments. The outer error is the medium's, the inner one that of
+    /// the bytes.
     pub(crate) fn footers(
         &self,
         of: &[BlobMeta],

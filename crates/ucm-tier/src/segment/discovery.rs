@@ -45,7 +45,7 @@ pub(crate) struct SegmentDiscovery {
     pub(super) looks: PendingLooks,
     /// When the log last said that the end of a segment cannot be read.
     logged_unreadable: Mutex<Option<MonotonicTime>>,
-    /// When segments that no one reads were last closed.
+    /// When unused segments were last closed.
     closed: Mutex<Option<MonotonicTime>>,
     recheck: Recheck,
     /// Notified when the next listing is due.
@@ -162,8 +162,8 @@ impl SegmentDiscovery {
         );
     }
 
-    /// Closes segments that no one has read for a while: one that was removed by another process
-    /// must not hold its space, and a share can be unmounted then.
+    /// Closes segments that were not read for a while: one that was removed by another process must
+    /// not hold its space, and a share can be unmounted then.
     fn close_unused(&self) {
         let now = self.files.shared.clock.now();
         let mut closed = self.closed.lock();
@@ -174,7 +174,7 @@ impl SegmentDiscovery {
         }
     }
 
-    /// The outcome, or nothing behind a symbolic link: what it leads to is not ours to read.
+    /// The outcome, or nothing behind a symbolic link, which is not followed.
     fn unless_linked<T: Default>(&self, found: Result<T>) -> Result<T> {
         match found {
             Err(error) if is_link(&error) => {

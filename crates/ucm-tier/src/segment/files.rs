@@ -86,7 +86,7 @@ impl SegmentFiles {
         Ok(())
     }
 
-    /// Reads a piece of a file; `None` when the file is gone.
+    /// Reads a piece of a file; `None` when there is none.
     pub(super) fn read_piece(
         &self,
         path: PathBuf,
@@ -111,7 +111,7 @@ impl SegmentFiles {
         self.shared.call(deadline, create)
     }
 
-    /// Metadata of segments; none of one that is gone.
+    /// Metadata of segments; `None` of one that was removed.
     pub(super) fn stat(
         &self,
         names: impl Iterator<Item = SegmentName>,
@@ -134,7 +134,7 @@ impl SegmentFiles {
         match self.shared.call(deadline, stat)? {
             Some(meta) => Ok(meta.mtime_ns),
             None => {
-                let text = "a private file of our own is gone";
+                let text = "a private file of our own was removed";
                 Err(Error::new(ErrorKind::NotFound, text))
             }
         }
@@ -221,7 +221,7 @@ impl Blobs for SegmentFiles {
                 let len = (range.end - range.start) as usize;
                 let read = move |io: &IoJob| match io.read_piece(&path, range.start, len, mode)? {
                     Some(piece) => Ok(piece),
-                    None => Err(Error::new(ErrorKind::NotFound, "this segment is gone")),
+                    None => Err(Error::new(ErrorKind::NotFound, "this segment was removed")),
                 };
                 self.shared.io.begin(LANE_LOOKUP, deadline, read)
             })

@@ -160,7 +160,7 @@ pub(crate) fn decode_head(bytes: &[u8]) -> Result<(Owner, Process), MissReason> 
     Ok((owner, process))
 }
 
-/// Length of the footer of a segment with so many records, bytes.
+/// Length of the footer of a segment with this many records, bytes.
 pub(crate) fn footer_len(entries: usize) -> u64 {
     round_up((entries * ENTRY_LEN + TRAILER_LEN) as u64, PAGE)
 }

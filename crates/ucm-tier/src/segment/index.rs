@@ -1,15 +1,14 @@
-//! Where every record of a namespace lies, in memory: a lookup is answered from here without a
-//! system call.
+//! Where every record of a namespace lies, in memory: a lookup needs no system call.
 //!
 //! A block costs 24 bytes in a hash table (its id, the number of its segment, its page there and a
 //! small number for its length) and one byte of the table's own: 25 bytes at 7/8 full, 57 right
 //! after the table doubled, so at most 64 with everything else that grows with blocks. Tables are
 //! split by id, so that growing one copies a 64th.
 //!
-//! A segment that is gone leaves at once, its blocks later: the thread that meets one of a segment
-//! that is not there takes it out, and a sweep takes the rest. Of several copies the newest counts,
-//! by the time its segment was sealed and then by that segment's name, so that all who know the
-//! same segments take the same copy. [`stats`]: what a segment is still good for.
+//! A segment that was removed leaves at once, its blocks later: a thread that finds a block of such
+//! a segment takes it out, and a sweep takes out the rest. Of several copies the newest counts, by
+//! the time its segment was sealed and then by that segment's name, so that all processes that know
+//! the same segments read the same copy. [`stats`]: how much of a segment is still read.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -31,7 +30,7 @@ const PAGE_BITS: u32 = 20;
 /// Other copies remembered for one block.
 const MAX_COPIES: usize = 3;
 
-/// Blocks of vanished segments that no one minds.
+/// Blocks of removed segments below which nothing is swept.
 const FEW_DEAD: u64 = 1024;
 
 /// Number of a segment in this process; never used again.
@@ -60,7 +59,7 @@ pub(crate) struct Hit {
     pub(crate) sealed_ns: u64,
 }
 
-/// What is told of a segment when it is taken up.
+/// A segment as it is added.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Known {
     pub(crate) name: SegmentName,
@@ -68,8 +67,8 @@ pub(crate) struct Known {
     pub(crate) part: Part,
     /// Whether only its writer knows it yet.
     pub(crate) private: bool,
-    /// By which the newer of two copies is told: the time it was sealed, by its writer's clock, ns
-    /// of Unix time.
+    /// The time it was sealed, by its writer's clock, ns of Unix time: of two copies the later one
+    /// is the newer.
     pub(crate) sealed_ns: u64,
     /// Time of the last use of any of its records, ns of Unix time, as far as is known here.
     pub(crate) used_ns: i64,
@@ -77,19 +76,19 @@ pub(crate) struct Known {
     pub(crate) len: u64,
 }
 
-/// What is known of a segment.
+/// A segment in the index.
 #[derive(Debug)]
 struct Segment {
     known: Known,
     blocks: u64,
     /// Blocks of it that are not taken from here: another copy counts, or this one was dropped.
     passed_over: AtomicU64,
-    /// Pages of its records that were removed, to be kept by no one who gathers it.
+    /// Pages of its records that were removed: gathering leaves them out.
     removed: Mutex<HashSet<u32>>,
 }
 
 impl Segment {
-    /// What tells the newer of two copies.
+    /// The greater of two is the newer copy.
     fn order(&self) -> (u64, SegmentName) {
         (self.known.sealed_ns, self.known.name)
     }
@@ -118,14 +117,14 @@ pub(crate) struct Index {
     /// Blocks of segments that went since the last sweep.
     dead: AtomicU64,
     most: usize,
-    /// Records not taken up because there were too many, or because they do not fit a place.
+    /// Records not added because there were too many, or because their place cannot be packed.
     left_out: AtomicU64,
     /// Of these, those for which there was no room.
     no_room: AtomicU64,
 }
 
 impl Index {
-    /// An index of at most so many blocks.
+    /// An index of at most `most` blocks.
     pub(crate) fn new(most: usize) -> Self {
         Self {
             shards: std::array::from_fn(|_| RwLock::default()),
@@ -145,8 +144,7 @@ impl Index {
         &self.shards[usize::from(id.0[15]) % SHARDS]
     }
 
-    /// Takes up a segment: its number. One of that name that is known stays, and `None` is the
-    /// answer.
+    /// Adds a segment: its number. `None` where one of that name is known, which stays.
     pub(crate) fn begin(&self, known: Known) -> Option<SegmentNumber> {
         let mut segments = self.segments.write();
         if segments.by_name.contains_key(&known.name) {
@@ -170,7 +168,7 @@ impl Index {
         self.blocks.load(Ordering::Relaxed) < self.most || self.shard(id).read().contains_key(&id)
     }
 
-    /// Adds records to a segment that was taken up.
+    /// Adds records to a segment.
     pub(crate) fn add(&self, number: SegmentNumber, entries: &[Entry]) {
         let mut added = 0;
         for entry in entries {
@@ -210,7 +208,7 @@ impl Index {
             place
         };
         let Some(segment) = segments.known.get(&older.segment) else {
-            return; // it is gone
+            return; // it was removed
         };
         segment.pass_over();
         let mut copies = self.copies.lock();
@@ -300,7 +298,7 @@ impl Index {
         self.blocks.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// This copy is not one: it was refused, or never written.
+    /// Takes out a copy that was refused, or never written.
     pub(crate) fn drop_copy(&self, id: BlockId, hit: &Hit) {
         let packed = self.pack(&Entry {
             id,
@@ -316,8 +314,8 @@ impl Index {
         }
     }
 
-    /// Removes a record: none of its copies is one any more, and where their segments are gathered
-    /// they are left out. False where there was none.
+    /// Removes a record with all its copies; where their segments are gathered they are left out.
+    /// False where there was none.
     pub(crate) fn remove(&self, id: BlockId) -> bool {
         let mut any = false;
         while let Some(hit) = self.find(id) {
@@ -330,8 +328,7 @@ impl Index {
         any
     }
 
-    /// A private segment has its name now: when it was sealed, when it was used, how long its file
-    /// is.
+    /// A private segment got its name: when it was sealed and used, and the length of its file.
     pub(crate) fn named(&self, number: SegmentNumber, sealed_ns: u64, used_ns: i64, len: u64) {
         if let Some(segment) = self.segments.write().known.get_mut(&number) {
             let known = &mut segment.known;
@@ -340,7 +337,7 @@ impl Index {
         }
     }
 
-    /// A segment is gone; its blocks leave when they are met, or with the next sweep.
+    /// A segment was removed; its blocks leave when they are found, or with the next sweep.
     pub(crate) fn vanished(&self, number: SegmentNumber) {
         let mut segments = self.segments.write();
         if let Some(segment) = segments.known.remove(&number) {
@@ -349,7 +346,7 @@ impl Index {
         }
     }
 
-    /// Sweeps when an eighth of the blocks is of segments that are gone.
+    /// Sweeps when an eighth of the blocks is of removed segments.
     pub(crate) fn sweep_if_due(&self) {
         let dead = self.dead.load(Ordering::Relaxed);
         if dead > FEW_DEAD && dead > self.blocks() as u64 / 8 {
@@ -357,7 +354,7 @@ impl Index {
         }
     }
 
-    /// Takes out blocks whose segments are gone; table by table, so that no one waits long.
+    /// Takes out blocks of removed segments; table by table, so that no lookup waits long.
     fn sweep(&self) {
         self.dead.store(0, Ordering::Relaxed);
         for shard in &self.shards {

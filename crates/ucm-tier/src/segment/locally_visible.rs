@@ -1,15 +1,15 @@
-//! Which records this process can read and others may not have found yet, told as changes since the
-//! last time that the scheduler asked.
+//! Which records this process can read and others may not have found yet, as changes since the last
+//! call of the scheduler.
 //!
-//! A record is only locally visible from when it was written until others must have found its
-//! segment, a while after that got its name: the scheduler looks for it in a directory listing now
-//! and then, and between the two it must not be a miss. What is dropped, or never gets a name, is
-//! so no longer at once.
+//! A record is only locally visible from its write until others must have found its segment, a
+//! while after that got its name: the scheduler polls the medium now and then, and between two
+//! polls the record must not be a miss. A record that is dropped, or whose segment never gets a
+//! name, is not locally visible any more, at once.
 //!
-//! What is gained and lost between two questions is never told, and nothing stays so for a while
-//! before the first question, so nothing grows in a process that is never asked: at any time there
-//! are no more ids here than records in segments that have no name yet, those that were told of and
-//! lost since, and a bounded number published lately.
+//! A record that is gained and lost between two calls is never returned, and none stays for a while
+//! before the first call, so nothing grows in a process that never calls. At any time there are no
+//! more ids here than records in segments without a name, those returned and lost since, and a
+//! bounded number published lately.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
@@ -29,13 +29,13 @@ pub(crate) struct LocalChanges(Mutex<Inner>);
 
 #[derive(Default)]
 struct Inner {
-    /// Whether it was asked for once.
+    /// It was called once.
     asked: bool,
     fresh: HashSet<BlockId>,
-    told: HashSet<BlockId>,
+    returned: HashSet<BlockId>,
     lost: HashSet<BlockId>,
-    /// Published ones in the order in which they end, and when each of them does: what was written
-    /// again since, or dropped, is in the first only.
+    /// Published ones in the order in which they end, and when each of them does. A record that was
+    /// written again since, or dropped, is in the first only.
     leaving: VecDeque<(MonotonicTime, BlockId)>,
     ends: HashMap<BlockId, MonotonicTime>,
 }
@@ -46,8 +46,8 @@ impl LocalChanges {
         let mut inner = self.0.lock();
         inner.ends.remove(&id);
         if inner.lost.remove(&id) {
-            inner.told.insert(id); // lost and found again: nothing to tell
-        } else if !inner.told.contains(&id) {
+            inner.returned.insert(id); // lost and found again: no change
+        } else if !inner.returned.contains(&id) {
             inner.fresh.insert(id);
         }
     }
@@ -58,7 +58,7 @@ impl LocalChanges {
         if !inner.asked {
             return inner.end(id);
         }
-        if inner.fresh.contains(&id) || inner.told.contains(&id) {
+        if inner.fresh.contains(&id) || inner.returned.contains(&id) {
             inner.ends.insert(id, found);
             inner.leaving.push_back((found, id));
             if inner.leaving.len() > MOST_LEAVING {
@@ -97,7 +97,7 @@ impl LocalChanges {
         };
         for id in &news.gained {
             inner.fresh.remove(id);
-            inner.told.insert(*id);
+            inner.returned.insert(*id);
         }
         for id in &news.lost {
             inner.lost.remove(id);
@@ -108,7 +108,7 @@ impl LocalChanges {
 
 impl Inner {
     fn end(&mut self, id: BlockId) {
-        if !self.fresh.remove(&id) && self.told.remove(&id) {
+        if !self.fresh.remove(&id) && self.returned.remove(&id) {
             self.lost.insert(id);
         }
     }

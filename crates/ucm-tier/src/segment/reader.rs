@@ -144,7 +144,7 @@ impl<B: Blobs> SegmentCache<B> {
         if !read.looked {
             return Outcome::Moved(read);
         }
-        // The scheduler may have been told that it can be read here.
+        // The scheduler may take it for readable here.
         self.locally_visible.lost(read.id);
         let text = "this record is in no segment";
         let missing = Error::new(ErrorKind::NotFound, text).with("block", read.id);

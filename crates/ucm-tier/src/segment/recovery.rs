@@ -1,10 +1,9 @@
-//! What dead writers left: the whole records of their private segments are copied into a segment of
-//! our own.
+//! Private segments of dead writers: their complete records are copied into a segment of our own.
 //!
 //! A private file belongs to its writer alone. To others it is dead when its head names a process
-//! of this host that is gone, or when it was not written for ten minutes by the file server's own
-//! clock. The process that takes it up renames it first, to a private name of its own: of several
-//! that try one has it, and a writer that was only asleep finds its file gone and fails,
+//! of this host that has ended, or when it was not written for ten minutes by the file server's own
+//! clock. The process that recovers it renames it first, to a private name of its own: of several
+//! that try one succeeds, and a writer that was only asleep does not find its file and fails,
 //! harmlessly. It is copied and not sealed as it is, for a sleeper may still hold it open, and a
 //! segment that has a name is never written. A record counts only if its header and every checksum
 //! are right.
@@ -27,16 +26,16 @@ use super::format::{Entry, HEAD_LEN, MAX_ENTRIES, decode_head};
 use super::reclaim::reinsert::{Piece, Reinsertion};
 use super::reclaim::uses::Uses;
 
-/// Time between two looks for private segments.
+/// Time between two searches for private segments.
 const LOOK_AGAIN: Duration = Duration::from_secs(60);
 /// Silence after which the writer of a private segment is taken for dead.
 pub(super) const SILENCE_NS: i64 = 600_000_000_000;
-/// Most private segments taken up in one turn.
+/// Most private segments recovered in one turn.
 const PER_TURN: usize = 4;
-/// Bytes looked through at once for the beginnings of records.
+/// Bytes searched at once for the beginnings of records.
 const LOOK_AT: u64 = 1 << 20;
 
-/// Finds what dead writers left.
+/// Recovers the segments of dead writers.
 pub(super) struct Recovery<'a> {
     pub(super) cache: &'a SegmentCache<SegmentFiles>,
     pub(super) discovery: &'a SegmentDiscovery,
@@ -51,9 +50,9 @@ pub(super) struct Recovery<'a> {
 pub(super) type RecoveredAt = Mutex<Option<MonotonicTime>>;
 
 impl Recovery<'_> {
-    /// Takes over what dead writers left, if it is time to, as far as `most` bytes and the deadline
-    /// allow. A failure or what is not done by then is left to a later turn. A process that opens a
-    /// root waits for little of it, the discovery thread does the rest.
+    /// Makes a turn, if it is time to, as far as `most` bytes and the deadline allow. The rest, and
+    /// a failure, is left to a later turn. A process that opens a root waits for little of it; the
+    /// discovery thread does the rest.
     pub(super) fn run(&self, last: &RecoveredAt, most: u64) {
         let shared = &self.cache.blobs.shared;
         let now = shared.clock.now();
@@ -98,13 +97,13 @@ impl Recovery<'_> {
             };
             self.go_on()?;
             let Some(head) = self.read(files.private(name), 0, HEAD_LEN)? else {
-                continue; // sealed or removed meanwhile
+                continue; // sealed or removed since
             };
             let Ok((owner, process)) = decode_head(&head) else {
                 continue; // no segment, or not one yet
             };
             if owner.namespace != *config.identity.digest() || owner.part != config.part {
-                continue; // another rank takes it up, or its age does
+                continue; // another rank recovers it, or it is swept by its age
             }
             if process.is_gone() {
                 dead.push((name, meta));
@@ -123,10 +122,10 @@ impl Recovery<'_> {
     fn recover_segment(&self, dead: SegmentName, meta: &FileMeta) -> Result<()> {
         let (files, shared) = (&self.cache.blobs, &self.cache.blobs.shared);
         let claimed = files.private(files.next_name());
-        let before = shared.space.counts(); // one that runs meanwhile may see both copies
+        let before = shared.space.counts(); // a count that runs may see both copies
         let (from, to, ino) = (files.private(dead), claimed.clone(), meta.ino);
         if !shared.call(self.step(), move |io| io.rename(&from, &to, ino))? {
-            return Ok(()); // somebody else has it
+            return Ok(()); // another process has it
         }
         let found = self.whole_records(&claimed, meta.len)?;
         if !found.is_empty() {
@@ -213,8 +212,7 @@ impl Recovery<'_> {
         reinsertion.append(&pieces).map(|_| ())
     }
 
-    /// Between two steps: an error once the store closes, and those who wait for a look around get
-    /// one.
+    /// Between two steps: an error once the store closes; lists for callers that wait for that.
     fn go_on(&self) -> Result<()> {
         self.discovery.look_if_asked();
         self.cache.blobs.unless_closing()

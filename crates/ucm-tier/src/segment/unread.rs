@@ -48,7 +48,7 @@ impl UnreadSegments {
         }
     }
 
-    /// Forgets what waits: the next listing shows it again.
+    /// Forgets those that wait: the next listing shows them again.
     pub(crate) fn clear(&mut self) {
         self.queue.clear();
     }
@@ -108,8 +108,8 @@ impl UnreadSegments {
     }
 }
 
-/// A listing of all segments, which may take several turns: it finds those that are new, and those
-/// that are gone.
+/// A listing of all segments, which may take several turns: it finds new ones, and those that were
+/// removed.
 pub(crate) struct ListingAll {
     /// Segments of the index at its beginning that were not listed yet.
     missing: HashMap<SegmentName, SegmentNumber>,
@@ -128,7 +128,7 @@ impl ListingAll {
         }
     }
 
-    /// Takes what was listed further.
+    /// Takes further segments of the listing.
     pub(crate) fn take<B>(
         &mut self,
         cache: &SegmentCache<B>,
@@ -153,7 +153,7 @@ impl ListingAll {
         }
     }
 
-    /// All were listed: the segments that are gone, which leave the index.
+    /// All were listed: the segments that were removed, which leave the index.
     pub(crate) fn end<B>(
         self,
         cache: &SegmentCache<B>,

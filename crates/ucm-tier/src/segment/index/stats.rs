@@ -1,5 +1,5 @@
-//! What segments are still good for, as the index knows it: how much of one is taken from
-//! elsewhere, which are the oldest, and where one record stands among its copies.
+//! How much of each segment is still read, by the index: which records are read from newer copies,
+//! and where one record stands among its copies.
 
 use std::sync::atomic::Ordering;
 
@@ -48,7 +48,7 @@ pub(crate) enum CopyStatus {
     /// The same segment has it once more, and that one is read.
     Twice,
     /// An older one, or one that only this process sees, is read: this one was dropped here, or
-    /// came when an open segment had it already.
+    /// was found when an open segment had it already.
     Aside,
     /// It was removed here, and no other is known.
     Removed,
@@ -74,7 +74,7 @@ impl Index {
         public.map(take).collect()
     }
 
-    /// Records that were not taken up.
+    /// Records that were not added.
     pub(crate) fn left_out(&self) -> u64 {
         self.left_out.load(Ordering::Relaxed)
     }
@@ -84,7 +84,7 @@ impl Index {
         (self.no_room.load(Ordering::Relaxed), self.most)
     }
 
-    /// The number of the segment that was taken up last.
+    /// The number of the segment that was added last.
     pub(crate) fn last(&self) -> SegmentNumber {
         self.segments.read().last
     }

@@ -1,5 +1,5 @@
 //! Which segments are gathered: of about one age, so that removal still takes the oldest use first,
-//! and so many small ones that no record is copied often.
+//! and enough small ones that no record is copied often.
 
 use ucm_core::PAGE;
 
@@ -7,7 +7,7 @@ use crate::segment::index::stats::SegmentStats;
 
 /// Part of a full segment below which one is small.
 const SMALL: u64 = 4;
-/// How many times its own length what a segment is merged with must come to: so a record moves to a
+/// Least length of the merged segment, in lengths of each of its sources: a record moves to a
 /// segment several times as long whenever it is copied.
 const TIMES: u64 = 4;
 /// Most segments merged at once.
@@ -52,13 +52,13 @@ fn of_one_age(band: &[SegmentStats], room: u64) -> Vec<SegmentStats> {
         sparse += usize::from(segment.is_sparse());
         let grown = sum >= TIMES * segment.live() && number + 1 >= TIMES as usize;
         let full = sum >= room / 2 && number > 0;
-        // A sparse one is worth it alone: what is left of it is less than what goes.
+        // A sparse one is worth it alone: fewer bytes are copied than removed.
         if grown || full || sparse == number + 1 {
             best = number + 1;
         }
     }
     if best == 0 {
-        // None of the smaller ones goes with it, but a sparse one needs no company.
+        // No group is worth it; a sparse segment is gathered alone.
         return band
             .iter()
             .find(|segment| segment.is_sparse())

@@ -1,9 +1,9 @@
 //! One that reclaims at a time: a small private file of one name for each namespace and part, which
 //! only one writer can make.
 //!
-//! Its bytes are the head of a segment, so it says whose it is. The claim of somebody who is gone,
-//! or silent for as long as a dead writer is, is taken away by a rename, which one of several does.
-//! Two who reclaim the same all the same do no harm; the claim only saves the work.
+//! Its bytes are the head of a segment, so it names its owner. The claim of a process that has
+//! ended, or is silent for as long as a dead writer, is renamed away by one of the others. Two
+//! processes that reclaim the same segments do no harm; the claim only saves work.
 
 use std::path::PathBuf;
 
@@ -32,14 +32,14 @@ pub(super) struct Claim<'a> {
 }
 
 impl Drop for Claim<'_> {
-    /// It is somebody else's turn.
+    /// Ends this writer's turn.
     fn drop(&mut self) {
         let (reclaim, path) = (self.reclaim, self.path.clone());
         let remove = move |io: &IoJob| Ok(io.remove(&[path])?.iter().all(Result::is_ok));
         let step = reclaim.files.step();
         let gone = !self.held || reclaim.shared.call(step, remove).unwrap_or(false);
-        // What stays is known by its writer, or swept by its age. Where the medium is full no one
-        // is to make room for this.
+        // A file that stays is known by its writer, or swept by its age. No room is made for it
+        // where the medium is full.
         reclaim
             .shared
             .space
@@ -48,8 +48,8 @@ impl Drop for Claim<'_> {
 }
 
 impl<'a> Claim<'a> {
-    /// Makes it this writer's turn, the root being ours; `None` when it is another one's. What
-    /// others copied before is known by then.
+    /// Begins this writer's turn, if the root is ours; `None` during another writer's turn. The
+    /// segments that others made before are known when it returns.
     pub(super) fn take(reclaim: &'a Reclaim) -> Result<Option<Self>> {
         let (files, shared) = (&reclaim.files, &reclaim.shared);
         shared.check_marker(files.step())?;
@@ -84,12 +84,12 @@ impl<'a> Claim<'a> {
         }
     }
 
-    /// Takes a claim away that no one holds any more; whether the way is free.
+    /// Renames a claim away whose owner has ended; whether a new one can be made.
     fn take_away(&self) -> Result<bool> {
         let (files, shared) = (&self.reclaim.files, &self.reclaim.shared);
         let path = self.path.clone();
         let Some(meta) = shared.call(files.step(), move |io| io.look(path))? else {
-            return Ok(true); // released a moment ago
+            return Ok(true); // released just now
         };
         let (path, mode) = (self.path.clone(), ReadMode::Default);
         let Some(head) = files.read_piece(path, 0, HEAD_LEN as usize, mode, files.step())? else {
@@ -97,7 +97,7 @@ impl<'a> Claim<'a> {
         };
         let held = match decode_head(&head) {
             Ok((owner, process)) => owner.name.writer != shared.config.writer && !process.is_gone(),
-            Err(_) => true, // being made, or by somebody who died at it
+            Err(_) => true, // being made, or its writer died while making it
         };
         let silent = |now: i64| now.saturating_sub(meta.mtime_ns) >= SILENCE_NS;
         if held && !silent(files.server_time(files.step())?) {

@@ -14,37 +14,34 @@ use super::{Reclaim, Sources, State};
 use crate::segment::index::SegmentNumber;
 use crate::segment::index::stats::{CopyStatus, SegmentStats};
 
-/// Most segments whose times are asked for in one look.
+/// Most segments whose times are read in one turn.
 const MOST_ASKED: usize = 1024;
-/// Part of the root's limit that may wait for removal beside what it was gathered into, and must be
-/// free for that.
+/// Part of the root's limit that gathered segments may take while they wait for their removal.
 const SHARE: u64 = 64;
-/// Use of the root's limit above which nothing is gathered, in percent. With what writers are
-/// granted ahead of their use that is where records are removed, and copies shall cost none its
-/// place.
+/// Use of the root's limit above which nothing is gathered, in percent. With the grants of writers
+/// records are removed from there on, and copies must not displace any.
 const FULL: u64 = 82;
 
 impl Reclaim {
-    /// Gathers once, if there is anything to gather, it is no one else's turn, and there is room.
+    /// Gathers once, if there are segments to gather, no other writer does, and there is room.
     /// Whether it did.
     pub(super) fn gather(&self, state: &mut State, room: u64) -> Result<bool> {
         self.files.unless_closing()?;
         if !self.has_room_to_gather(state, room)
-            || choose(&self.worth_a_look(state, room), room).is_empty()
+            || choose(&self.candidates(state, room), room).is_empty()
         {
             return Ok(false);
         }
         let Some(_claim) = Claim::take(self)? else {
             return Ok(false);
         };
-        match choose(&self.with_times(self.worth_a_look(state, room))?, room) {
+        match choose(&self.with_times(self.candidates(state, room))?, room) {
             chosen if chosen.is_empty() => Ok(false),
             chosen => self.gather_these(state, chosen).map(|()| true),
         }
     }
 
-    /// Whether there is room for a copy of a whole segment that costs no one else's records their
-    /// place.
+    /// Whether there is room for a copy of a whole segment that displaces no records.
     fn has_room_to_gather(&self, state: &State, room: u64) -> bool {
         let usage = self.shared.space.usage();
         let waiting: u64 = state.waiting().map(|segment| segment.len).sum();
@@ -52,9 +49,9 @@ impl Reclaim {
         waiting < (usage.capacity / SHARE).max(room) && usage.counted && !usage.paused && free
     }
 
-    /// Segments of this part that are small or sparse and were known at the last look, the youngest
+    /// Segments of this part that are small or sparse and were known at the last turn, the youngest
     /// use first.
-    fn worth_a_look(&self, state: &State, room: u64) -> Vec<SegmentStats> {
+    fn candidates(&self, state: &State, room: u64) -> Vec<SegmentStats> {
         let waiting: HashSet<SegmentNumber> =
             state.waiting().map(|segment| segment.number).collect();
         let mut all = self.index.stats();
@@ -70,7 +67,8 @@ impl Reclaim {
         all
     }
 
-    /// Appends what is still taken from these segments again, and has them removed after a while.
+    /// Appends the records that are still read from these segments again, and has the segments
+    /// removed after a while.
     fn gather_these(&self, state: &mut State, chosen: Vec<SegmentStats>) -> Result<()> {
         let (mut sources, mut relied) = (Sources::default(), BTreeSet::new());
         for segment in chosen {
@@ -109,11 +107,10 @@ impl Reclaim {
                 state.unfit.insert(only.number);
                 return Ok(());
             }
-            // As young as the youngest of them: they may be used meanwhile.
+            // As young as the youngest of them: they may be used until then.
             let made = self.append_again(&sources, &sources.segments)?;
             relied.extend(made.number);
-            // What is damaged, as far as can be seen, or not for this writer to verify goes by its
-            // age.
+            // Segments that look damaged, or that this writer cannot verify, are removed by age.
             sources
                 .segments
                 .retain(|segment| !made.unsound.contains(&segment.number));

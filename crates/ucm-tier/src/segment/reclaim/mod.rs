@@ -1,22 +1,22 @@
-//! Reclaiming, under readers: a segment goes, and what of it is still wanted is appended again
-//! before.
+//! Reclaiming, under readers: a segment is removed after its records that are still in use were
+//! appended to another one.
 //!
 //! * [`gather`]: many small segments become one, and of a segment most of whose records have newer
 //!   copies only the rest is kept ([`choose`]: which ones, by size and age).
-//! * [`relieve`]: while room is short, records in use ([`uses`]) outlive the segment that is next
-//!   to go for its age.
+//! * [`relieve`]: while room is short, records in use ([`uses`]) outlive a segment that is about to
+//!   be removed for its age.
 //! * [`claim`]: one of all writers of a namespace and part at a time; [`reinsert`]: the new
 //!   segment; [`retire`]: the old ones, a minute later.
 //!
-//! Nothing that has a name is changed. The old segments are left to those who still read there, and
-//! until they go they count as used. A process that dies in between leaves nothing behind: a
-//! private file is what dead writers leave in any case, and old segments all of whose records have
-//! newer copies are what any gathering removes.
+//! Nothing that has a name is changed. The old segments stay for readers for a while, and count as
+//! used until then. A process that dies in between does no harm: its private file is recovered like
+//! that of any dead writer, and old segments all of whose records have newer copies are removed by
+//! any later gathering.
 //!
 //! A copy is never taken for newer than it is: its segment counts as sealed a moment after the
-//! youngest of those it was made of, whatever any clock says. So all who see the same segments
-//! agree which copy is the newest, and that one is removed by no one who did not copy it, even
-//! where two gather the same segments at once.
+//! youngest of its sources, whatever the clock is. So all processes that see the same segments
+//! agree which copy is the newest, and only a process that copied it removes it, even where two
+//! gather the same segments at once.
 
 mod choose;
 mod claim;
@@ -51,16 +51,16 @@ use relieve::Relief;
 use retire::Retiring;
 use uses::Uses;
 
-/// Part of the time between two looks after which what is due is done and what is in use is looked
-/// after.
+/// Turns in the time between two searches for segments to gather.
 const TURNS: u32 = 12;
 
-/// What reclaiming goes by.
+/// How segments are reclaimed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Merging {
-    /// Bytes copied in a second at most; 0: nothing is.
+    /// Most bytes copied in a second; 0: nothing is.
     pub rate: u64,
-    /// Time between two looks for segments to gather, and how long a segment must be known before.
+    /// Time between two searches for segments to gather, and how long a segment must be known
+    /// before.
     pub look: Duration,
     /// How long segments stay after the one they were gathered into has its name.
     pub grace: Duration,
@@ -87,7 +87,7 @@ pub(super) struct Reclaim {
     config: Merging,
     state: Mutex<State>,
     pub(super) uses: Uses,
-    /// Rung when it is to end.
+    /// Notified when the thread is to end.
     pub(super) notify: Notify,
     /// Segments that were gathered into others, or had nothing left of their own.
     pub(super) gathered: AtomicU64,
@@ -95,15 +95,15 @@ pub(super) struct Reclaim {
     pub(super) reinserted: AtomicU64,
 }
 
-/// What only its thread knows.
+/// The state of its thread.
 #[derive(Default)]
 struct State {
     looked: Option<MonotonicTime>,
-    /// The segments that were known at the last look.
+    /// The last segment that was known at the last search.
     upto: SegmentNumber,
     /// Those that wait for their removal.
     retiring: Vec<Retiring>,
-    /// Those that cannot be gathered, as was seen when it was tried.
+    /// Those that could not be gathered when it was tried.
     unfit: HashSet<SegmentNumber>,
 }
 
@@ -114,7 +114,7 @@ impl State {
     }
 }
 
-/// Segments that go, and what of them is appended again.
+/// Segments that are to be removed, and their records that are appended again.
 #[derive(Default)]
 struct Sources {
     segments: Vec<SegmentStats>,
@@ -157,7 +157,7 @@ impl Reclaim {
             .retiring
             .extract_if(.., |retiring| retiring.due <= now)
         {
-            let _ = retiring.remove(self); // what stays is found again by a later turn
+            let _ = retiring.remove(self); // a later turn finds the rest again
         }
         Relief {
             reclaim: self,
@@ -165,7 +165,7 @@ impl Reclaim {
         }
         .turn();
         if state.looked.is_none_or(|at| now.since(at) >= merging.look) {
-            // What fails is tried again with the next look.
+            // A failure is tried again with the next search.
             while let Ok(true) = self.gather(&mut state, room) {}
             state.looked = Some(now);
             state.upto = self.index.last();
@@ -176,8 +176,8 @@ impl Reclaim {
         now.after((merging.look / TURNS).max(Duration::from_millis(1)))
     }
 
-    /// Adds a segment to those that go. `keep`: whether a record of it is appended again, and can
-    /// be found then.
+    /// Adds a segment to those that are removed. `keep`: whether a record of it is appended again,
+    /// and can be found then.
     fn add_source(
         &self,
         sources: &mut Sources,
@@ -201,7 +201,7 @@ impl Reclaim {
         sources.segments.push(stats);
     }
 
-    /// Appends what is kept of these segments again. `as_young_as`: as of [`Reinsertion`].
+    /// Appends the records that are kept again. `as_young_as`: as of [`Reinsertion`].
     fn append_again(&self, sources: &Sources, as_young_as: &[SegmentStats]) -> Result<Reinserted> {
         let begun = self.shared.clock.now();
         let reinsertion = Reinsertion {
@@ -216,8 +216,8 @@ impl Reclaim {
         reinsertion.append(&sources.pieces)
     }
 
-    /// Waits until so many bytes may have been copied since `begun`; an error when the store closes
-    /// or room runs out.
+    /// Waits until `bytes` may have been copied since `begun`; an error when the store closes or
+    /// room runs out.
     fn pace(&self, begun: MonotonicTime, bytes: u64) -> Result<()> {
         let span = u128::from(bytes) * 1_000_000_000 / u128::from(self.config.rate.max(1));
         let until = begun.after(Duration::from_nanos(
@@ -237,13 +237,13 @@ impl Reclaim {
         }
     }
 
-    /// The same with the times that the file system has: others use them too.
+    /// The same with the times of the file system, which other processes set too.
     fn with_times(&self, mut segments: Vec<SegmentStats>) -> Result<Vec<SegmentStats>> {
         let names = segments.iter().map(|segment| segment.name);
         let mut metas = self.files.stat(names)?.into_iter();
         segments.retain_mut(|segment| {
             let Some(meta) = metas.next().flatten() else {
-                return false; // gone
+                return false; // removed since
             };
             segment.used_ns = meta.mtime_ns;
             self.index.used(segment.number, meta.mtime_ns);
@@ -252,7 +252,7 @@ impl Reclaim {
         Ok(segments)
     }
 
-    /// Has these segments count as used at these times.
+    /// Sets the times of use of these segments.
     fn note_used(&self, used: &[(SegmentStats, i64)]) -> Result<()> {
         if used.is_empty() {
             return Ok(());
@@ -266,7 +266,7 @@ impl Reclaim {
             .call(self.files.step(), move |io| io.touch(&files).map(|_| ()))
     }
 
-    /// The footer of a segment; `None` when it is gone or cannot be used.
+    /// The footer of a segment; `None` when it was removed or cannot be used.
     fn footer_of(&self, segment: &SegmentStats) -> Result<Option<Footer>> {
         let name = segment.name;
         let meta = BlobMeta {

@@ -1,11 +1,9 @@
-//! Reinsertion: records that outlive their file are appended to a new segment of our own. What
-//! reclaiming keeps of segments that go and what recovery finds in those of dead writers goes this
-//! one way.
+//! Reinsertion: records that outlive their file are appended to a new segment of our own, both
+//! those that reclaiming keeps and those that recovery finds in files of dead writers.
 //!
-//! Every record is verified on its way, so what is copied is what was verified. The new segment
-//! gets its name with all of them or not at all; room for all of it is reserved first, like that of
-//! any other segment. It is none of those that take records of dumps: those are as new as the clock
-//! says, and are used now.
+//! Every record is verified before it is copied. The new segment gets its name with all of them or
+//! not at all; room for all of it is reserved first, as for any other segment. Dumps do not write
+//! to it: their records have the time of the clock, and are used now.
 
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -39,7 +37,7 @@ pub(in crate::segment) struct Piece {
 pub(in crate::segment) struct Reinsertion<'a> {
     pub(in crate::segment) cache: &'a SegmentCache<SegmentFiles>,
     pub(in crate::segment) uses: &'a Uses,
-    /// By which its records are told from other copies; `None`: now.
+    /// The time at which it counts as sealed, among other copies of its records; `None`: now.
     pub(in crate::segment) sealed_ns: Option<u64>,
     /// It is as young as the youngest of these is when it gets its name; none: it is used now.
     pub(in crate::segment) as_young_as: &'a [SegmentStats],
@@ -52,7 +50,7 @@ pub(in crate::segment) struct Reinsertion<'a> {
     pub(in crate::segment) until: MonotonicTime,
 }
 
-/// What came of it.
+/// The outcome.
 #[derive(Default)]
 pub(in crate::segment) struct Reinserted {
     /// The new segment, as the index knows it; `None`: not one record could be appended, and there
@@ -60,12 +58,12 @@ pub(in crate::segment) struct Reinserted {
     pub(in crate::segment) number: Option<SegmentNumber>,
     /// How many records are in it.
     pub(in crate::segment) records: u64,
-    /// Segments that had a record which is not whole, by two looks where it is damaged.
+    /// Segments that had a record which is not sound, by two reads where it is damaged.
     pub(in crate::segment) unsound: HashSet<SegmentNumber>,
 }
 
 impl Reinsertion<'_> {
-    /// Appends these records to a segment of our own and tells the index.
+    /// Appends these records to a segment of our own and takes it into the index.
     pub(in crate::segment) fn append(&self, pieces: &[Piece]) -> Result<Reinserted> {
         let files = &self.cache.blobs;
         let (name, space) = (files.next_name(), &files.shared.space);
@@ -79,7 +77,7 @@ impl Reinsertion<'_> {
         let mut done = Reinserted::default();
         let made = self.write(name, pieces, &mut copies, &mut done);
         let error = made.as_ref().err().map(|error| match error.kind() {
-            // No one is to make room for it.
+            // No room is made for copies.
             ErrorKind::NoSpace if !self.needed => {
                 Error::new(ErrorKind::Busy, "there is no room for copies")
             }
@@ -186,7 +184,8 @@ impl Reinsertion<'_> {
             .unwrap_or(0))
     }
 
-    /// Tells the index, and which of the records are in use; the finder may have been faster.
+    /// Takes the segment into the index, and which of its records are in use; discovery may have
+    /// been faster.
     fn take_up(&self, known: &Known, copies: &[(&Piece, Entry)]) -> Option<SegmentNumber> {
         let (index, uses) = (&self.cache.index, self.uses);
         let Some(number) = index.begin(*known) else {
@@ -205,8 +204,8 @@ impl Reinsertion<'_> {
         Some(number)
     }
 
-    /// Reads a record that is to be copied; `None` where it is not sound, or its file is gone. What
-    /// looks damaged is read once more past every cache before that is believed.
+    /// Reads a record that is to be copied; `None` where it is not sound, or its file was removed.
+    /// A damaged one is read once more past every cache.
     fn read(&self, piece: &Piece, done: &mut Reinserted) -> Result<Option<(RecordMeta, Vec<u8>)>> {
         let Entry { id, offset, len } = piece.entry;
         for mode in [ReadMode::Default, ReadMode::FreshDirect] {
@@ -228,7 +227,7 @@ impl Reinsertion<'_> {
         Ok(None)
     }
 
-    /// What a record says of itself, if it is sound. Its side shards go with it as they are.
+    /// The header of a record, if it is sound. Its side shards are copied as they are.
     fn verified(
         &self,
         id: BlockId,

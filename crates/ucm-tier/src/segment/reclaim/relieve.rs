@@ -1,9 +1,9 @@
 //! Records in use outlive their segment.
 //!
-//! While room is short a segment counts as used only where much of it is ([`super::uses`]). So one
-//! of which little is in use grows old, and when it is among the next to go its records in use are
-//! appended again to one that is as young as their use. What does not succeed counts as used whole
-//! again, as it does while there is room.
+//! While room is short a segment counts as used only where much of it is ([`super::uses`]). So a
+//! segment of which little is in use grows old. When it is among the next to be removed, its
+//! records in use are appended to a segment that is as young as their use. Where that fails, the
+//! segment counts as used again, as it does while there is room.
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
@@ -14,10 +14,9 @@ use super::claim::Claim;
 use super::{Reclaim, Sources};
 use crate::segment::index::stats::{CopyStatus, SegmentStats};
 
-/// Use of the limit, in percent, from which on room is short: a removal leaves little more than
-/// that.
+/// Use of the limit, in percent, from which on room is short: a removal leaves little more.
 const SHORT: u64 = 70;
-/// Part of the limit that is among the next to go: what one removal takes, and more.
+/// Part of the limit that is among the next to be removed: more than one removal takes.
 const NEXT: u64 = 4;
 
 /// The turn of a process whose room may be short.
@@ -28,7 +27,7 @@ pub(super) struct Relief<'a> {
 }
 
 impl Relief<'_> {
-    /// Checks whether room is short, and appends again what has to be.
+    /// Checks whether room is short, and appends records in use again.
     pub(super) fn turn(&self) {
         let (reclaim, shared) = (self.reclaim, &self.reclaim.shared);
         let usage = shared.space.usage();
@@ -59,7 +58,7 @@ impl Relief<'_> {
         let relieved =
             claim.and_then(|claim| claim.map_or(Ok(()), |_claim| self.relieve_these(&all)));
         if relieved.is_err() && reclaim.files.unless_closing().is_ok() {
-            let _ = self.renew(&all); // what cannot be told either is removed for its age
+            let _ = self.renew(&all); // else they are removed for their age
         }
     }
 
@@ -84,7 +83,7 @@ impl Relief<'_> {
             let used_since = known
                 .get(&segment.number)
                 .is_some_and(|used| *used < segment.used_ns);
-            // One that another one uses is not among the next to go.
+            // One that another process uses is not among the next.
             let footer = if used_since {
                 None
             } else {
@@ -125,7 +124,7 @@ impl Relief<'_> {
         Ok(())
     }
 
-    /// Has these segments count as used whole.
+    /// Sets the times of these segments, as of use now.
     fn renew(&self, segments: &[SegmentStats]) -> Result<()> {
         let shared = &self.reclaim.shared;
         let (recency, wall) = (&shared.recency, shared.clock.wall_ns());

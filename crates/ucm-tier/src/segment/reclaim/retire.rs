@@ -1,4 +1,4 @@
-//! Segments that wait for their removal after what they had was appended again: readers that found
+//! Segments that wait for their removal after their records were appended again: readers that found
 //! them before still read there.
 
 use std::collections::BTreeSet;
@@ -10,22 +10,22 @@ use super::Reclaim;
 use crate::segment::index::SegmentNumber;
 use crate::segment::index::stats::SegmentStats;
 
-/// Segments that go together.
+/// Segments that are removed together.
 pub(super) struct Retiring {
     pub(super) due: MonotonicTime,
     pub(super) segments: Vec<SegmentStats>,
-    /// Segments that have what these had, all of them: while one of them is gone, these stay.
+    /// Segments that have their records now: where one of these is missing, none is removed.
     pub(super) relied: BTreeSet<SegmentNumber>,
 }
 
 impl Retiring {
-    /// Removes them. What cannot be removed is found again by a later turn: nothing of it is
-    /// needed.
+    /// Removes them. Those that cannot be removed are found again by a later turn: nothing of them
+    /// is needed.
     pub(super) fn remove(&self, reclaim: &Reclaim) -> Result<()> {
         let (files, shared) = (&reclaim.files, &reclaim.shared);
         files.unless_closing()?;
         shared.check_marker(files.step())?;
-        // Somebody may have removed what the others were copied to: then these are all there is.
+        // The segment that they were copied to may have been removed: then only these are left.
         let mut relied = reclaim.index.stats();
         relied.retain(|segment| self.relied.contains(&segment.number));
         let there = files.stat(relied.iter().map(|segment| segment.name))?;
@@ -54,8 +54,8 @@ impl Retiring {
         Ok(())
     }
 
-    /// Who used one of these after it was copied meant the copy. `times`: those of the segments
-    /// relied on.
+    /// A use of one of these after it was copied is a use of the copy. `times`: those of the
+    /// segments relied on.
     fn pass_on_use(
         &self,
         reclaim: &Reclaim,

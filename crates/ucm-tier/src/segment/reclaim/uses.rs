@@ -1,11 +1,10 @@
-//! Which records are in use, and telling the file system: a segment has one time for all its
-//! records, so that of the latest use.
+//! Which records are in use. On the medium a segment has one time for all its records, that of the
+//! latest use.
 //!
-//! While room is short a few of them in use shall not keep all the others. Then it is only noted
-//! which those are, by the pages at which they begin, so that records of any length are told apart;
-//! they are appended again before their segment goes. Once a good part of a segment is in use it
-//! counts as used whole and is forgotten here, so that what is kept is a few bytes for each record
-//! in use.
+//! While room is short a few records in use must not keep all the others. Then they are only noted
+//! here, by the pages at which they begin, so that records of any length are distinct; they are
+//! appended again before their segment is removed. Once a good part of a segment is in use the time
+//! of all of it is set and it is forgotten here, so a few bytes are kept for each record in use.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -37,12 +36,12 @@ fn page(offset: u64) -> u32 {
 }
 
 impl Uses {
-    /// Whether segments will be removed for room, as was seen with the last turn.
+    /// Whether segments will be removed for room, by the last turn.
     pub(in crate::segment) fn is_room_short(&self) -> bool {
         self.short.load(Ordering::Relaxed)
     }
 
-    /// Room is short, or not any more; of segments that are not there nothing is kept.
+    /// Room is short, or not any more; forgets segments that are not there.
     pub(super) fn room_is_short(&self, short: bool, there: impl Fn(SegmentNumber) -> bool) {
         self.short.store(short, Ordering::Relaxed);
         self.pages.lock().retain(|segment, _| there(*segment));
@@ -73,7 +72,7 @@ impl Uses {
             .is_some_and(|pages| pages.contains(&page(offset)))
     }
 
-    /// The segment's own time says it now, or it is gone.
+    /// The segment has the time of its use now, or was removed.
     pub(super) fn forget(&self, segment: SegmentNumber) {
         self.pages.lock().remove(&segment);
     }
