@@ -19,6 +19,9 @@ use crate::backend::{Listed, LocallyVisible, Presence, WriteOptions, Written};
 use crate::blobs::{BlobMeta, Blobs};
 use crate::lengths::Lengths;
 
+#[cfg(test)]
+mod tests;
+
 /// Time between two messages that the index is full.
 const LOG_AGAIN: Duration = Duration::from_secs(600);
 
