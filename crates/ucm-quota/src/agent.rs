@@ -4,21 +4,24 @@
 //! It wakes about once a second, at once when the grant runs low, and ten times a second while a
 //! write waits for an answer. Every turn lists one small directory and reads what changed there.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use serde::Serialize;
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_infra::MonotonicTime;
+use ucm_infra::{MonotonicTime, WorkerPool};
+use ucm_io::FileMeta;
 
-use super::agent_state::{GrantsRead, HEARTBEAT_INTERVAL, LEASE, QuotaAgent};
-use super::count::Why;
-use super::documents::{Grants, Name, Note, hex};
-use super::documents_io::Look;
+use super::LANE_AGENT;
+use super::count::{Counter, Why};
+use super::documents::{Grants, Heartbeat, Name, Note, hex};
+use super::documents_io::{Look, SpaceFiles};
 use super::grant_table::{GrantTable, ahead};
 use super::remove::high;
-use super::writer_quota::{Answers, Free, HOLDS};
-use super::{LANE_AGENT, Quota, answer};
+use super::state::SpaceState;
+use super::writer_quota::{Answers, Free, HOLDS, answer};
 
 /// Time between two turns when nothing happens, and while a write waits for an answer.
 const IDLE: Duration = Duration::from_secs(1);
@@ -33,176 +36,291 @@ const TURN: Duration = Duration::from_secs(5);
 const COUNT_AGAIN: Duration = Duration::from_secs(3600);
 /// The same where age or a quota decides.
 const COUNT_RULES: Duration = Duration::from_secs(300);
-/// Pause after counts that could not do what was wanted; it doubles up to the longest.
-const VAIN: Duration = Duration::from_millis(50);
-const LONGEST_VAIN: Duration = Duration::from_secs(60);
+/// Pause after counts that freed too little; it doubles up to the longest.
+const BACKOFF: Duration = Duration::from_millis(50);
+const LONGEST_BACKOFF: Duration = Duration::from_secs(60);
 
 /// How long a medium may take until what was removed is free: btrfs and ZFS give it back with their
 /// next commit.
 const SETTLES: Duration = Duration::from_secs(30);
 
-impl Quota {
-    /// Starts the thread.
-    pub(super) fn start_agent(self: &Arc<Self>) {
-        let (weak, notify, clock) = (
-            Arc::downgrade(self),
-            self.notify.clone(),
-            Arc::clone(&self.clock),
-        );
-        let work = move || loop {
-            let seen = notify.seen();
-            let Some(space) = weak.upgrade() else { return };
-            if let Some(&until) = space.life.leaving.get() {
-                return space.resign(until);
-            }
-            let next = space.turn();
-            drop(space);
-            clock.sleep(&notify, seen, Some(next));
-        };
-        // A pool that is shut down keeps nothing any more.
-        let _ = self
-            .worker
-            .submit(LANE_AGENT, MonotonicTime::NEVER, work, |_| {});
+/// Time between heartbeats, and between two looks at the free space.
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(5);
+/// How long after its last heartbeat a collector may grant.
+const LEASE: Duration = Duration::from_secs(10);
+/// A note is read again after this, changed or not: a network file system may hide the change.
+const READ_AGAIN: Duration = Duration::from_secs(30);
+
+/// Silence after which a writer has no grant any more, by the collector's clock; twice what the
+/// writer allows itself.
+const SILENCE: Duration = Duration::from_secs(600);
+/// Time to resign in, at least: on a busy disk a document takes its time, and a writer that ends
+/// without a note is waited for.
+const RESIGN: Duration = Duration::from_secs(2);
+
+/// See the module.
+pub(super) struct QuotaAgent {
+    pub(super) state: Arc<SpaceState>,
+    pub(super) files: Arc<SpaceFiles>,
+    pub(super) counter: Arc<Counter>,
+    pub(super) watched: Watched,
+    pub(super) heartbeat_sequence: u64,
+    pub(super) heartbeat_at: MonotonicTime,
+    /// Notes of others, as last read.
+    pub(super) notes: BTreeMap<u64, Seen>,
+    /// When each writer last wrote a note.
+    pub(super) active: BTreeMap<u64, MonotonicTime>,
+    /// This writer's last note, and when it was written.
+    pub(super) note: Note,
+    pub(super) note_at: MonotonicTime,
+    pub(super) published: Option<Grants>,
+    pub(super) grants_read: Option<GrantsRead>,
+    pub(super) medium: Medium,
+    pub(super) counts: Counts,
+}
+
+/// The room on the medium, as the quota agent knows it.
+#[derive(Default)]
+pub(super) struct Medium {
+    /// When the free space was last read.
+    pub(super) measured: Option<MonotonicTime>,
+    /// It was full for a writer, and how often it had been for this writer.
+    pub(super) full: bool,
+    pub(super) own_full: u64,
+    pub(super) below_floor: bool,
+    /// Until when what was removed for the floor may not show yet.
+    pub(super) settles_until: MonotonicTime,
+}
+
+/// The counts of this process as collector, and when the next one makes sense.
+#[derive(Default)]
+pub(super) struct Counts {
+    /// One ended since this process opened the root.
+    pub(super) done: bool,
+    pub(super) last: MonotonicTime,
+    pub(super) not_before: MonotonicTime,
+    /// What all writers had begun when that was last seen to have changed, and when.
+    pub(super) reserved: u64,
+    pub(super) quiet_since: MonotonicTime,
+    /// Counts in a row that freed too little.
+    pub(super) failed: u32,
+    pub(super) trouble: Option<Error>,
+}
+
+/// The grants as a writer last read them.
+#[derive(Clone, Copy)]
+pub(super) struct GrantsRead {
+    pub(super) term: u64,
+    pub(super) meta: FileMeta,
+    pub(super) at: MonotonicTime,
+}
+
+impl GrantsRead {
+    /// Whether there may be others by now.
+    pub(super) fn is_old(&self, term: u64, meta: &FileMeta, now: MonotonicTime) -> bool {
+        self.term != term || self.meta != *meta || now.since(self.at) >= READ_AGAIN
+    }
+}
+
+/// A note of another writer, as last read.
+pub(super) struct Seen {
+    pub(super) meta: FileMeta,
+    pub(super) read_at: MonotonicTime,
+    pub(super) note: Note,
+}
+
+/// The collector of the highest term as a writer sees it.
+#[derive(Default)]
+pub(super) struct Watched {
+    pub(super) term: u64,
+    pub(super) sequence: u64,
+    /// When its sequence moved last, on this clock.
+    pub(super) moved: MonotonicTime,
+    pub(super) heartbeat: Option<Heartbeat>,
+    /// The writer of this process's last heartbeat.
+    pub(super) own_writer: String,
+    /// A term this process owns and has not begun yet.
+    pub(super) claimed: Option<u64>,
+}
+
+/// When a turn began, and by when its steps end.
+#[derive(Clone, Copy)]
+pub(super) struct Turn {
+    pub(super) now: MonotonicTime,
+    pub(super) deadline: MonotonicTime,
+}
+
+impl QuotaAgent {
+    pub(super) fn new(state: Arc<SpaceState>, counter: Arc<Counter>) -> Self {
+        Self {
+            files: Arc::clone(&state.files),
+            state,
+            counter,
+            watched: Watched::default(),
+            heartbeat_sequence: 0,
+            heartbeat_at: MonotonicTime::default(),
+            notes: BTreeMap::new(),
+            active: BTreeMap::new(),
+            note: Note::default(),
+            note_at: MonotonicTime::default(),
+            published: None,
+            grants_read: None,
+            medium: Medium::default(),
+            counts: Counts::default(),
+        }
     }
 
-    /// One look around; when to look next.
-    fn turn(self: &Arc<Self>) -> MonotonicTime {
-        let now = self.clock.now();
-        let mut agent = self.agent.lock();
-        if self.writer_quota.lock().renew(now, ucm_infra::random_u64) {
-            agent.note = Note::default();
+    /// Starts its thread on this pool; it ends with the pool's owner.
+    pub(super) fn start(mut self, worker: &Arc<WorkerPool>) {
+        let weak = Arc::downgrade(worker);
+        let work = move || loop {
+            let seen = self.state.notify.seen();
+            let Some(pool) = weak.upgrade() else { return };
+            if let Some(&until) = self.state.leaving.get() {
+                return self.resign(until);
+            }
+            let next = self.turn();
+            drop(pool);
+            let notify = &self.state.notify;
+            self.files.clock.sleep(notify, seen, Some(next));
+        };
+        // A pool that is shut down keeps nothing any more.
+        let _ = worker.submit(LANE_AGENT, MonotonicTime::NEVER, work, |_| {});
+    }
+
+    /// One turn; the time of the next one.
+    fn turn(&mut self) -> MonotonicTime {
+        let now = self.files.clock.now();
+        let random = ucm_infra::random_u64;
+        if self.state.writer_quota.lock().renew(now, random) {
+            self.note = Note::default();
         }
-        let looked = self.look_around(&mut agent, now);
+        let deadline = now.after(TURN);
+        let done = self.refresh(Turn { now, deadline });
         let mut answers = Answers::new();
-        let mut quota = self.writer_quota.lock();
-        let failed = looked.is_err();
-        quota.trouble = looked
-            .as_ref()
-            .err()
-            .or(agent.counts.trouble.as_ref())
-            .cloned();
-        let now = self.clock.now();
+        let mut quota = self.state.writer_quota.lock();
+        quota.trouble = match &done {
+            Err(error) => Some(error.clone()),
+            Ok(_) => self.counts.trouble.clone(),
+        };
+        let now = self.files.clock.now();
         quota.answer_waiting(now, &mut answers);
         let late = quota.next_late();
         drop(quota);
-        drop(agent);
         answer(answers);
-        let active = !failed && (late.is_some() || looked.unwrap_or_default());
+        let active = done.is_ok_and(|waits| waits || late.is_some());
         let next = now.after(if active { ACTIVE } else { IDLE });
         late.map_or(next, |late| late.min(next))
     }
 
-    /// One look around, as collector or not. Whether a write waits for an answer.
-    fn look_around(self: &Arc<Self>, agent: &mut QuotaAgent, now: MonotonicTime) -> Result<bool> {
-        self.take_outcome(agent, now);
-        let deadline = now.after(TURN);
-        if self.check_root(deadline).is_err() {
-            self.tend(deadline)?;
+    /// Reads what changed and writes what is due, as collector or not. Whether a write waits for an
+    /// answer.
+    fn refresh(&mut self, turn: Turn) -> Result<bool> {
+        let Turn { now, deadline } = turn;
+        self.take_outcome(now);
+        if self.files.check_root(deadline).is_err() {
+            self.files.tend(deadline)?;
         }
-        if agent
-            .medium
-            .looked
-            .is_none_or(|at| now.since(at) >= HEARTBEAT_INTERVAL)
-            || self.writer_quota.lock().is_half_free()
+        let measured = self.medium.measured;
+        if measured.is_none_or(|at| now.since(at) >= HEARTBEAT_INTERVAL)
+            || self.state.writer_quota.lock().is_half_free()
         {
-            let (free, floor) = self.free_and_floor(deadline)?;
-            let mut quota = self.writer_quota.lock();
+            let (free, floor) = self.files.free_and_floor(deadline)?;
+            let mut quota = self.state.writer_quota.lock();
             quota.free = Free {
                 bytes: Some(free),
                 floor,
                 at: quota.reserved,
             };
             drop(quota);
-            agent.medium.looked = Some(now);
-            agent.medium.below_floor = free < floor;
+            self.medium.measured = Some(now);
+            self.medium.below_floor = free < floor;
         }
-        let full = self.writer_quota.lock().pause.full;
-        agent.medium.full |= std::mem::replace(&mut agent.medium.own_full, full) < full;
-        let look = self.look(deadline)?;
-        let office = self.office.load(Ordering::Acquire);
-        if office > 0 && look.highest().is_none_or(|highest| highest <= office) {
-            return self.lead(agent, office, &look, now);
+        let full = self.state.writer_quota.lock().pause.full;
+        self.medium.full |= std::mem::replace(&mut self.medium.own_full, full) < full;
+        let look = self.files.look(deadline)?;
+        let term = self.state.term();
+        if term > 0 && look.highest().is_none_or(|highest| highest <= term) {
+            return self.lead(term, &look, turn);
         }
-        self.office.store(0, Ordering::Release);
-        if let Some(term) = self.elect(agent, &look, now, deadline)? {
-            self.office.store(term, Ordering::Release);
-            let look = self.look(deadline)?;
-            return self.lead(agent, term, &look, now);
+        self.state.set_term(0);
+        if let Some(term) = self.elect(&look, turn)? {
+            self.state.set_term(term);
+            let look = self.files.look(deadline)?;
+            return self.lead(term, &look, turn);
         }
-        self.follow(agent, &look, now, deadline)
+        self.follow(&look, turn)
     }
 
-    /// What the last count came to, and when another one makes sense.
-    fn take_outcome(&self, agent: &mut QuotaAgent, now: MonotonicTime) {
-        let Some(outcome) = self.counting.outcome() else {
+    /// Takes the result of the last count, and sets when another one makes sense.
+    fn take_outcome(&mut self, now: MonotonicTime) {
+        let Some(outcome) = self.counter.outcome() else {
             return;
         };
-        let vain = match outcome {
+        let failed = match outcome {
             Ok(outcome) => {
-                agent.counts.trouble = None;
-                agent.counts.done = true;
-                agent.counts.last = now;
+                self.counts.trouble = None;
+                self.counts.done = true;
+                self.counts.last = now;
                 if outcome.floor && outcome.freed > 0 {
-                    agent.medium.settles_until = now.after(SETTLES);
-                    agent.medium.looked = None; // most give it back at once
+                    self.medium.settles_until = now.after(SETTLES);
+                    self.medium.measured = None; // most give it back at once
                 }
-                outcome.in_vain && outcome.freed == 0
+                outcome.is_short && outcome.freed == 0
             }
             Err(error) => {
                 // One that came too late had its pause.
                 let at_once = error.kind() != ErrorKind::Timeout;
-                agent.counts.trouble = Some(error);
+                self.counts.trouble = Some(error);
                 at_once
             }
         };
-        agent.counts.vain = if vain { agent.counts.vain + 1 } else { 0 };
+        self.counts.failed = if failed { self.counts.failed + 1 } else { 0 };
         // The first one is tried again at once.
-        let pause = match agent.counts.vain {
+        let pause = match self.counts.failed {
             0 | 1 => Duration::ZERO,
-            times => VAIN.saturating_mul(1 << times.min(16)).min(LONGEST_VAIN),
+            times => BACKOFF
+                .saturating_mul(1 << times.min(16))
+                .min(LONGEST_BACKOFF),
         };
-        agent.counts.not_before = now.after(pause);
+        self.counts.not_before = now.after(pause);
     }
 
     /// A turn of a writer that is not collector.
-    fn follow(
-        &self,
-        agent: &mut QuotaAgent,
-        look: &Look,
-        now: MonotonicTime,
-        deadline: MonotonicTime,
-    ) -> Result<bool> {
-        agent.counts.trouble = None; // that is the collector's, and this is not it any more
+    fn follow(&mut self, look: &Look, turn: Turn) -> Result<bool> {
+        let Turn { now, deadline } = turn;
+        self.counts.trouble = None; // that is the collector's, and this is not it any more
         let Some(term) = look.highest() else {
             return Ok(true);
         };
-        let (limit, writers) = agent
+        let (limit, writers) = self
             .published
             .as_ref()
-            .map_or((self.writer_quota.lock().told.limit, 1), |grants| {
+            .map_or((self.state.writer_quota.lock().told.limit, 1), |grants| {
                 (grants.limit, grants.writers.len())
             });
-        let (writer, mut note) = self.my_note(now, ahead(limit, writers));
-        let told = look.files.contains_key(&Name::Writer(writer));
-        note.sequence = agent.note.sequence;
+        let (writer, mut note) = self.state.my_note(now, ahead(limit, writers));
+        let is_there = look.files.contains_key(&Name::Writer(writer));
+        note.sequence = self.note.sequence;
         let wants = note.wanted > 0;
-        let asks = wants && (agent.note.wanted == 0 || now.since(agent.note_at) >= NOTE_AGAIN);
-        let changed = note != agent.note && (asks || note.full > agent.note.full);
-        if !told || changed || now.since(agent.note_at) >= NOTE {
+        let asks = wants && (self.note.wanted == 0 || now.since(self.note_at) >= NOTE_AGAIN);
+        let changed = note != self.note && (asks || note.full > self.note.full);
+        if !is_there || changed || now.since(self.note_at) >= NOTE {
             note.sequence += 1;
-            self.write(Name::Writer(writer), &note, true, deadline)?;
-            self.writer_quota.lock().holds_until = now.after(HOLDS);
-            (agent.note, agent.note_at) = (note, now);
+            self.files
+                .write(Name::Writer(writer), &note, true, deadline)?;
+            self.state.writer_quota.lock().holds_until = now.after(HOLDS);
+            (self.note, self.note_at) = (note, now);
         }
-        let needy = wants || self.writer_quota.lock().next_late().is_some();
+        let needy = wants || self.state.writer_quota.lock().next_late().is_some();
         if let Some(meta) = look.files.get(&Name::Grants(term))
-            && (needy || agent.grants_read.is_none_or(|read| read.is_old(term, meta, now)))
-            && let Some(grants) = self.read::<Grants>(Name::Grants(term), meta.len, deadline)?
-            // A grant counts only if its collector was still in office after it was read: the next
-            // one reads it later.
-            && self.look(deadline)?.highest() == Some(term)
+            && (needy || self.grants_read.is_none_or(|read| read.is_old(term, meta, now)))
+            && let Some(grants) = self.files.read::<Grants>(look, Name::Grants(term), deadline)?
+            // A grant counts only if its term was still the highest after it was read: the next
+            // collector reads it later.
+            && self.files.look(deadline)?.highest() == Some(term)
         {
-            let mut quota = self.writer_quota.lock();
+            let mut quota = self.state.writer_quota.lock();
             match grants.writers.get(&hex(writer)) {
                 Some(mine) => quota.adopt(mine.granted),
                 // Not in the grant table, so not counted on: it was forgotten (this machine slept),
@@ -214,68 +332,57 @@ impl Quota {
             (quota.told.others, quota.told.seen, quota.told.records) =
                 (grants.used, quota.reserved, grants.records);
             drop(quota);
-            agent.published = Some(grants);
-            agent.grants_read = Some(GrantsRead {
+            self.published = Some(grants);
+            self.grants_read = Some(GrantsRead {
                 term,
                 meta: *meta,
                 at: now,
             });
         }
-        let waits = self.writer_quota.lock().next_late().is_some();
-        Ok(waits || (agent.note.wanted > 0 && now.since(agent.note_at) < HEARTBEAT_INTERVAL))
+        let waits = self.state.writer_quota.lock().next_late().is_some();
+        Ok(waits || (self.note.wanted > 0 && now.since(self.note_at) < HEARTBEAT_INTERVAL))
     }
 
     /// A turn of the collector.
-    fn lead(
-        self: &Arc<Self>,
-        agent: &mut QuotaAgent,
-        term: u64,
-        look: &Look,
-        now: MonotonicTime,
-    ) -> Result<bool> {
-        let deadline = now.after(TURN);
+    fn lead(&mut self, term: u64, look: &Look, turn: Turn) -> Result<bool> {
+        let Turn { now, deadline } = turn;
         let lost = !look.files.contains_key(&Name::Collector(term));
-        let heartbeat = lost || now.since(agent.heartbeat_at) >= HEARTBEAT_INTERVAL;
+        let heartbeat = lost || now.since(self.heartbeat_at) >= HEARTBEAT_INTERVAL;
         if heartbeat {
-            match self.renew_heartbeat(agent, term, look, now, deadline) {
+            match self.renew_heartbeat(term, look, turn) {
                 Ok(true) => {}
                 Ok(false) => {
-                    self.office.store(0, Ordering::Release);
+                    self.state.set_term(0);
                     return Ok(true);
                 }
                 Err(error) => {
                     if error.kind() == ErrorKind::NoSpace {
-                        self.start_count(Why {
-                            term: Some(term),
-                            short: false,
-                            full: true,
-                            floor: false,
-                        });
+                        self.counter.begin(Why::full(Some(term)));
                     }
                     return Err(error);
                 }
             }
-            if agent.published.is_some() {
+            if self.published.is_some() {
                 self.drop_old_terms(look, term, deadline);
             }
         }
-        if now.since(agent.heartbeat_at) >= LEASE {
+        if now.since(self.heartbeat_at) >= LEASE {
             return Err(Error::new(
                 ErrorKind::Timeout,
                 "the collector's heartbeat is late; nothing is granted",
             ));
         }
-        let waited_for = self.read_notes(agent, look, now, deadline)?;
-        let mut table = self.grant_table.lock();
-        self.tell_of_myself(&mut table);
+        let waited_for = self.read_notes(look, turn)?;
+        let mut table = self.state.grant_table.lock();
+        self.state.enter_self(&mut table);
         let (_, short) = table.grant();
         let mut document = table.document();
-        let first = agent.published.is_none();
-        let there = look.files.contains_key(&Name::Grants(term));
-        let same = agent
+        let first = self.published.is_none();
+        let is_there = look.files.contains_key(&Name::Grants(term));
+        let same = self
             .published
             .as_ref()
-            .filter(|_| there)
+            .filter(|_| is_there)
             .is_some_and(|published| {
                 if !heartbeat {
                     document.used = published.used; // for others to show only
@@ -284,74 +391,174 @@ impl Quota {
             });
         if !same {
             drop(table); // a count may want it while this is written
-            let until = agent.heartbeat_at.after(LEASE).min(deadline);
-            self.write(Name::Grants(term), &document, true, until)?;
-            if self
-                .look(deadline)?
-                .highest()
-                .is_some_and(|highest| highest > term)
-            {
-                self.office.store(0, Ordering::Release);
+            let until = self.heartbeat_at.after(LEASE).min(deadline);
+            self.files
+                .write(Name::Grants(term), &document, true, until)?;
+            let highest = self.files.look(deadline)?.highest();
+            if highest.is_some_and(|highest| highest > term) {
+                self.state.set_term(0);
                 return Ok(true); // nothing of it counts
             }
-            agent.published = Some(document.clone());
+            self.published = Some(document.clone());
             if first {
                 self.drop_old_terms(look, term, deadline);
             }
-            table = self.grant_table.lock();
+            table = self.state.grant_table.lock();
         }
-        let mut quota = self.writer_quota.lock();
+        let mut quota = self.state.writer_quota.lock();
         let granted = document
             .writers
             .get(&hex(quota.writer))
             .map_or(0, |mine| mine.granted);
         quota.adopt(granted);
-        quota.holds_until = agent.heartbeat_at.after(HOLDS);
-        quota.told.counted |= agent.counts.done;
+        quota.holds_until = self.heartbeat_at.after(HOLDS);
+        quota.told.counted |= self.counts.done;
         drop(quota);
-        self.show(&table);
-        if std::mem::replace(&mut agent.counts.reserved, table.reserved()) != agent.counts.reserved
-        {
-            agent.counts.quiet_since = now;
+        self.state.show(&table);
+        if std::mem::replace(&mut self.counts.reserved, table.reserved()) != self.counts.reserved {
+            self.counts.quiet_since = now;
         }
-        let due = self.is_count_due(agent, &table, short, now);
+        let due = self.is_count_due(&table, short, now);
         drop(table);
-        if due && !self.counting.is_running() {
-            let full = std::mem::take(&mut agent.medium.full);
-            self.start_count(Why {
+        if due && !self.counter.is_running() {
+            let full = std::mem::take(&mut self.medium.full);
+            self.counter.begin(Why {
                 term: Some(term),
                 short,
                 full,
-                floor: agent.is_below_floor(now),
+                floor: self.is_below_floor(now),
             });
         }
         Ok(waited_for)
     }
 
-    fn is_count_due(
-        &self,
-        agent: &QuotaAgent,
-        table: &GrantTable,
-        short: bool,
-        now: MonotonicTime,
-    ) -> bool {
-        if now < agent.counts.not_before {
+    fn is_count_due(&self, table: &GrantTable, short: bool, now: MonotonicTime) -> bool {
+        if now < self.counts.not_before {
             return false;
         }
-        let rules = &self.config.rules;
+        let rules = &self.files.config.rules;
         let again = match (rules.expire_after, rules.namespace_quota) {
             (None, None) => COUNT_AGAIN,
             (expire, _) => COUNT_RULES.min(expire.unwrap_or(COUNT_RULES) / 4).max(IDLE),
         };
-        !agent.counts.done
+        !self.counts.done
             || short
-            || agent.medium.full
-            || agent.is_below_floor(now)
+            || self.medium.full
+            || self.is_below_floor(now)
             || table.bound().is_none_or(|bound| bound > high(table.limit))
             || table.has_gone_unseen()
             || table.is_in_doubt()
             || table.since_count() > table.limit / 16
-            || table.is_blurred() && now.since(agent.counts.quiet_since) >= HEARTBEAT_INTERVAL
-            || now.since(agent.counts.last) >= again
+            || table.is_blurred() && now.since(self.counts.quiet_since) >= HEARTBEAT_INTERVAL
+            || now.since(self.counts.last) >= again
+    }
+    /// Whether records should be removed because too little of the medium is free.
+    fn is_below_floor(&self, now: MonotonicTime) -> bool {
+        self.medium.below_floor && now >= self.medium.settles_until
+    }
+
+    /// Writes a note although this writer is the collector now: the collector after the next one
+    /// finds no heartbeat of it any more, and sees from the note whether its process has ended.
+    pub(super) fn write_first_note(&mut self, turn: Turn) {
+        let (writer, mut note) = self.state.my_note(turn.now, 0);
+        note.sequence = self.note.sequence + 1;
+        // Best effort, as on a full medium: without it its silence is waited for.
+        let name = Name::Writer(writer);
+        if self.files.write(name, &note, true, turn.deadline).is_ok() {
+            (self.note, self.note_at) = (note, turn.now);
+        }
+    }
+
+    /// Reads the notes that changed. Whether a writer wrote one lately.
+    fn read_notes(&mut self, look: &Look, turn: Turn) -> Result<bool> {
+        let Turn { now, deadline } = turn;
+        let me = self.state.writer_quota.lock().writer;
+        for (id, meta) in look.writers().filter(|(id, _)| *id != me) {
+            let known = self.notes.get(&id);
+            if known.is_none_or(|seen| seen.meta != meta || now.since(seen.read_at) >= READ_AGAIN) {
+                let name = Name::Writer(id);
+                let Some(note) = self.files.read::<Note>(look, name, deadline)? else {
+                    continue;
+                };
+                if known.is_none_or(|seen| note.sequence != seen.note.sequence) {
+                    self.active.insert(id, now);
+                }
+                self.medium.full |= known.is_some_and(|seen| note.full > seen.note.full);
+                self.state.grant_table.lock().note(id, &note);
+                self.notes.insert(
+                    id,
+                    Seen {
+                        meta,
+                        read_at: now,
+                        note,
+                    },
+                );
+            }
+        }
+        self.notes
+            .retain(|id, _| look.files.contains_key(&Name::Writer(*id)));
+        let mut table = self.state.grant_table.lock();
+        for id in table.writers() {
+            if id == me || table.is_gone(id) {
+                continue;
+            }
+            let active = *self.active.entry(id).or_insert(now);
+            let dead = self
+                .notes
+                .get(&id)
+                .is_some_and(|seen| seen.note.process.is_gone());
+            if dead || now.since(active) >= SILENCE {
+                table.gone(id);
+            }
+        }
+        self.active.retain(|id, _| table.knows(*id));
+        Ok(self
+            .active
+            .values()
+            .any(|at| now.since(*at) < HEARTBEAT_INTERVAL))
+    }
+
+    /// Writes that this writer has ended, so that no collector waits for it.
+    fn resign(&mut self, until: MonotonicTime) {
+        let now = self.files.clock.now();
+        let deadline = until.max(now.after(RESIGN));
+        let (writer, note) = self.state.my_note(now, 0);
+        // A writer that still writes has not ended; and nothing is written into another root.
+        if note.committed < note.reserved || self.files.check_root(deadline).is_err() {
+            return;
+        }
+        let mut note = Note {
+            closed: true,
+            wanted: 0,
+            ..note
+        };
+        let term = self.state.term.swap(0, Ordering::AcqRel);
+        // Best effort: without these the next collector waits for the silence of this one.
+        if term > 0 {
+            let mut table = self.state.grant_table.lock();
+            table.note(writer, &note);
+            let grants = table.document();
+            drop(table);
+            if now.since(self.heartbeat_at) < LEASE {
+                // What stays there when this fails grants more than was used: too careful for the
+                // next.
+                self.write_last(Name::Grants(term), &grants, deadline);
+                let heartbeat = self.heartbeat(true);
+                self.write_last(Name::Collector(term), &heartbeat, deadline);
+            }
+        }
+        if self.note_at != MonotonicTime::default() || self.note.sequence > 0 {
+            note.sequence = self.note.sequence + 1;
+            self.write_last(Name::Writer(writer), &note, deadline);
+        }
+    }
+
+    /// Writes a last document; that is worth a second and a third try.
+    fn write_last(&self, name: Name, document: &impl Serialize, deadline: MonotonicTime) {
+        for _ in 0..3 {
+            if self.files.write(name, document, true, deadline).is_ok() {
+                return;
+            }
+        }
     }
 }

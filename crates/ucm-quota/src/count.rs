@@ -1,17 +1,19 @@
 //! Counting what lies below a root, sweeping what is left over, and removing what goes first.
 
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_infra::MonotonicTime;
+use ucm_infra::{MonotonicTime, WorkerPool};
 
 use super::documents::Name;
+use super::documents_io::SpaceFiles;
 use super::remove::{Found, Kind, Need, high, low, plan};
-use super::{LANE_WORK, Quota, visit_records};
+use super::state::SpaceState;
+use super::{LANE_WORK, visit_records};
 use crate::layout::{
     QUARANTINE, SEGMENTS, SegmentName, is_marker_private, is_namespace, is_private, is_quarantined,
 };
@@ -34,39 +36,37 @@ pub(super) struct Why {
     pub(super) floor: bool,
 }
 
-/// The count under way and what the last one came to.
-#[derive(Default)]
-pub(super) struct Counting {
+impl Why {
+    /// The medium was full.
+    pub(super) fn full(term: Option<u64>) -> Self {
+        Self {
+            term,
+            full: true,
+            ..Self::default()
+        }
+    }
+}
+
+/// Counts what lies below the root and removes, in the background.
+pub(super) struct Counter {
+    state: Arc<SpaceState>,
+    files: Arc<SpaceFiles>,
+    worker: Weak<WorkerPool>,
     running: AtomicBool,
     /// Counts begun and ended; odd while one lists.
     counts: AtomicU64,
     outcome: Mutex<Option<Result<Outcome>>>,
 }
 
-/// What a count came to.
+/// The result of a count.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Outcome {
     /// Bytes that were removed.
     pub(super) freed: u64,
-    /// It was wanted to remove more than there was.
-    pub(super) in_vain: bool,
+    /// It was less than had to be removed.
+    pub(super) is_short: bool,
     /// Some of it was removed because too little of the medium was free.
     pub(super) floor: bool,
-}
-
-impl Counting {
-    pub(super) fn counts(&self) -> u64 {
-        self.counts.load(Ordering::Acquire)
-    }
-
-    pub(super) fn is_running(&self) -> bool {
-        self.running.load(Ordering::Acquire)
-    }
-
-    /// What the last count came to, told once.
-    pub(super) fn outcome(&self) -> Option<Result<Outcome>> {
-        self.outcome.lock().take()
-    }
 }
 
 /// What was found below a root.
@@ -79,85 +79,103 @@ struct Everything {
     total: u64,
 }
 
-impl Quota {
-    /// Counts and, if need be, removes, in the background; one at a time. The quota agent hears of
-    /// the end.
-    pub(super) fn start_count(self: &Arc<Self>, why: Why) {
-        if self.counting.running.swap(true, Ordering::AcqRel) {
+impl Counter {
+    /// One that counts on threads of this pool.
+    pub(super) fn new(state: &Arc<SpaceState>, worker: &Arc<WorkerPool>) -> Arc<Self> {
+        Arc::new(Self {
+            state: Arc::clone(state),
+            files: Arc::clone(&state.files),
+            worker: Arc::downgrade(worker),
+            running: AtomicBool::default(),
+            counts: AtomicU64::default(),
+            outcome: Mutex::default(),
+        })
+    }
+
+    pub(super) fn counts(&self) -> u64 {
+        self.counts.load(Ordering::Acquire)
+    }
+
+    pub(super) fn is_running(&self) -> bool {
+        self.running.load(Ordering::Acquire)
+    }
+
+    /// The result of the last count, once.
+    pub(super) fn outcome(&self) -> Option<Result<Outcome>> {
+        self.outcome.lock().take()
+    }
+
+    /// Counts and, if need be, removes, in the background; one at a time. Its end wakes the quota
+    /// agent.
+    pub(super) fn begin(self: &Arc<Self>, why: Why) {
+        let Some(worker) = self.worker.upgrade() else {
+            return;
+        };
+        if self.running.swap(true, Ordering::AcqRel) {
             return;
         }
-        let (space, done) = (Arc::downgrade(self), Arc::downgrade(self));
-        let work = move || match space.upgrade() {
-            Some(space) => space.count_and_remove(why),
-            None => Err(Error::new(ErrorKind::Closed, "the store is closed")),
-        };
+        let (counter, done) = (Arc::clone(self), Arc::clone(self));
+        let work = move || counter.count_and_remove(why);
         let ended = move |result: Result<Result<Outcome>>| {
-            if let Some(space) = done.upgrade() {
-                *space.counting.outcome.lock() = Some(result.and_then(|inner| inner));
-                space.counting.running.store(false, Ordering::Release);
-                space.notify.notify();
-            }
+            *done.outcome.lock() = Some(result.and_then(|inner| inner));
+            done.running.store(false, Ordering::Release);
+            done.state.notify.notify();
         };
-        if self
-            .worker
-            .submit(LANE_WORK, MonotonicTime::NEVER, work, ended)
-            .is_err()
-        {
-            self.counting.running.store(false, Ordering::Release);
+        let never = MonotonicTime::NEVER;
+        if worker.submit(LANE_WORK, never, work, ended).is_err() {
+            self.running.store(false, Ordering::Release);
         }
     }
 
     /// Whether a count for this reason still makes sense.
     fn goes_on(&self, why: Why) -> bool {
-        let in_office = why
-            .term
-            .is_none_or(|term| self.office.load(Ordering::Acquire) == term);
-        in_office && !self.life.closing.load(Ordering::Acquire)
+        let is_collector = why.term.is_none_or(|term| self.state.term() == term);
+        is_collector && !self.files.closing.load(Ordering::Acquire)
     }
 
     fn count_and_remove(&self, why: Why) -> Result<Outcome> {
-        let limit = self.tend(MonotonicTime::NEVER)?;
-        self.writer_quota.lock().told.limit = limit;
+        let limit = self.files.tend(MonotonicTime::NEVER)?;
+        self.state.writer_quota.lock().told.limit = limit;
         let before = {
-            let mut table = self.grant_table.lock();
+            let mut table = self.state.grant_table.lock();
             table.limit = limit;
-            self.tell_of_myself(&mut table);
-            self.counting.counts.fetch_add(1, Ordering::AcqRel);
+            self.state.enter_self(&mut table);
+            self.counts.fetch_add(1, Ordering::AcqRel);
             table.begin_count()
         };
         let everything = self.count(why);
-        let mut table = self.grant_table.lock();
-        self.counting.counts.fetch_add(1, Ordering::AcqRel);
+        let mut table = self.state.grant_table.lock();
+        self.counts.fetch_add(1, Ordering::AcqRel);
         let everything = everything?;
         if !self.goes_on(why) {
             return Err(Error::new(ErrorKind::Closed, "another collector took over"));
         }
         let records = everything.files.iter().map(Found::records).sum();
-        self.tell_of_myself(&mut table); // what this process wrote while it was counted
+        self.state.enter_self(&mut table); // what this process wrote while it was counted
         let forgotten = match why.term {
             Some(_) => table.end_count(&before, everything.total, records),
             None => Vec::new(),
         };
-        self.show(&table);
+        self.state.show(&table);
         let (bound, used) = (table.bound().unwrap_or(everything.total), everything.total);
         drop(table);
         let notes: Vec<Name> = forgotten.into_iter().map(Name::Writer).collect();
-        self.drop_documents(&notes, MonotonicTime::NEVER);
+        self.files.drop_documents(&notes, MonotonicTime::NEVER);
 
         let mut surplus = 0;
         if bound > high(limit) || why.short {
             surplus = bound.saturating_sub(low(limit));
         }
         if why.full {
-            surplus = surplus.max(used / 16 + self.config.record_len);
+            surplus = surplus.max(used / 16 + self.files.config.record_len);
         }
-        let (free, floor) = self.free_and_floor(MonotonicTime::NEVER)?;
+        let (free, floor) = self.files.free_and_floor(MonotonicTime::NEVER)?;
         let below = why.floor && free < floor;
         if below {
-            surplus = surplus.max(floor - free + self.config.record_len);
+            surplus = surplus.max(floor - free + self.files.config.record_len);
         }
-        let rules = &self.config.rules;
-        let wall = i64::try_from(self.clock.wall_ns()).unwrap_or(i64::MAX);
+        let rules = &self.files.config.rules;
+        let wall = i64::try_from(self.files.clock.wall_ns()).unwrap_or(i64::MAX);
         let need = Need {
             surplus,
             quota: rules.namespace_quota.map(|quota| quota.bytes(limit)),
@@ -169,16 +187,9 @@ impl Quota {
         let freed = self.remove_all(&going, &everything.namespaces, why)?;
         Ok(Outcome {
             freed,
-            in_vain: freed < surplus,
+            is_short: freed < surplus,
             floor: below,
         })
-    }
-
-    /// Bytes free on the file system, and how many shall stay so.
-    pub(super) fn free_and_floor(&self, deadline: MonotonicTime) -> Result<(u64, u64)> {
-        let path = self.config.root.clone();
-        let space = self.call(deadline, move |io| io.space(&path))?;
-        Ok((space.free, self.config.rules.floor(space.total)))
     }
 
     /// Removes what was planned; the answer is how many bytes that freed.
@@ -198,7 +209,9 @@ impl Quota {
     /// quarantine.
     fn remove(&self, batch: &[Found], namespaces: &[PathBuf]) -> Result<u64> {
         let paths: Vec<_> = batch.iter().map(|record| record.path(namespaces)).collect();
-        let answers = self.call(MonotonicTime::NEVER, move |io| io.remove(&paths))?;
+        let answers = self
+            .files
+            .call(MonotonicTime::NEVER, move |io| io.remove(&paths))?;
         let (mut count, mut freed, mut gone) = (0, 0, 0);
         for (record, answer) in batch.iter().zip(answers) {
             match answer {
@@ -207,11 +220,11 @@ impl Quota {
                 Err(_) => {}
             }
         }
-        let mut table = self.grant_table.lock();
+        let mut table = self.state.grant_table.lock();
         table.removed(count, freed);
-        self.show(&table);
+        self.state.show(&table);
         drop(table);
-        let mut quota = self.writer_quota.lock();
+        let mut quota = self.state.writer_quota.lock();
         quota.removed.records += count;
         quota.removed.bytes += freed;
         Ok(freed + gone)
@@ -223,37 +236,39 @@ impl Quota {
     fn count(&self, why: Why) -> Result<Everything> {
         let mut found = Everything::default();
         let oldest = self.dead_before(why)?;
-        for (name, meta) in self.entries(self.config.root.clone(), MonotonicTime::NEVER)? {
+        for (name, meta) in self.files.entries(self.files.config.root.clone())? {
             if !self.goes_on(why) {
                 return Err(Error::new(ErrorKind::Closed, "the count was given up"));
             }
             if is_marker_private(&name) && !meta.is_dir {
-                self.sweep(vec![(self.config.root.join(&name), meta.mtime_ns)], oldest)?;
+                self.sweep(
+                    vec![(self.files.config.root.join(&name), meta.mtime_ns)],
+                    oldest,
+                )?;
             }
             if !meta.is_dir || !is_namespace(&name) {
                 continue;
             }
-            let (dir, namespace) = (self.config.root.join(&name), found.namespaces.len() as u32);
+            let (dir, namespace) = (
+                self.files.config.root.join(&name),
+                found.namespaces.len() as u32,
+            );
             let (records, total) = (&mut found.files, &mut found.total);
-            visit_records(
-                &dir,
-                &mut |dir| self.entries(dir, MonotonicTime::NEVER),
-                &mut |id, meta| {
-                    *total += meta.len;
-                    records.push(Found {
-                        kind: Kind::Record,
-                        id,
-                        len: meta.len,
-                        used_ns: meta.mtime_ns,
-                        namespace,
-                    });
-                },
-            )?;
-            for (name, meta) in self.entries(dir.join(SEGMENTS), MonotonicTime::NEVER)? {
+            visit_records(&dir, &mut |dir| self.files.entries(dir), &mut |id, meta| {
+                *total += meta.len;
+                records.push(Found {
+                    kind: Kind::Record,
+                    id,
+                    len: meta.len,
+                    used_ns: meta.mtime_ns,
+                    namespace,
+                });
+            })?;
+            for (name, meta) in self.files.entries(dir.join(SEGMENTS))? {
                 let Some(name) = SegmentName::parse(&name).filter(|_| !meta.is_dir) else {
                     continue;
                 };
-                let about = meta.len / self.config.record_len.max(1);
+                let about = meta.len / self.files.config.record_len.max(1);
                 found.total += meta.len;
                 found.files.push(Found {
                     kind: Kind::Segment(u32::try_from(about).unwrap_or(u32::MAX).max(1)),
@@ -267,7 +282,7 @@ impl Quota {
             found.total += self.remove_quarantined(dir.join(QUARANTINE))?;
             found.namespaces.push(dir);
         }
-        self.sweep_private(self.directory(), oldest)?;
+        self.sweep_private(self.files.directory(), oldest)?;
         Ok(found)
     }
 
@@ -276,10 +291,13 @@ impl Quota {
     /// moment ago, whatever this host's clock says. A process that is not collector has no
     /// heartbeat, and goes by its own clock.
     fn dead_before(&self, why: Why) -> Result<i64> {
-        let mut now = i64::try_from(self.clock.wall_ns()).unwrap_or(i64::MAX);
+        let mut now = i64::try_from(self.files.clock.wall_ns()).unwrap_or(i64::MAX);
         if let Some(term) = why.term {
-            let path = self.path(Name::Collector(term));
-            if let Some(meta) = self.call(MonotonicTime::NEVER, move |io| io.look(path))? {
+            let path = self.files.path(Name::Collector(term));
+            if let Some(meta) = self
+                .files
+                .call(MonotonicTime::NEVER, move |io| io.look(path))?
+            {
                 now = meta.mtime_ns;
             }
         }
@@ -291,7 +309,8 @@ impl Quota {
         let dead = files.into_iter().filter(|(_, time)| *time < oldest);
         let paths: Vec<PathBuf> = dead.map(|(path, _)| path).collect();
         if !paths.is_empty() {
-            self.call(MonotonicTime::NEVER, move |io| io.remove(&paths))?;
+            self.files
+                .call(MonotonicTime::NEVER, move |io| io.remove(&paths))?;
         }
         Ok(())
     }
@@ -299,13 +318,15 @@ impl Quota {
     /// Removes the damaged records in a directory, which older versions kept. The answer is the
     /// bytes that could not be removed.
     fn remove_quarantined(&self, dir: PathBuf) -> Result<u64> {
-        let mut files = self.entries(dir.clone(), MonotonicTime::NEVER)?;
+        let mut files = self.files.entries(dir.clone())?;
         files.retain(|(name, meta)| is_quarantined(name) && !meta.is_dir);
         if files.is_empty() {
             return Ok(0);
         }
         let paths: Vec<_> = files.iter().map(|(name, _)| dir.join(name)).collect();
-        let removed = self.call(MonotonicTime::NEVER, move |io| io.remove(&paths));
+        let removed = self
+            .files
+            .call(MonotonicTime::NEVER, move |io| io.remove(&paths));
         let removed = removed.unwrap_or_default();
         let is_left = |at: usize| !matches!(removed.get(at), Some(Ok(_)));
         let left = files.iter().enumerate().filter(|(at, _)| is_left(*at));
@@ -315,7 +336,7 @@ impl Quota {
     /// Bytes of the private files in a directory, without those of the dead, which are removed.
     fn sweep_private(&self, dir: PathBuf, oldest: i64) -> Result<u64> {
         let (mut bytes, mut files) = (0, Vec::new());
-        for (name, meta) in self.entries(dir.clone(), MonotonicTime::NEVER)? {
+        for (name, meta) in self.files.entries(dir.clone())? {
             if is_private(&name) && !meta.is_dir {
                 if meta.mtime_ns >= oldest {
                     bytes += meta.len;

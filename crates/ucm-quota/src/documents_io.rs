@@ -1,23 +1,28 @@
-//! Reading and writing the space documents, every step with a deadline, on the quota agent's
-//! thread.
+//! The files below a root that the quota reads, writes and removes: space documents and
+//! directories. Every operation has a deadline.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_infra::MonotonicTime;
-use ucm_io::{FileMeta, IoJob, Publish, ReadMode};
+use ucm_infra::{Clock, LANE_SPACE, MonotonicTime};
+use ucm_io::{ELOOP, FileMeta, IoJob, IoPool, Publish, ReadMode};
 
 use super::documents::{self, Name};
-use super::{Quota, Root};
+use super::{Entries, QuotaConfig};
 
+/// How long one operation may take.
+pub(super) const STEP: Duration = Duration::from_secs(30);
 /// Room beyond the listed length when a document is read: it may have grown since.
 const GROWTH: u64 = 4096;
 /// Longest document that is read.
 const LONGEST: u64 = 4 << 20;
 
-/// What lies in the directory.
+/// The documents of a root.
 #[derive(Default)]
 pub(super) struct Look {
     pub(super) files: BTreeMap<Name, FileMeta>,
@@ -49,7 +54,62 @@ impl Look {
     }
 }
 
-impl Quota {
+/// What the backend provides of its root.
+pub(super) struct Root {
+    /// Fails if the root is not the one that was opened.
+    pub(super) check: Box<dyn Fn(MonotonicTime) -> Result<()> + Send + Sync>,
+    /// Checks it before every count and returns the limit.
+    pub(super) tend: Box<dyn Fn(MonotonicTime) -> Result<u64> + Send + Sync>,
+}
+
+/// See the module.
+pub(super) struct SpaceFiles {
+    pub(super) config: QuotaConfig,
+    pub(super) io: Arc<IoPool>,
+    pub(super) clock: Arc<dyn Clock>,
+    /// Set when the root was opened.
+    pub(super) root: OnceLock<Root>,
+    /// Nothing is listed any more.
+    pub(super) closing: AtomicBool,
+}
+
+impl SpaceFiles {
+    /// Does `work` on a thread for files.
+    pub(super) fn call<T: Send + 'static>(
+        &self,
+        deadline: MonotonicTime,
+        work: impl FnOnce(&IoJob) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let deadline = deadline.min(self.clock.now().after(STEP));
+        self.io.call(LANE_SPACE, deadline, work)
+    }
+
+    /// What a directory has; nothing where there is none.
+    pub(super) fn entries(&self, dir: PathBuf) -> Result<Entries> {
+        if self.closing.load(Ordering::Acquire) {
+            return Err(Error::new(ErrorKind::Closed, "the store is closed"));
+        }
+        // it may be removed before that
+        let listed = self.call(MonotonicTime::NEVER, move |io| io.list_if_there(&dir));
+        match listed {
+            // What a symbolic link leads to is not ours to count or to remove.
+            Err(error) if error.os_code() == Some(ELOOP) => Ok(Vec::new()),
+            listed => listed,
+        }
+    }
+
+    /// Bytes free on the file system, and how many shall stay so.
+    pub(super) fn free_and_floor(&self, deadline: MonotonicTime) -> Result<(u64, u64)> {
+        let path = self.config.root.clone();
+        let space = self.call(deadline, move |io| io.space(&path))?;
+        Ok((space.free, self.config.rules.floor(space.total)))
+    }
+
+    /// Where the space documents lie.
+    pub(super) fn directory(&self) -> PathBuf {
+        self.config.root.join(documents::DIRECTORY)
+    }
+
     /// Lists the directory; makes it if there is none and the root is still ours.
     pub(super) fn look(&self, deadline: MonotonicTime) -> Result<Look> {
         let dir = self.directory();
@@ -73,31 +133,30 @@ impl Quota {
         })
     }
 
-    fn below(&self) -> Result<&Root> {
-        self.below
-            .get()
-            .ok_or_else(|| Error::internal("the root was not opened"))
+    fn root(&self) -> Result<&Root> {
+        let root = self.root.get();
+        root.ok_or_else(|| Error::internal("the root was not opened"))
     }
 
-    /// Looks after the root and answers the limit.
+    /// Checks the root and returns the limit.
     pub(super) fn tend(&self, deadline: MonotonicTime) -> Result<u64> {
-        (self.below()?.tend)(deadline.min(self.clock.now().after(super::STEP)))
+        (self.root()?.tend)(deadline.min(self.clock.now().after(STEP)))
     }
 
-    /// Whether the root is the one that was opened: the documents of another one are not ours to
-    /// write.
+    /// Fails if the root is not the one that was opened: no documents are written into another.
     pub(super) fn check_root(&self, deadline: MonotonicTime) -> Result<()> {
-        (self.below()?.check)(deadline.min(self.clock.now().after(super::STEP)))
+        (self.root()?.check)(deadline.min(self.clock.now().after(STEP)))
     }
 
-    /// Reads a document; `None` when it is gone, not whole, or of a newer format.
+    /// Reads a document; `None` if it was removed, is not whole, or has a newer format.
     pub(super) fn read<T: for<'de> Deserialize<'de>>(
         &self,
+        listed: &Look,
         name: Name,
-        listed: u64,
         deadline: MonotonicTime,
     ) -> Result<Option<T>> {
-        let len = listed.min(LONGEST).saturating_add(GROWTH) as usize;
+        let len = listed.files.get(&name).map_or(0, |meta| meta.len);
+        let len = len.min(LONGEST).saturating_add(GROWTH) as usize;
         let path = self.path(name);
         let read = self.call(deadline, move |io| {
             io.read_piece(&path, 0, len, ReadMode::Default)

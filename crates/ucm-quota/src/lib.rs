@@ -21,7 +21,6 @@
 #![forbid(unsafe_code)]
 
 mod agent;
-mod agent_state;
 mod capacity;
 mod count;
 mod documents;
@@ -29,10 +28,10 @@ mod documents_io;
 mod election;
 mod grant_table;
 pub mod layout;
-mod notes;
 mod pause;
 mod remove;
 pub mod space_document;
+mod state;
 mod writer_quota;
 
 use std::path::{Path, PathBuf};
@@ -42,14 +41,15 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Result};
-use ucm_infra::{Clock, Completion, LANE_SPACE, Lane, MonotonicTime, Notify, WorkerPool};
-use ucm_io::{ELOOP, FileMeta, IoJob, IoPool, Process};
+use ucm_infra::{Clock, Completion, Lane, MonotonicTime, Notify, WorkerPool};
+use ucm_io::{FileMeta, IoPool, Process};
 
-use agent_state::QuotaAgent;
-use count::Counting;
-use grant_table::GrantTable;
+use agent::QuotaAgent;
+use count::Counter;
+use documents_io::{Root, STEP, SpaceFiles};
 use layout::{BLOCKS, Modes, record_name, shard_name};
-use writer_quota::{Answers, PATIENCE, WriterQuota};
+use state::SpaceState;
+use writer_quota::{Answers, PATIENCE, WriterQuota, answer};
 
 pub use capacity::{Capacity, in_units};
 pub use grant_table::Snapshot;
@@ -75,19 +75,9 @@ pub struct Usage {
     pub paused: bool,
 }
 
-/// How long one operation may take.
-const STEP: Duration = Duration::from_secs(30);
 /// Lanes of the background threads: the quota agent, and everything that may take long.
 const LANE_AGENT: usize = 0;
 const LANE_WORK: usize = 1;
-
-/// What the backend knows of its root.
-struct Root {
-    /// Whether it is still the one that was opened.
-    check: Box<dyn Fn(MonotonicTime) -> Result<()> + Send + Sync>,
-    /// Looks after it before every count and answers the limit.
-    tend: Box<dyn Fn(MonotonicTime) -> Result<u64> + Send + Sync>,
-}
 
 /// What the space below a root goes by.
 #[derive(Debug, Clone, Default)]
@@ -106,30 +96,12 @@ pub struct QuotaConfig {
 
 /// The space below one root.
 pub struct Quota {
-    config: QuotaConfig,
-    io: Arc<IoPool>,
-    clock: Arc<dyn Clock>,
+    state: Arc<SpaceState>,
+    counter: Arc<Counter>,
     worker: Arc<WorkerPool>,
-    writer_quota: Mutex<WriterQuota>,
-    /// The collector's grant table; means nothing while another one is in office.
-    grant_table: Mutex<GrantTable>,
-    agent: Mutex<QuotaAgent>,
-    counting: Counting,
-    /// Term in which this is the collector; 0: it is not.
-    office: AtomicU64,
-    notify: Notify,
-    life: Life,
-    below: OnceLock<Root>,
-}
-
-/// From opening to the end.
-#[derive(Default)]
-struct Life {
-    open: AtomicBool,
-    closing: AtomicBool,
-    /// Nothing is written any more: the quota agent resigns, by then if it can, and ends.
-    leaving: OnceLock<MonotonicTime>,
-    /// Jobs of [`Quota::in_background`] that have not ended, and what is rung when one has.
+    /// The quota agent, until it is started.
+    agent: Mutex<Option<QuotaAgent>>,
+    /// Jobs of [`Quota::in_background`] that have not ended; notified when one has.
     background: Arc<(AtomicUsize, Notify)>,
 }
 
@@ -149,19 +121,29 @@ impl Quota {
             .build()?;
         let mut quota = WriterQuota::new(ucm_infra::random_u64(), config.record_len);
         quota.told.root = config.root.display().to_string();
-        Ok(Arc::new(Self {
+        let files = SpaceFiles {
             config,
             io,
             clock,
-            worker,
+            root: OnceLock::new(),
+            closing: AtomicBool::default(),
+        };
+        let state = Arc::new(SpaceState {
+            files: Arc::new(files),
             writer_quota: Mutex::new(quota),
             grant_table: Mutex::default(),
-            agent: Mutex::default(),
-            counting: Counting::default(),
-            office: AtomicU64::new(0),
+            term: AtomicU64::default(),
             notify: Notify::new(),
-            life: Life::default(),
-            below: OnceLock::new(),
+            leaving: OnceLock::new(),
+        });
+        let counter = Counter::new(&state, &worker);
+        let agent = QuotaAgent::new(Arc::clone(&state), Arc::clone(&counter));
+        Ok(Arc::new(Self {
+            state,
+            counter,
+            worker,
+            agent: Mutex::new(Some(agent)),
+            background: Arc::default(),
         }))
     }
 
@@ -175,13 +157,13 @@ impl Quota {
         check: impl Fn(MonotonicTime) -> Result<()> + Send + Sync + 'static,
         tend: impl Fn(MonotonicTime) -> Result<u64> + Send + Sync + 'static,
     ) {
-        self.writer_quota.lock().told.limit = limit;
+        self.state.writer_quota.lock().told.limit = limit;
         let (check, tend) = (Box::new(check), Box::new(tend));
-        let _ = self.below.set(Root { check, tend }); // the same ones, when a root is opened again
-        if !self.life.open.swap(true, Ordering::AcqRel) {
-            self.start_agent();
+        let _ = self.state.files.root.set(Root { check, tend }); // the same ones, when a root is opened again
+        if let Some(agent) = self.agent.lock().take() {
+            agent.start(&self.worker);
         }
-        self.notify.notify();
+        self.state.notify.notify();
     }
 
     /// Asks to write `bytes`. `then` is called exactly once, at once or from the quota agent's
@@ -189,12 +171,15 @@ impl Quota {
     /// reservation for [`Quota::ended`], or with `NoSpace`.
     pub fn reserve(&self, bytes: u64, deadline: MonotonicTime, then: OnReserved) {
         let mut answers = Answers::new();
-        let look =
-            self.writer_quota
-                .lock()
-                .reserve(bytes, self.clock.now(), deadline, then, &mut answers);
+        let look = self.state.writer_quota.lock().reserve(
+            bytes,
+            self.state.files.clock.now(),
+            deadline,
+            then,
+            &mut answers,
+        );
         if look {
-            self.notify.notify();
+            self.state.notify.notify();
         }
         answer(answers);
     }
@@ -203,11 +188,12 @@ impl Quota {
     /// [`Quota::reserve`] is there.
     fn reserve_now(&self, bytes: u64) -> Result<Option<Reservation>> {
         let (had, look) = self
+            .state
             .writer_quota
             .lock()
-            .reserve_now(bytes, self.clock.now());
+            .reserve_now(bytes, self.state.files.clock.now());
         if look {
-            self.notify.notify();
+            self.state.notify.notify();
         }
         had
     }
@@ -216,12 +202,13 @@ impl Quota {
     /// they count until the next count. A full medium pauses all writes for a while and starts the
     /// collector.
     pub fn ended(&self, reservation: Reservation, error: Option<&Error>) {
-        let full = self
-            .writer_quota
-            .lock()
-            .ended(reservation, error, self.clock.now());
+        let full =
+            self.state
+                .writer_quota
+                .lock()
+                .ended(reservation, error, self.state.files.clock.now());
         if full {
-            self.notify.notify();
+            self.state.notify.notify();
         }
     }
 
@@ -229,12 +216,14 @@ impl Quota {
     /// were written, or may have been. What `error` says of the medium counts as with
     /// [`Quota::ended`].
     pub fn commit(&self, reservation: Reservation, kept: u64, error: Option<&Error>) {
-        let full = self
-            .writer_quota
-            .lock()
-            .commit(reservation, kept, error, self.clock.now());
+        let full = self.state.writer_quota.lock().commit(
+            reservation,
+            kept,
+            error,
+            self.state.files.clock.now(),
+        );
         if full {
-            self.notify.notify();
+            self.state.notify.notify();
         }
     }
 
@@ -245,15 +234,15 @@ impl Quota {
         let answer = Arc::clone(&completion);
         self.reserve(
             bytes,
-            until.min(self.clock.now().after(PATIENCE)),
+            until.min(self.state.files.clock.now().after(PATIENCE)),
             Box::new(move |reservation| {
                 answer.complete(reservation);
             }),
         );
-        let until = self.clock.now().after(STEP).min(until);
+        let until = self.state.files.clock.now().after(STEP).min(until);
         let late = || Error::new(ErrorKind::Timeout, "nobody said whether there is room");
         completion
-            .wait(&*self.clock, Some(until))
+            .wait(&*self.state.files.clock, Some(until))
             .ok_or_else(late)?
     }
 
@@ -261,16 +250,17 @@ impl Quota {
     /// waiting. `Busy` when that is too little.
     pub fn try_reserve(&self, bytes: u64) -> Result<Reservation> {
         let spare = self
+            .state
             .writer_quota
             .lock()
-            .try_reserve(bytes, self.clock.now());
+            .try_reserve(bytes, self.state.files.clock.now());
         let none = || Error::new(ErrorKind::Busy, "there is no room to spare now");
         spare.ok_or_else(|| none().with("bytes", bytes))
     }
 
     /// How many counts were begun or ended, for [`Quota::deleted`].
     pub fn counts(&self) -> u64 {
-        self.counting.counts()
+        self.counter.counts()
     }
 
     /// Bytes were deleted by name, in an operation begun when [`Quota::counts`] was `before`. If a
@@ -287,13 +277,13 @@ impl Quota {
     }
 
     fn subtract(&self, bytes: u64, before: u64, count_again: bool) {
-        let mut table = self.grant_table.lock();
-        if self.office.load(Ordering::Acquire) == 0 {
+        let mut table = self.state.grant_table.lock();
+        if self.state.term() == 0 {
             return;
         }
         if before == self.counts() && before.is_multiple_of(2) {
             table.removed(0, bytes);
-            self.show(&table);
+            self.state.show(&table);
         } else if count_again {
             table.doubt();
         }
@@ -302,25 +292,25 @@ impl Quota {
     /// The root was lost and is back, perhaps with something else in it: nothing is granted before
     /// the next count.
     pub fn lost(&self) {
-        self.grant_table.lock().forget_count();
+        self.state.grant_table.lock().forget_count();
     }
 
     /// Bytes used and allowed.
     pub fn usage(&self) -> Usage {
-        let quota = self.writer_quota.lock();
+        let quota = self.state.writer_quota.lock();
         Usage {
             used: quota.used(),
             capacity: quota.told.limit,
             records: quota.told.records,
             counted: quota.told.counted,
-            collector: self.office.load(Ordering::Acquire) > 0,
-            paused: quota.is_barred(self.clock.now()),
+            collector: self.state.term() > 0,
+            paused: quota.is_barred(self.state.files.clock.now()),
         }
     }
 
     /// Records and bytes removed so far.
     pub fn removed(&self) -> (u64, u64) {
-        let quota = self.writer_quota.lock();
+        let quota = self.state.writer_quota.lock();
         (quota.removed.records, quota.removed.bytes)
     }
 
@@ -331,8 +321,8 @@ impl Quota {
         work: impl FnOnce() -> Result<T> + Send + 'static,
         done: impl FnOnce(Result<T>) + Send + 'static,
     ) {
-        self.life.background.0.fetch_add(1, Ordering::AcqRel);
-        let background = Arc::clone(&self.life.background);
+        self.background.0.fetch_add(1, Ordering::AcqRel);
+        let background = Arc::clone(&self.background);
         let tell = move |result: Result<Result<T>>| {
             done(result.and_then(|inner| inner));
             background.0.fetch_sub(1, Ordering::AcqRel);
@@ -345,65 +335,32 @@ impl Quota {
 
     /// Resigns, refuses what waits, and ends the background threads.
     pub fn shutdown(&self, drain: Duration) {
-        self.life.closing.store(true, Ordering::Release); // a count ends here
+        self.state.files.closing.store(true, Ordering::Release); // a count ends here
         let mut answers = Answers::new();
-        self.writer_quota.lock().close(&mut answers);
+        self.state.writer_quota.lock().close(&mut answers);
         answer(answers);
         // A process that still writes cannot resign, and the next collector would have to wait for
         // this one's silence.
-        let now = self.clock.now();
+        let now = self.state.files.clock.now();
         let (until, half) = (now.after(drain), now.after(drain / 2));
         loop {
-            let (running, ends) = &*self.life.background;
+            let (running, ends) = &*self.background;
             let seen = ends.seen();
-            if running.load(Ordering::Acquire) == 0 || self.clock.now() >= half {
+            if running.load(Ordering::Acquire) == 0 || self.state.files.clock.now() >= half {
                 break;
             }
-            self.clock.sleep(ends, seen, Some(half));
+            self.state.files.clock.sleep(ends, seen, Some(half));
         }
-        let _ = self.life.leaving.set(until);
-        self.notify.notify();
-        self.worker.shutdown(until.since(self.clock.now()));
-    }
-
-    /// Where the space documents lie.
-    fn directory(&self) -> PathBuf {
-        self.config.root.join(documents::DIRECTORY)
-    }
-
-    /// Copies what the grant table knows into the writer quota, for those who ask for the usage.
-    fn show(&self, table: &GrantTable) {
-        let mut quota = self.writer_quota.lock();
-        (quota.told.others, quota.told.seen) = table.used_by_others(quota.writer);
-        quota.told.records = table.records();
-    }
-
-    fn call<T: Send + 'static>(
-        &self,
-        deadline: MonotonicTime,
-        work: impl FnOnce(&IoJob) -> Result<T> + Send + 'static,
-    ) -> Result<T> {
-        let deadline = deadline.min(self.clock.now().after(STEP));
-        self.io.call(LANE_SPACE, deadline, work)
-    }
-
-    fn entries(&self, dir: PathBuf, deadline: MonotonicTime) -> Result<Entries> {
-        if self.life.closing.load(Ordering::Acquire) {
-            return Err(Error::new(ErrorKind::Closed, "the store is closed"));
-        }
-        // it may be removed before that
-        let listed = self.call(deadline, move |io| io.list_if_there(&dir));
-        match listed {
-            // What a symbolic link leads to is not ours to count or to remove.
-            Err(error) if error.os_code() == Some(ELOOP) => Ok(Vec::new()),
-            listed => listed,
-        }
+        let _ = self.state.leaving.set(until);
+        self.state.notify.notify();
+        self.worker
+            .shutdown(until.since(self.state.files.clock.now()));
     }
 }
 
 impl Drop for Quota {
     fn drop(&mut self) {
-        self.notify.notify(); // the quota agent looks whether there is anything left to keep
+        self.state.notify.notify(); // the quota agent looks whether there is anything left to keep
     }
 }
 
@@ -508,13 +465,6 @@ impl Room {
 
     fn over(&self) -> Held {
         std::mem::replace(&mut *self.held.lock(), Held::Over)
-    }
-}
-
-/// Gives answers, with nothing locked.
-fn answer(answers: Answers) {
-    for (then, answer) in answers {
-        then(answer);
     }
 }
 

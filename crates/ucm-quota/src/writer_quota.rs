@@ -51,6 +51,13 @@ struct Waiting {
 /// Answers to give, once the writer quota is not locked any more.
 pub(super) type Answers = Vec<(OnReserved, Result<Reservation>)>;
 
+/// Gives answers, with nothing locked.
+pub(super) fn answer(answers: Answers) {
+    for (then, answer) in answers {
+        then(answer);
+    }
+}
+
 /// What one writer used and may use. All totals are bytes since it took its id.
 #[derive(Default)]
 pub(super) struct WriterQuota {
