@@ -7,11 +7,11 @@
 //! writer whose grant is spent asks, waits a moment ([`patience`]), and then refuses. So the limit
 //! holds while the collector is dead, and with two of them. The parts:
 //!
-//! * [`writer_quota`]: one writer's side; [`grant_table`]: the collector's; [`documents`]: what
-//!   they write to each other;
-//! * [`agent`]: the thread on which all of that happens; [`notes`]: what writers say of themselves;
-//!   [`election`]: who is collector;
-//! * [`count`]: counting and removing; [`remove`]: what goes first. Time of use is the file's
+//! * [`writer_quota`]: one writer's side; [`grant_table`]: the collector's; [`documents`]: the
+//!   files by which they agree; [`documents_io`]: reading and writing them;
+//! * [`agent`]: the thread on which all of that happens; [`election`]: its election of a collector;
+//!   [`state`]: what it shares with the store and the counts;
+//! * [`count`]: counting and removing; [`remove`]: what is removed first. Time of use is the file's
 //!   modification time: see `ucm_tier::recency`.
 //!
 //! [`space_document`]: the same rules where a medium has compare-and-swap, and one document is enough.
@@ -39,7 +39,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_infra::{Clock, Completion, Lane, MonotonicTime, Notify, WorkerPool};
 use ucm_io::{FileMeta, IoPool, Process};
@@ -96,6 +96,7 @@ pub struct QuotaConfig {
 
 /// The space below one root.
 pub struct Quota {
+    clock: Arc<dyn Clock>,
     state: Arc<SpaceState>,
     counter: Arc<Counter>,
     worker: Arc<WorkerPool>,
@@ -124,7 +125,7 @@ impl Quota {
         let files = SpaceFiles {
             config,
             io,
-            clock,
+            clock: Arc::clone(&clock),
             root: OnceLock::new(),
             closing: AtomicBool::default(),
         };
@@ -139,6 +140,7 @@ impl Quota {
         let counter = Counter::new(&state, &worker);
         let agent = QuotaAgent::new(Arc::clone(&state), Arc::clone(&counter));
         Ok(Arc::new(Self {
+            clock,
             state,
             counter,
             worker,
@@ -157,13 +159,25 @@ impl Quota {
         check: impl Fn(MonotonicTime) -> Result<()> + Send + Sync + 'static,
         tend: impl Fn(MonotonicTime) -> Result<u64> + Send + Sync + 'static,
     ) {
-        self.state.writer_quota.lock().told.limit = limit;
+        self.quota().told.limit = limit;
         let (check, tend) = (Box::new(check), Box::new(tend));
-        let _ = self.state.files.root.set(Root { check, tend }); // the same ones, when a root is opened again
+        // The same ones when a root is opened again.
+        let _ = self.state.files.root.set(Root { check, tend });
         if let Some(agent) = self.agent.lock().take() {
             agent.start(&self.worker);
         }
         self.state.notify.notify();
+    }
+
+    fn quota(&self) -> MutexGuard<'_, WriterQuota> {
+        self.state.writer_quota.lock()
+    }
+
+    /// Wakes the quota agent if there is a reason.
+    fn wake_if(&self, reason: bool) {
+        if reason {
+            self.state.notify.notify();
+        }
     }
 
     /// Asks to write `bytes`. `then` is called exactly once, at once or from the quota agent's
@@ -171,30 +185,20 @@ impl Quota {
     /// reservation for [`Quota::ended`], or with `NoSpace`.
     pub fn reserve(&self, bytes: u64, deadline: MonotonicTime, then: OnReserved) {
         let mut answers = Answers::new();
-        let look = self.state.writer_quota.lock().reserve(
-            bytes,
-            self.state.files.clock.now(),
-            deadline,
-            then,
-            &mut answers,
-        );
-        if look {
-            self.state.notify.notify();
-        }
+        let now = self.clock.now();
+        let wakes = self
+            .quota()
+            .reserve(bytes, now, deadline, then, &mut answers);
+        self.wake_if(wakes);
         answer(answers);
     }
 
     /// Room for `bytes` if that can be had at once; `None` where it has to be made, for which
     /// [`Quota::reserve`] is there.
     fn reserve_now(&self, bytes: u64) -> Result<Option<Reservation>> {
-        let (had, look) = self
-            .state
-            .writer_quota
-            .lock()
-            .reserve_now(bytes, self.state.files.clock.now());
-        if look {
-            self.state.notify.notify();
-        }
+        let now = self.clock.now();
+        let (had, wakes) = self.quota().reserve_now(bytes, now);
+        self.wake_if(wakes);
         had
     }
 
@@ -202,29 +206,18 @@ impl Quota {
     /// they count until the next count. A full medium pauses all writes for a while and starts the
     /// collector.
     pub fn ended(&self, reservation: Reservation, error: Option<&Error>) {
-        let full =
-            self.state
-                .writer_quota
-                .lock()
-                .ended(reservation, error, self.state.files.clock.now());
-        if full {
-            self.state.notify.notify();
-        }
+        let now = self.clock.now();
+        let full = self.quota().ended(reservation, error, now);
+        self.wake_if(full);
     }
 
     /// Room that was reserved at once for several records is not all needed: `kept` bytes of it
     /// were written, or may have been. What `error` says of the medium counts as with
     /// [`Quota::ended`].
     pub fn commit(&self, reservation: Reservation, kept: u64, error: Option<&Error>) {
-        let full = self.state.writer_quota.lock().commit(
-            reservation,
-            kept,
-            error,
-            self.state.files.clock.now(),
-        );
-        if full {
-            self.state.notify.notify();
-        }
+        let now = self.clock.now();
+        let full = self.quota().commit(reservation, kept, error, now);
+        self.wake_if(full);
     }
 
     /// Asks to write `bytes` and waits for the answer, no longer than until then; for the control
@@ -232,28 +225,20 @@ impl Quota {
     pub fn reserve_blocking(&self, bytes: u64, until: MonotonicTime) -> Result<Reservation> {
         let completion = Completion::new();
         let answer = Arc::clone(&completion);
-        self.reserve(
-            bytes,
-            until.min(self.state.files.clock.now().after(PATIENCE)),
-            Box::new(move |reservation| {
-                answer.complete(reservation);
-            }),
-        );
-        let until = self.state.files.clock.now().after(STEP).min(until);
-        let late = || Error::new(ErrorKind::Timeout, "nobody said whether there is room");
-        completion
-            .wait(&*self.state.files.clock, Some(until))
-            .ok_or_else(late)?
+        let now = self.clock.now();
+        let then = move |reservation| _ = answer.complete(reservation);
+        self.reserve(bytes, until.min(now.after(PATIENCE)), Box::new(then));
+        let until = now.after(STEP).min(until);
+        let late = || Error::new(ErrorKind::Timeout, "no answer whether there is room");
+        let answered = completion.wait(&*self.clock, Some(until));
+        answered.ok_or_else(late)?
     }
 
     /// Asks to write `bytes` that nothing depends on: only of what is granted already, and without
     /// waiting. `Busy` when that is too little.
     pub fn try_reserve(&self, bytes: u64) -> Result<Reservation> {
-        let spare = self
-            .state
-            .writer_quota
-            .lock()
-            .try_reserve(bytes, self.state.files.clock.now());
+        let now = self.clock.now();
+        let spare = self.quota().try_reserve(bytes, now);
         let none = || Error::new(ErrorKind::Busy, "there is no room to spare now");
         spare.ok_or_else(|| none().with("bytes", bytes))
     }
@@ -297,20 +282,20 @@ impl Quota {
 
     /// Bytes used and allowed.
     pub fn usage(&self) -> Usage {
-        let quota = self.state.writer_quota.lock();
+        let quota = self.quota();
         Usage {
             used: quota.used(),
             capacity: quota.told.limit,
             records: quota.told.records,
             counted: quota.told.counted,
             collector: self.state.term() > 0,
-            paused: quota.is_barred(self.state.files.clock.now()),
+            paused: quota.is_barred(self.clock.now()),
         }
     }
 
     /// Records and bytes removed so far.
     pub fn removed(&self) -> (u64, u64) {
-        let quota = self.state.writer_quota.lock();
+        let quota = self.quota();
         (quota.removed.records, quota.removed.bytes)
     }
 
@@ -337,24 +322,23 @@ impl Quota {
     pub fn shutdown(&self, drain: Duration) {
         self.state.files.closing.store(true, Ordering::Release); // a count ends here
         let mut answers = Answers::new();
-        self.state.writer_quota.lock().close(&mut answers);
+        self.quota().close(&mut answers);
         answer(answers);
         // A process that still writes cannot resign, and the next collector would have to wait for
         // this one's silence.
-        let now = self.state.files.clock.now();
+        let now = self.clock.now();
         let (until, half) = (now.after(drain), now.after(drain / 2));
         loop {
             let (running, ends) = &*self.background;
             let seen = ends.seen();
-            if running.load(Ordering::Acquire) == 0 || self.state.files.clock.now() >= half {
+            if running.load(Ordering::Acquire) == 0 || self.clock.now() >= half {
                 break;
             }
-            self.state.files.clock.sleep(ends, seen, Some(half));
+            self.clock.sleep(ends, seen, Some(half));
         }
         let _ = self.state.leaving.set(until);
         self.state.notify.notify();
-        self.worker
-            .shutdown(until.since(self.state.files.clock.now()));
+        self.worker.shutdown(until.since(self.clock.now()));
     }
 }
 
