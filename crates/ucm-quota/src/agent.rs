@@ -2,7 +2,7 @@
 //! is on the way of a write.
 //!
 //! It wakes about once a second, at once when the grant runs low, and ten times a second while a
-//! write waits for an answer. Every turn lists one small directory and reads what changed there.
+//! write waits. Every turn lists one small directory and reads the documents that changed.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -44,7 +44,7 @@ const LONGEST_BACKOFF: Duration = Duration::from_secs(60);
 /// next commit.
 const SETTLES: Duration = Duration::from_secs(30);
 
-/// Time between heartbeats, and between two looks at the free space.
+/// Time between heartbeats, and between two reads of the free space.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(5);
 /// How long after its last heartbeat a collector may grant.
 const LEASE: Duration = Duration::from_secs(10);
@@ -269,7 +269,7 @@ impl QuotaAgent {
                 outcome.is_short && outcome.freed == 0
             }
             Err(error) => {
-                // One that came too late had its pause.
+                // A count that timed out had its pause already.
                 let at_once = error.kind() != ErrorKind::Timeout;
                 self.counts.trouble = Some(error);
                 at_once
@@ -289,7 +289,7 @@ impl QuotaAgent {
     /// A turn of a writer that is not collector.
     fn follow(&mut self, look: &Look, turn: Turn) -> Result<bool> {
         let Turn { now, deadline } = turn;
-        self.counts.trouble = None; // that is the collector's, and this is not it any more
+        self.counts.trouble = None; // only the collector counts
         let Some(term) = look.highest() else {
             return Ok(true);
         };

@@ -5,7 +5,7 @@ use std::num::NonZeroU64;
 /// A limit as configured.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Capacity {
-    /// So many bytes.
+    /// A number of bytes.
     Bytes(NonZeroU64),
     /// A share of the file system, in percent.
     Percent(f64),

@@ -1,4 +1,4 @@
-//! Counting what lies below a root, sweeping what is left over, and removing what goes first.
+//! Counts what lies below a root, removes leftovers, and evicts the oldest records.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -289,7 +289,7 @@ impl Counter {
     /// The time, ns of Unix time, before which a private file counts as left behind. By the clock
     /// that gives files their times, the server's where there is one: the heartbeat was written a
     /// moment ago, whatever this host's clock says. A process that is not collector has no
-    /// heartbeat, and goes by its own clock.
+    /// heartbeat and uses its own clock.
     fn dead_before(&self, why: Why) -> Result<i64> {
         let mut now = i64::try_from(self.files.clock.wall_ns()).unwrap_or(i64::MAX);
         if let Some(term) = why.term {

@@ -1,10 +1,10 @@
-//! The documents in `<root>/space/`, by which the writers of a root agree who counts it and who may
-//! write how much.
+//! The documents in `<root>/space/`, by which the writers of a root agree on the collector and on
+//! how much each may write.
 //!
-//! `collector-<term>.json` is made without replacing: of all that want a term one has it, and the
-//! highest term is the collector in office. Only its owner writes it again (the heartbeat).
+//! `collector-<term>.json` is made without replacing: exactly one writer owns a term, and the owner
+//! of the highest term is the collector. Only its owner writes it again (the heartbeat).
 //! `grants-<term>.json` is what that collector counted and granted. `writer-<id>.json` is what one
-//! writer used and wants.
+//! writer used and needs.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -48,7 +48,7 @@ impl Name {
     }
 }
 
-/// Who writes a document.
+/// The process that writes a document.
 #[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Who {
     pub(crate) host: String,
@@ -84,7 +84,7 @@ pub(crate) struct Heartbeat {
     pub(crate) process: Who,
     /// Grows with every heartbeat.
     pub(crate) sequence: u64,
-    /// It left; the next term is free.
+    /// It resigned; the next term is free.
     pub(crate) resigned: bool,
 }
 

@@ -1,12 +1,12 @@
-//! Who is collector: the owner of the highest term.
+//! The election of the collector: it is the owner of the highest term.
 //!
 //! A term is a file that is made without replacing, so it has one owner, and only its owner writes
 //! it again. A writer that finds no term, or whose collector resigned, died on this host, or did
 //! not move for [`STILL`] on the writer's own clock, takes the next term, reads the grants of the
-//! one before *after that*, and goes on from there. A grant counts for a writer only if its term
-//! was still the highest after the grant was read, and a collector grants only for a while after
-//! its last heartbeat; so whatever was granted by two collectors is in the grant table of the later
-//! one.
+//! previous term *after that*, and continues from them. A grant counts for a writer only if its
+//! term was still the highest after the grant was read, and a collector grants only for a while
+//! after its last heartbeat; so whatever was granted by two collectors is in the grant table of the
+//! later one.
 
 use std::time::Duration;
 
@@ -24,7 +24,7 @@ use crate::layout::FORMAT;
 const STILL: Duration = Duration::from_secs(20);
 
 impl QuotaAgent {
-    /// Becomes collector if there is none. The answer: the term, once its grant table is there.
+    /// Becomes collector if there is none. Returns the term once its grant table is read.
     pub(super) fn elect(&mut self, look: &Look, turn: Turn) -> Result<Option<u64>> {
         let highest = look.highest();
         if let Some(term) = highest {
@@ -61,10 +61,9 @@ impl QuotaAgent {
         self.take_up(term, turn)
     }
 
-    /// Whether the highest term's owner is gone.
+    /// Whether the owner of the highest term has ended.
     fn is_free(&mut self, term: u64, look: &Look, turn: Turn) -> Result<bool> {
-        // Read every time: a network file system may hide that it changed from those who only look
-        // at its times.
+        // Read every time: the times on a network file system may not show that it changed.
         let heartbeat = self
             .files
             .read::<Heartbeat>(look, Name::Collector(term), turn.deadline)?;

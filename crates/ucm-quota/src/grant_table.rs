@@ -57,8 +57,7 @@ pub(crate) struct GrantTable {
     /// Something was removed that no count has missed yet for sure.
     stale: bool,
     /// A writer wrote while the last count listed, so that some of it may be counted twice. What a
-    /// writer of another process has not told by then is not known here, and waits for the next
-    /// count.
+    /// writer of another process has not noted by then is unknown here until the next count.
     blurred: bool,
 }
 
@@ -139,8 +138,8 @@ impl GrantTable {
         self.counted.map(|counted| counted.saturating_add(unseen))
     }
 
-    /// What lies below the root as far as is known, without what `writer` wrote (who knows that
-    /// better itself), and the total of that writer that is in it already.
+    /// What lies below the root as far as is known, without what `writer` wrote (it has newer
+    /// figures itself), and the total of that writer that is included.
     pub(crate) fn used_by_others(&self, writer: u64) -> (u64, u64) {
         let others = self.accounts.iter().filter(|(id, _)| **id != writer);
         let written: u64 = others
@@ -178,11 +177,11 @@ impl GrantTable {
             .sum()
     }
 
-    /// What a writer says of itself.
+    /// Enters the note of a writer.
     pub(crate) fn note(&mut self, writer: u64, note: &Note) {
         let account = self.accounts.entry(writer).or_default();
         if account.gone {
-            return; // it took another id when it came back
+            return; // it took another id when it returned
         }
         account.reserved = account.reserved.max(note.reserved);
         account.committed = account.committed.max(note.committed);
@@ -196,7 +195,7 @@ impl GrantTable {
         }
     }
 
-    /// A writer that writes no more.
+    /// A writer has ended.
     pub(crate) fn gone(&mut self, writer: u64) {
         if let Some(account) = self.accounts.get_mut(&writer) {
             account.gone = true;
@@ -204,15 +203,15 @@ impl GrantTable {
         }
     }
 
-    /// Whether a writer is known not to write any more.
+    /// Whether a writer is known to have ended.
     pub(crate) fn is_gone(&self, writer: u64) -> bool {
         self.accounts
             .get(&writer)
             .is_some_and(|account| account.gone)
     }
 
-    /// Whether a writer is gone of which the last count did not see everything for sure: only
-    /// another one tells what it wrote, and frees what it was granted.
+    /// Whether a writer has ended whose writes the last count may have missed: only another count
+    /// finds what it wrote, and frees the rest of its grant.
     pub(crate) fn has_gone_unseen(&self) -> bool {
         let accounts = self.accounts.values();
         accounts
@@ -270,7 +269,7 @@ impl GrantTable {
         forgotten
     }
 
-    /// What was counted is not there any more, or not alone.
+    /// The last count is void.
     pub(crate) fn forget_count(&mut self) {
         self.counted = None;
     }
@@ -281,8 +280,8 @@ impl GrantTable {
         self.records = self.records.saturating_sub(records);
     }
 
-    /// Grants what those who want can have. The answer: whether anything was granted, and whether a
-    /// writer got less than it wants at once.
+    /// Grants what is needed and free. Returns whether anything was granted, and whether a writer
+    /// got less than it needs at once.
     pub(crate) fn grant(&mut self) -> (bool, bool) {
         let Some(bound) = self.bound() else {
             return (false, true);

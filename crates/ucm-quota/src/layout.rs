@@ -31,7 +31,7 @@ pub struct Modes {
 }
 
 impl Default for Modes {
-    /// For the owner alone: the blocks of a prompt tell what was in it.
+    /// For the owner alone: the blocks of a prompt reveal it.
     fn default() -> Self {
         Self {
             file: 0o600,
@@ -144,7 +144,7 @@ pub fn shard_name(name: &OsStr) -> Option<u8> {
     u8::from_str_radix(name, 16).ok()
 }
 
-/// The id in a record's file name, if it is one and lies in the directory its first byte says.
+/// The id in a record's file name, if it is one and lies in the directory of its first byte.
 pub fn record_name(shard: u8, name: &OsStr) -> Option<BlockId> {
     let id: BlockId = name.to_str()?.strip_suffix(".bin")?.parse().ok()?;
     (id.0[0] == shard).then_some(id)
@@ -261,7 +261,7 @@ pub struct Marker {
 }
 
 impl Marker {
-    /// Reads a marker; a newer format or damage is an error that says what to do.
+    /// Reads a marker; a newer format or damage is an error with advice.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         let marker: Self = serde_json::from_slice(bytes).map_err(|error| {
             Error::new(
@@ -287,14 +287,14 @@ impl Marker {
     }
 }
 
-/// What the manifest says of one part.
+/// One part in the manifest.
 #[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]
 pub struct PartEntry {
     /// Bytes of the tensors of one layer, in order.
     pub tensors: Vec<u64>,
     /// Layers in a block.
     pub layers: u32,
-    /// Tokens in a block, 0 when not told.
+    /// Tokens in a block, 0 if unknown.
     pub block_tokens: u32,
     /// Element type.
     pub dtype: String,
@@ -315,7 +315,7 @@ pub struct Manifest {
     pub digest: String,
     /// The identity, letter by letter as it was hashed.
     pub identity: Box<RawValue>,
-    /// Words outside the digest, such as the model name the user typed.
+    /// Texts outside the digest, such as the model name the user typed.
     #[serde(default)]
     pub labels: BTreeMap<String, String>,
     /// The parts seen so far, by name (`g0p0t0`).

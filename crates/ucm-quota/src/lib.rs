@@ -4,8 +4,8 @@
 //! One of the root's writers is its *collector*: it counts what lies below the root (all
 //! namespaces), removes the oldest records, and grants every writer an absolute running total, a
 //! little ahead of what that writer has used. A write is reserved against the grant, in memory; a
-//! writer whose grant is spent asks, waits a moment ([`patience`]), and then refuses. So the limit
-//! holds while the collector is dead, and with two of them. The parts:
+//! writer whose grant is spent requests more, waits a moment ([`patience`]), and then refuses. So
+//! the limit holds while the collector is dead, and with two of them. The parts:
 //!
 //! * [`writer_quota`]: one writer's side; [`grant_table`]: the collector's; [`documents`]: the
 //!   files by which they agree; [`documents_io`]: reading and writing them;
@@ -79,7 +79,7 @@ pub struct Usage {
 const LANE_AGENT: usize = 0;
 const LANE_WORK: usize = 1;
 
-/// What the space below a root goes by.
+/// Configuration of the space below a root.
 #[derive(Debug, Clone, Default)]
 pub struct QuotaConfig {
     /// The root.
@@ -151,7 +151,7 @@ impl Quota {
 
     /// Sets the limit and starts looking after the root. `check` is called with a deadline before
     /// any document is written: it fails if the root is not the one that was opened. `tend` is
-    /// called before every count: it checks the same, takes up a root that is back, and answers the
+    /// called before every count: it checks the same, accepts a root that is back, and returns the
     /// limit; if it fails nothing is removed.
     pub fn open(
         self: &Arc<Self>,
@@ -180,9 +180,9 @@ impl Quota {
         }
     }
 
-    /// Asks to write `bytes`. `then` is called exactly once, at once or from the quota agent's
-    /// thread, with its first turn after our [`patience`] or the deadline at the latest: with a
-    /// reservation for [`Quota::ended`], or with `NoSpace`.
+    /// Reserves `bytes` for a write. `then` is called exactly once, at once or from the quota
+    /// agent's thread, with its first turn after our [`patience`] or the deadline at the latest:
+    /// with a reservation for [`Quota::ended`], or with `NoSpace`.
     pub fn reserve(&self, bytes: u64, deadline: MonotonicTime, then: OnReserved) {
         let mut answers = Answers::new();
         let now = self.clock.now();
@@ -212,16 +212,14 @@ impl Quota {
     }
 
     /// Room that was reserved at once for several records is not all needed: `kept` bytes of it
-    /// were written, or may have been. What `error` says of the medium counts as with
-    /// [`Quota::ended`].
+    /// were written, or may have been. `error` counts for the medium as in [`Quota::ended`].
     pub fn commit(&self, reservation: Reservation, kept: u64, error: Option<&Error>) {
         let now = self.clock.now();
         let full = self.quota().commit(reservation, kept, error, now);
         self.wake_if(full);
     }
 
-    /// Asks to write `bytes` and waits for the answer, no longer than until then; for the control
-    /// path.
+    /// Reserves `bytes` and waits for them until then at most; for the control path.
     pub fn reserve_blocking(&self, bytes: u64, until: MonotonicTime) -> Result<Reservation> {
         let completion = Completion::new();
         let answer = Arc::clone(&completion);
@@ -234,7 +232,7 @@ impl Quota {
         answered.ok_or_else(late)?
     }
 
-    /// Asks to write `bytes` that nothing depends on: only of what is granted already, and without
+    /// Reserves `bytes` for a write that nothing depends on, of what is granted already, without
     /// waiting. `Busy` when that is too little.
     pub fn try_reserve(&self, bytes: u64) -> Result<Reservation> {
         let now = self.clock.now();
@@ -248,9 +246,9 @@ impl Quota {
         self.counter.counts()
     }
 
-    /// Bytes were deleted by name, in an operation begun when [`Quota::counts`] was `before`. If a
-    /// count was or came in between it may have missed them already. Only the collector's own
-    /// deletions are known before the next count.
+    /// Bytes were deleted by name, in an operation begun when [`Quota::counts`] was `before`. A
+    /// count in between may have missed them already. Only the collector's own deletions are known
+    /// before the next count.
     pub fn deleted(&self, bytes: u64, before: u64) {
         self.subtract(bytes, before, false);
     }
@@ -344,12 +342,12 @@ impl Quota {
 
 impl Drop for Quota {
     fn drop(&mut self) {
-        self.state.notify.notify(); // the quota agent looks whether there is anything left to keep
+        self.state.notify.notify(); // the quota agent ends
     }
 }
 
-/// Room for one write, once it has some: given back when the write ends, or when no caller waits
-/// for it any more, whichever comes first.
+/// Room for one write, once it has some: given back when the write ends or when its deadline has
+/// passed, whichever is first.
 pub struct Room {
     space: Arc<Quota>,
     held: Mutex<Held>,
@@ -361,7 +359,7 @@ enum Held {
     Reserved(Reservation),
     /// It is being written to, or may be.
     InUse(Reservation),
-    /// The write ended, or was written off: what comes now goes back.
+    /// The write ended or timed out: a later reservation is given back.
     Over,
 }
 
@@ -429,7 +427,7 @@ impl Room {
         Ok(())
     }
 
-    /// [`Quota::ended`], the first time; all goes back where no write had begun.
+    /// [`Quota::ended`], the first time; everything is given back if no write had begun.
     pub fn end(&self, error: Option<&Error>) {
         match self.over() {
             Held::InUse(reservation) => self.space.ended(reservation, error),

@@ -1,4 +1,4 @@
-//! What goes first: the rules by which a count decides which records are removed.
+//! Which records a count removes, and in which order.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -12,18 +12,18 @@ use crate::layout::{SEGMENTS, SegmentName};
 const HIGH: f64 = 0.95;
 const LOW: f64 = 0.85;
 
-/// What the removal of one root goes by, beside its limit.
+/// Rules of eviction for one root, beside its limit.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Rules {
     /// Least that stays free on the file system; `None`: 5 % of it.
     pub free_floor: Option<Capacity>,
     /// Most bytes of one namespace (percent: of the limit); `None`: the limit alone.
     pub namespace_quota: Option<Capacity>,
-    /// Records not used for so long are removed; `None`: never for their age alone.
+    /// Records not used for this long are removed; `None`: never for their age alone.
     pub expire_after: Option<Duration>,
 }
 
-/// What stays free on the file system unless the configuration says otherwise.
+/// What stays free on the file system by default.
 const FLOOR: Capacity = Capacity::Percent(5.0);
 
 impl Rules {
@@ -33,12 +33,12 @@ impl Rules {
     }
 }
 
-/// What a count found: a file that goes or stays whole.
+/// Kind of a file that a count found; it is removed whole or not at all.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     /// One record, named after its id.
     Record,
-    /// A segment, with about so many records; its name stands as an id.
+    /// A segment with about this many records; its name is used as an id.
     Segment(u32),
 }
 
@@ -87,7 +87,7 @@ pub(super) fn low(limit: u64) -> u64 {
     (limit as f64 * LOW) as u64
 }
 
-/// What a count asks of the removal.
+/// What has to be removed.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Need {
     /// Bytes to free, of the oldest use in the whole root.
@@ -112,8 +112,8 @@ pub(super) fn plan(mut records: Vec<Found>, namespaces: usize, need: &Need) -> V
         *bytes = need.quota.map_or(0, |quota| bytes.saturating_sub(quota));
     }
     records.sort_unstable_by_key(|record| (record.used_ns, record.id));
-    // First what goes for its age or its namespace's quota: no other file has to go for room that
-    // this makes.
+    // First files over their age or their namespace's quota: they make room, so that fewer others
+    // are removed.
     let mut surplus = need.surplus;
     let goes = |over: &mut [u64], record: &Found| {
         let over = &mut over[record.namespace as usize];

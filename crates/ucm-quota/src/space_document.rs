@@ -6,9 +6,8 @@
 //! a writer:  read → note what it used and wants → grant → replace
 //! a count:   read → claim → replace → list and remove → read → note what was found → replace
 //! ```
-//! A writer that loses a race reads again. A writer that was not heard of for long is dropped by
-//! the one that counts, by its own clock ([`Silence`]); a writer keeps to that by letting its grant
-//! go before ([`HOLDS`]).
+//! A writer that loses a race reads again. A writer without a heartbeat for long is dropped by the
+//! writer that counts, on its own clock ([`Silence`]); its grant has expired before ([`HOLDS`]).
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
@@ -22,8 +21,7 @@ use crate::grant_table::{GrantTable, Snapshot};
 use crate::layout::FORMAT;
 pub use crate::writer_quota::HOLDS;
 
-/// How long nothing is heard of a writer that is dropped, or of a count that another writer makes
-/// instead.
+/// Time without a heartbeat after which a writer is dropped, or a count is made by another writer.
 const SILENT: Duration = Duration::from_secs(600);
 const COUNTS_FOR: Duration = Duration::from_secs(120);
 
@@ -34,12 +32,12 @@ pub struct SpaceDocument {
     grants: Grants,
     /// By writer id, 16 hex digits.
     writers: BTreeMap<String, Writer>,
-    /// Who counts.
+    /// The writer that counts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     counting: Option<Counting>,
 }
 
-/// What a writer says of itself; totals of bytes since it took its id.
+/// The entry of a writer; totals of bytes since it took its id.
 #[derive(Serialize, Deserialize, Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Writer {
     /// Of writes that were begun.
@@ -48,7 +46,7 @@ struct Writer {
     /// Of those that have ended too.
     #[serde(rename = "settled")]
     committed: u64,
-    /// Grows whenever it says something.
+    /// Grows with every entry.
     #[serde(rename = "beat")]
     heartbeat: u64,
 }
@@ -127,7 +125,8 @@ impl SpaceDocument {
         self.writers.contains_key(&hex(writer))
     }
 
-    /// A writer says what it used and wants, below this limit; the total up to which it may write.
+    /// Enters what a writer used and needs, below this limit; returns the total up to which it may
+    /// write.
     pub fn ask(&mut self, writer: u64, used: Use, limit: u64) -> u64 {
         let entry = self.writers.entry(hex(writer)).or_default();
         *entry = Writer {
@@ -191,7 +190,7 @@ impl SpaceDocument {
         self.grants.records
     }
 
-    /// This writer counts, unless another one does that was heard of lately; what the count will
+    /// This writer counts, unless another one does and has a recent heartbeat; what the count will
     /// see for sure.
     pub fn begin_count(
         &mut self,
@@ -223,7 +222,7 @@ impl SpaceDocument {
         Some(table.begin_count())
     }
 
-    /// A count that began with `before` found so many bytes, in so many objects.
+    /// A count that began with `before` found `total` bytes in `objects` objects.
     pub fn end_count(&mut self, before: &Snapshot, total: u64, objects: u64) {
         let mut table = self.table();
         for forgotten in table.end_count(before, total, objects) {
@@ -234,12 +233,12 @@ impl SpaceDocument {
     }
 }
 
-/// How long others were not heard of, by one's own clock: whose heartbeats were last seen when.
+/// Time since the last heartbeat of each other writer, on the own clock.
 #[derive(Debug, Default)]
 pub struct Silence(HashMap<String, (u64, MonotonicTime)>);
 
 impl Silence {
-    /// Whether this one has said nothing for so long.
+    /// Whether this writer had no heartbeat for `span`.
     fn is_over(&mut self, who: &str, heartbeat: u64, span: Duration, now: MonotonicTime) -> bool {
         let (seen, since) = self.0.entry(who.to_owned()).or_insert((heartbeat, now));
         if *seen != heartbeat {

@@ -10,8 +10,7 @@ use ucm_io::{ELOOP, EROFS};
 
 use crate::pause::Pause;
 
-/// How long a write waits for more before it is refused: a collector at rest looks up once a
-/// second.
+/// How long a write waits for more before it is refused: a collector at rest wakes once a second.
 pub(super) const PATIENCE: Duration = Duration::from_secs(2);
 /// The same for a writer that was never granted anything: what lies there is counted first, and a
 /// collector that stands still is followed. Within the time that a dump has, unless its deadline is
@@ -19,14 +18,13 @@ pub(super) const PATIENCE: Duration = Duration::from_secs(2);
 const FIRST: Duration = Duration::from_secs(25);
 /// Most writes that wait.
 const MOST_WAITING: usize = 1 << 16;
-/// Least time between two times that the quota agent is asked to look although no write waits for
-/// it.
+/// Least time between two wakes of the quota agent while no write waits.
 const ASK_AGAIN: Duration = Duration::from_millis(50);
 /// How long a grant holds without news from its writer, by the writer's own clock; half of what the
 /// collector waits.
 pub const HOLDS: Duration = Duration::from_secs(300);
 
-/// How long a writer that was `granted` so many bytes so far lets a write wait for more.
+/// How long a writer with this grant lets a write wait for more.
 pub fn patience(granted: u64) -> Duration {
     if granted == 0 { FIRST } else { PATIENCE }
 }
@@ -77,7 +75,7 @@ pub(super) struct WriterQuota {
     pub(super) free: Free,
     pub(super) pause: Pause,
     pub(super) queue: Queue,
-    /// Why the last look at the root failed, if it did.
+    /// Why the last turn of the quota agent failed, if it did.
     pub(super) trouble: Option<Error>,
 }
 
@@ -101,8 +99,7 @@ pub(super) struct Removed {
     pub(super) bytes: u64,
 }
 
-/// How much of the medium was free when that was last looked at. Nothing, or no limit, before the
-/// first look.
+/// How much of the medium was free when that was last read; nothing before the first time.
 #[derive(Default)]
 pub(super) struct Free {
     /// Bytes that were free.
@@ -131,9 +128,9 @@ impl Free {
 #[derive(Default)]
 pub(super) struct Queue {
     waiting: VecDeque<Waiting>,
-    /// Waiting was in vain; until there is a grant no write waits.
+    /// A write waited without success; until there is a grant no write waits.
     pub(super) hopeless: bool,
-    /// When the quota agent was last asked to look although no write waits.
+    /// When the quota agent was last woken while no write waited.
     asked: Option<MonotonicTime>,
     closed: bool,
 }
@@ -168,7 +165,7 @@ impl WriterQuota {
         self.granted.saturating_sub(self.reserved)
     }
 
-    /// Whether more should be asked for, when a grant reaches so far ahead.
+    /// Whether more should be requested, when a grant reaches this far ahead.
     pub(super) fn is_low(&self, ahead: u64, now: MonotonicTime) -> bool {
         !self.queue.waiting.is_empty() || self.left(now) < (ahead / 2).max(self.unit)
     }
@@ -283,7 +280,7 @@ impl WriterQuota {
         look
     }
 
-    /// What can be had of the grant at once; the agent is not asked for more.
+    /// What the grant has left; the agent is not woken for more.
     pub(super) fn try_reserve(&mut self, bytes: u64, now: MonotonicTime) -> Option<Reservation> {
         let free = self.queue.waiting.is_empty()
             && bytes <= self.left(now)
@@ -291,8 +288,8 @@ impl WriterQuota {
         free.then(|| self.take(bytes))
     }
 
-    /// Whether the quota agent may be asked to look; not with every write, for one look is several
-    /// calls on the medium.
+    /// Whether the quota agent may be woken; not with every write, since one turn is several calls
+    /// on the medium.
     fn may_ask(&mut self, now: MonotonicTime) -> bool {
         let may = self
             .queue
@@ -407,7 +404,7 @@ impl WriterQuota {
     }
 
     fn refusal(&self) -> Error {
-        // Nothing is short on a read-only file system or behind a link: the error says so.
+        // On a read-only file system or behind a link nothing is short: that error is returned.
         let no_way = |trouble: &&Error| matches!(trouble.os_code(), Some(EROFS | ELOOP));
         if let Some(trouble) = self.trouble.as_ref().filter(no_way) {
             return trouble.clone();

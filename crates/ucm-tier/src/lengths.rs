@@ -1,10 +1,10 @@
-//! Which lengths the records of a namespace may have on a medium, for all media: they judge a
-//! length by this and by nothing else.
+//! Which lengths the records of a namespace may have on a medium, for all media: this alone judges
+//! a length.
 //!
 //! Each part has lengths of its own: ranks may hold different numbers of layers. Known are those of
 //! the own part and of the parts that were named to the store, from the start, and those that the
 //! manifest names: parts that were not named, and writers that keep other side shards. A length of
-//! any part passes; the header of a record says whether it is the right one.
+//! any part passes; the header of a record decides whether it is the right one.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -17,7 +17,7 @@ use ucm_record::{RecordHeader, RecordLayout};
 
 use crate::backend::Presence;
 
-/// Time between two looks at the manifest, however many lengths are not known.
+/// Time between two reads of the manifest for unknown lengths.
 const LOOK_AGAIN: Duration = Duration::from_secs(10);
 /// The most bytes that any record can have.
 pub(crate) const LONGEST_RECORD: u64 =
@@ -173,8 +173,8 @@ impl Lengths {
         }
     }
 
-    /// Whether a record was met whose length is not known, and it is time to look what the manifest
-    /// says of that; the next time is some time later.
+    /// Whether a record of an unknown length was met and it is time to read the manifest for it;
+    /// the next time is some time later.
     pub(crate) fn is_look_due(&self, now: MonotonicTime) -> bool {
         let mut next = self.next_look.lock();
         let due = now >= *next && self.met_unknown.swap(false, Ordering::Relaxed);

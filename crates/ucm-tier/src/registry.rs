@@ -1,10 +1,10 @@
 //! Every kind of tier, once: its names, its options and what makes it.
 //!
-//! A kind is one file that ends in a function answering a [`TierKind`], and one line in the list of
+//! A kind is one file that ends in a function returning a [`TierKind`], and one line in the list of
 //! built-in kinds (`builtin/mod.rs`); another crate adds its own with [`register`] before a
-//! configuration is read. Python asks for all of it ([`describe`]) and makes from it the keys of
-//! the configuration with their checks, the store classes and the tables of
-//! `docs/configuration.md`; the behaviour suite runs over every medium that is listed here.
+//! configuration is read. Python reads all of it ([`describe`]) and makes from it the keys of the
+//! configuration with their checks, the store classes and the tables of `docs/configuration.md`;
+//! the behaviour suite runs over every medium that is listed here.
 //!
 //! ```
 //! use schemars::JsonSchema;
@@ -85,7 +85,7 @@ pub fn describe() -> String {
     serde_json::to_string(&described).unwrap_or_default() // nothing in it can be refused
 }
 
-/// What tools see of a kind that keeps nothing in directories, with these options as a JSON text.
+/// The place, for tools, of a kind that keeps nothing in directories; its options as a JSON text.
 pub fn place(word: &str, options: &str) -> Result<Box<dyn Place>> {
     let options = serde_json::from_str(options).map_err(|error| {
         let wrong = Error::new(

@@ -2,7 +2,7 @@
 //! ([`client`](super::client)).
 //!
 //! There are two clients. The first lends this process's memory to the pool and moves nothing. The
-//! second moves bytes: when a transfer of it failed half-way, Mooncake may still write to its
+//! second moves bytes: when one of its transfers failed midway, Mooncake may still write to its
 //! buffers, so it is closed and set up anew, at no cost for what the first one lends.
 
 use std::sync::Arc;
@@ -116,7 +116,7 @@ impl Thread {
     }
 
     /// Makes calls for one batch, whose slots lie in these arenas; sets up the client if need be.
-    /// Where Python raised, the client is closed: nothing says what it still does.
+    /// If Python raised, the client is closed: it may still be at work.
     fn batch<T>(
         &mut self,
         arenas: &[Arc<HostArena>],

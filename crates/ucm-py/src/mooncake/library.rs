@@ -1,9 +1,8 @@
-//! Mooncake's Python client: what is called of it, and what its numbers mean.
+//! Mooncake's Python client: the calls that are used, and the meaning of its codes.
 //!
-//! A call that asks the pool releases the GIL while it waits, so holding it here costs other
-//! threads no more than the arguments take. Setting a client up and closing it do not, and take
-//! minutes where the master hangs: they are called only after it was seen to answer
-//! ([`Pool::host`]).
+//! A call to the pool releases the GIL while it waits, so holding it here costs other threads no
+//! more than the arguments take. Setting a client up and closing it do not, and take minutes where
+//! the master hangs: they are called only after it was seen to answer ([`Pool::host`]).
 
 use std::io::{Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
@@ -17,7 +16,7 @@ use ucm_core::{Error, ErrorKind, Result};
 const REACH: Duration = Duration::from_secs(2);
 /// The head of a call of a function that no master has, as its RPC (coro_rpc of yalantinglibs) is
 /// written: magic, version, form of the arguments, type, then u32 each: sequence, function, length
-/// of the arguments and of the attachment. A master that runs says at once that there is no such
+/// of the arguments and of the attachment. A running master answers at once that there is no such
 /// function.
 const NO_CALL: [u8; 20] = [21, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
 
@@ -29,8 +28,7 @@ const NO_SPACE: i64 = -200;
 pub(super) const WRONG_ARGUMENT: i64 = -600;
 /// There is no value with a key.
 pub(super) const NO_VALUE: i64 = -704;
-/// Something about the object itself: absent, evicted meanwhile, not written to its end, its lease
-/// over.
+/// An error of the object: absent, evicted during the call, not written to its end, its lease over.
 const OF_THE_OBJECT: std::ops::RangeInclusive<i64> = -799..=-702;
 /// The master did not answer.
 const NO_MASTER: std::ops::RangeInclusive<i64> = -999..=-900;
@@ -55,7 +53,7 @@ pub(super) struct Pool {
 
 impl Pool {
     /// The name of this host for a new client, once the master was seen to answer: Mooncake itself
-    /// tries for minutes. `Io` where it does not. A master behind another service is not asked.
+    /// tries for minutes. `Io` where it does not. A master behind another service is not checked.
     pub(super) fn host(&self) -> Result<String> {
         let given = self.host.clone().filter(|host| !host.is_empty());
         if self.master.contains("://") {
@@ -88,8 +86,8 @@ impl Pool {
     }
 }
 
-/// The connection, once something came over it: an answer, or its end. An error that says what did
-/// not come.
+/// The connection, once something was received: an answer, or its end. An error if there is
+/// neither.
 fn answered(mut stream: TcpStream) -> std::io::Result<TcpStream> {
     use std::io::ErrorKind::{TimedOut, WouldBlock};
     stream.set_read_timeout(Some(REACH))?;
@@ -130,7 +128,7 @@ pub(super) fn check_installed() -> Result<()> {
     }
 }
 
-/// Mooncake logs every step to the error stream unless it was told before it is loaded.
+/// Mooncake logs every step to the error stream unless this is set before it is loaded.
 fn quiet(py: Python<'_>) -> PyResult<()> {
     let environment = py.import("os")?.getattr("environ")?;
     environment.call_method1("setdefault", ("MC_LOG_LEVEL", "ERROR"))?;
@@ -152,8 +150,8 @@ pub(super) fn attached<T>(work: impl FnOnce(Python<'_>) -> PyResult<T>) -> Resul
 pub(super) struct Handle(Py<PyAny>);
 
 impl Handle {
-    /// A client under this name that lends so many bytes and has so many for itself. Holds the GIL,
-    /// for minutes where the master does not answer.
+    /// A client under this name that lends `lent` bytes and has `buffer` bytes for itself. Holds
+    /// the GIL, for minutes where the master does not answer.
     pub(super) fn set_up(pool: &Pool, host: &str, lent: u64, buffer: u64) -> Result<Self> {
         let (handle, code) = attached(|py| {
             let client = py
@@ -207,8 +205,7 @@ impl Handle {
         });
     }
 
-    /// Leaves the client as it is until the process ends; the master drops it once it hears nothing
-    /// of it.
+    /// Leaves the client as it is until the process ends; the master drops it after a silence.
     pub(super) fn leave(self) {
         let _ = std::mem::ManuallyDrop::new(self.0); // its destructor closes it
     }
@@ -224,7 +221,7 @@ impl Calls<'_> {
         self.0.call_method1("batch_is_exist", (keys,))?.extract()
     }
 
-    /// Reads each value to an address with room for so many bytes; its length, or an error.
+    /// Reads each value to an address with `room` bytes; its length, or an error.
     pub(super) fn get(
         &self,
         keys: &[&str],
@@ -292,7 +289,7 @@ impl Calls<'_> {
 }
 
 /// Whether an operation with this answer is over in every respect. After any other failure Mooncake
-/// may still move bytes of the buffer, which is no one else's then until the client was closed.
+/// may still move bytes of the buffer, which must not be used again until the client was closed.
 pub(super) fn is_settled(code: i64) -> bool {
     code >= OK
         || code == NO_SPACE

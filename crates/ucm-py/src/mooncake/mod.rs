@@ -27,13 +27,13 @@ use values::MooncakeValues;
 /// Threads that load and dump: as many batches wait for the client at once, and it takes what waits
 /// together.
 const THREADS: usize = 32;
-/// Where Mooncake's master listens unless it is told otherwise.
+/// Where Mooncake's master listens by default.
 const MASTER_PORT: u16 = 50051;
 /// Where its HTTP service does.
 const HTTP_PORT: u16 = 9003;
 /// The least memory that Mooncake takes, bytes.
 const LEAST: u64 = 16 << 20;
-/// Bytes that a client takes for itself that moves no records: it looks up, or lends.
+/// Bytes for a client that moves no records: it looks up, or lends.
 const LEAST_BUFFER: u64 = LEAST;
 
 /// The options.
@@ -116,8 +116,8 @@ pub(crate) fn check_mooncake_values(py: pyo3::Python<'_>, master: &str) {
     py.detach(|| ucm_testkit::check_values(&open));
 }
 
-/// The pool that these options name, to which this process lends so much, and the client's own
-/// memory, bytes.
+/// The pool that these options name; `lent` and `buffer`: bytes that this process lends, and the
+/// client's own.
 fn pool_of(options: MooncakeOptions, lent: u64, buffer: u64) -> Result<Pool> {
     for (key, bytes) in [("global_segment_size", lent), ("local_buffer_size", buffer)] {
         if bytes < LEAST && !(bytes == 0 && key == "global_segment_size") {
@@ -142,7 +142,7 @@ fn pool_of(options: MooncakeOptions, lent: u64, buffer: u64) -> Result<Pool> {
     })
 }
 
-/// What tools see of a pool.
+/// The pool as tools see it.
 fn open_place(options: MooncakeOptions) -> Result<Box<dyn Place>> {
     let given = options.master_http_address.clone();
     let pool = pool_of(options, 0, LEAST_BUFFER)?;

@@ -1,7 +1,7 @@
 //! A pool as tools see it.
 //!
 //! Mooncake's client lists no keys, and the master's HTTP service, which answers its metrics, does;
-//! everything else goes through the client. When a value was last used the master keeps to itself.
+//! everything else goes through the client. The master does not report when a value was last used.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,7 +23,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// Bytes that are read at once, and at most as many reads.
 const PIECE: usize = 4 << 20;
 const READS: usize = 2;
-/// Keys whose lengths are asked for at once.
+/// Keys whose lengths are read at once.
 const TOGETHER: usize = 256;
 /// Longest answer of the HTTP service that is read, bytes.
 const LONGEST: usize = 1 << 30;
@@ -56,7 +56,7 @@ impl MooncakePlace {
         self.clock.now().after(PATIENCE)
     }
 
-    /// What the HTTP service answers.
+    /// The answer of the HTTP service.
     fn get(&self, path: &str) -> Result<String> {
         let asked = attached(|py| {
             let client = py.import("http.client")?;
@@ -156,7 +156,7 @@ impl Place for MooncakePlace {
         }
         let keys = vec![item.name.clone()];
         if self.lengths(&keys)? != [Some(item.len)] {
-            return Ok(false); // gone, or replaced by another
+            return Ok(false); // removed, or replaced by another
         }
         let removed = self
             .client
@@ -165,7 +165,7 @@ impl Place for MooncakePlace {
     }
 }
 
-/// Where a record with this key would lie below a root; none for a key that is none of ours.
+/// Where a record with this key would lie below a root; none for a key that is not ours.
 fn path_of(key: &str) -> Option<String> {
     let (namespace, id) = key.strip_prefix("ucm:")?.split_once(':')?;
     let id = id.parse::<BlockId>().ok()?.to_string();

@@ -1,4 +1,4 @@
-//! One kind of tier: what it is called, what can be set of it, and what makes one.
+//! One kind of tier: its names, its options and its constructor.
 
 mod options;
 
@@ -34,7 +34,7 @@ pub trait TierOptions: Default + Serialize + DeserializeOwned + JsonSchema + 'st
 
 impl<T: Default + Serialize + DeserializeOwned + JsonSchema + 'static> TierOptions for T {}
 
-/// What holds for every tier of a store.
+/// Facts that hold for every tier of a store.
 #[derive(Clone)]
 pub struct BuildContext<'a> {
     /// Whose KV it is.
@@ -47,11 +47,11 @@ pub struct BuildContext<'a> {
     pub record: &'a RecordLayout,
     /// Other parts of the namespace whose records may be looked up.
     pub other_parts: &'a [PartRecord],
-    /// Words for people who look at what is stored, outside the identity.
+    /// Labels for people who inspect what is stored, outside the identity.
     pub labels: &'a BTreeMap<String, String>,
     /// Nothing is moved, only looked up.
     pub lookup_only: bool,
-    /// Tells what this process writes from what others do.
+    /// Distinguishes what this process writes from what others write.
     pub writer: u64,
     /// Staging slots: as many writes may be under way.
     pub slots: usize,
@@ -64,9 +64,9 @@ pub struct BuildContext<'a> {
 }
 
 impl BuildContext<'_> {
-    /// Threads on which a medium is asked, so many for loads. A block that has a slot has a place
-    /// in their queue too, so that an accepted dump is never refused later. `direct`: past the page
-    /// cache, where they work on files.
+    /// Threads on which a medium is called, `threads` of them for loads. A block that has a slot
+    /// has a place in their queue too, so that an accepted dump is never refused later. `direct`:
+    /// past the page cache, where they work on files.
     pub fn pool(&self, name: &'static str, threads: usize, direct: bool) -> Result<Arc<IoPool>> {
         self.pool_over(PsyncEngine::new(direct), name, threads)
     }
@@ -117,7 +117,7 @@ impl BuildContext<'_> {
     }
 }
 
-/// A medium that was made, and the threads on which it is asked.
+/// A medium that was made, and the threads on which it is called.
 pub struct BuiltTier {
     /// The medium.
     pub backend: Arc<dyn Backend>,
@@ -126,7 +126,7 @@ pub struct BuiltTier {
     /// True if its options say that records are compressed; the medium then takes records of any
     /// length up to the layout's.
     pub compressed: bool,
-    /// So many threads stuck in operations switch it off.
+    /// This many threads stuck in operations switch it off.
     pub max_stuck: usize,
 }
 
@@ -216,7 +216,7 @@ pub struct TierKind {
 #[serde(default, deny_unknown_fields)]
 pub(crate) struct NoOptions {}
 
-/// A kind as Python is told of it.
+/// A kind as it is passed to Python.
 #[derive(Serialize)]
 pub(crate) struct Described<'a> {
     names: &'a [StoreName],
@@ -271,7 +271,7 @@ impl TierKind {
             sample: None,
             place: None,
             options: options.to_value(),
-            // What serde refuses, which no struct of plain fields is, becomes nothing.
+            // Serde refuses no struct of plain fields.
             defaults: to_raw_value(&O::default()).unwrap_or_default(),
         }
     }
@@ -364,7 +364,7 @@ impl TierKind {
         Error::new(ErrorKind::Unsupported, text.to_owned()).with("kind", self.word())
     }
 
-    /// What Python is told.
+    /// The description for Python.
     pub(crate) fn described(&self) -> Described<'_> {
         let (role, instead) = match &self.build {
             Build::Medium(_) => ("medium", None),

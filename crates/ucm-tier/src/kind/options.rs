@@ -1,5 +1,5 @@
-//! Types of options that say more than those of Rust: what a configuration may write for them, and
-//! how they are shown.
+//! Types of options beyond those of Rust: what a configuration may write for them, and how they are
+//! shown.
 //!
 //! The options of a kind are one struct that serde reads and schemars describes. The `format` of
 //! each type below tells Python how to read what a user wrote (`python/ucm/config/fields.py`);
@@ -38,7 +38,7 @@ pub struct Directories(pub Vec<PathBuf>);
 #[serde(transparent)]
 pub struct Addresses(pub Vec<String>);
 
-/// Which of several directories a block goes to.
+/// How blocks are spread over several directories.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum RootPolicy {
@@ -60,7 +60,7 @@ impl RootPolicy {
     }
 }
 
-/// How fast a directory is said to be.
+/// How fast a directory is, as configured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Heat {
@@ -77,7 +77,7 @@ impl Heat {
     pub(crate) const ALL: [Self; 3] = [Self::Hot, Self::Warm, Self::Cold];
 }
 
-/// Which directory is how fast, as far as anything is said.
+/// How fast each directory is, as far as it is configured.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Heats(pub Vec<(PathBuf, Heat)>);
@@ -118,7 +118,7 @@ impl CodecName {
 /// `"20%"`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Amount {
-    /// So many bytes.
+    /// A number of bytes.
     Bytes(u64),
     /// A share, in percent.
     Percent(f64),

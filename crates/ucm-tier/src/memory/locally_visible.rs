@@ -1,4 +1,4 @@
-//! What `Local::locally_visible` tells: changes since the last time it was asked.
+//! The answers of `Local::locally_visible`: changes since its last call.
 
 use std::collections::HashMap;
 
@@ -6,8 +6,8 @@ use ucm_core::BlockId;
 
 use crate::backend::LocallyVisible;
 
-/// Changes not told yet. At most one for each id, so their number is bounded by the records there
-/// are and those told.
+/// Changes not reported yet. At most one for each id, so their number is bounded by the records
+/// present and those reported.
 #[derive(Default)]
 pub(super) struct Changes {
     /// Gained, or lost.
@@ -20,12 +20,12 @@ impl Changes {
         self.change(id, true);
     }
 
-    /// It is so no longer.
+    /// It is no longer readable.
     pub(super) fn lost(&mut self, id: BlockId) {
         self.change(id, false);
     }
 
-    /// Two opposite changes that no one was told of are none.
+    /// Two opposite changes that were not reported cancel out.
     fn change(&mut self, id: BlockId, gained: bool) {
         match self.pending.remove(&id) {
             Some(before) if before != gained => {}

@@ -4,28 +4,29 @@
 //! A process that stores writes one region ([`ucm_device::SharedRegion`]) and reads those of the
 //! others of its namespace; one that only looks up (the scheduler) has none of its own and sees
 //! what all of them hold. Found, a record is a hint: it is copied into a slot of the reader's own
-//! and verified there, by generation and checksums. What goes when the region is full an
-//! [`eviction`] policy says.
+//! and verified there, by generation and checksums. An [`eviction`] policy chooses what is evicted
+//! when the region is full.
 //!
 //! * Lookups read memory and nothing else. A thread of its own lists the registry about once a
 //!   second.
 //! * A record is *published* when it lies in the region: others of this host find it. A medium
-//!   below is not this backend's business: the caller that puts one there is told what goes
-//!   ([`MemoryBackend::evicted`]).
+//!   below is not this backend's business: evicted records are passed to the caller that writes
+//!   them there ([`MemoryBackend::evicted`]).
 //! * A record being copied out, written down or otherwise pinned ([`MemoryBackend::pin`]) is not
 //!   evicted.
-//! * A process that dies leaves a file whose lock is free, which the next look of another one
-//!   removes; its memory goes with the last process that maps it.
+//! * A process that dies leaves a file whose lock is free, which the next scan of another one
+//!   removes; its memory is freed with the last process that maps it.
 //!
-//! A record of side shards alone has a slot like any other, so a store that has a medium that lasts
-//! keeps it there and not here.
+//! A record of side shards alone has a slot like any other, so a store with a durable medium keeps
+//! it there and not here.
 //!
 //! What a cached block costs beside its record, rounded up to pages: 48 to 64 bytes in the region,
 //! and in its writer 12 for slots and times and what its policy needs (some 30 with LRU, 90 with
 //! S3-FIFO).
 //!
 //! `touch` reaches the region of this process alone: no process writes what another one reads. So a
-//! read counts as a use too, and a scheduler that knows of uses on the device tells its workers.
+//! read counts as a use too, and a scheduler that knows of uses on the device reports them to its
+//! workers.
 //!
 //! # Locally visible records
 //! A scheduler on this host sees the records of a region by itself, as soon as it has found the
@@ -63,7 +64,7 @@ use peer_regions::PeerRegions;
 pub use tier::EvictedRecord;
 use tier::Tier;
 
-/// What the memory tier needs to know.
+/// Configuration of the memory tier.
 #[derive(Clone)]
 pub struct MemoryConfig {
     /// Whose KV it is.
@@ -77,7 +78,7 @@ pub struct MemoryConfig {
     /// Bytes of the own region, see [`cache_bytes`]; `None`: it only looks up and reads what others
     /// hold.
     pub capacity: Option<NonZeroU64>,
-    /// What goes first.
+    /// What is evicted first.
     pub policy: Policy,
     /// Where regions are announced; `None`: the user's own directory
     /// ([`Registry::default_dir`](ucm_device::Registry)).
@@ -118,7 +119,7 @@ impl MemoryConfig {
     }
 }
 
-/// The bytes of one process's region: as asked for, or a share of the memory of machine and
+/// The bytes of one process's region: as configured, or a share of the memory of machine and
 /// container, divided among the `processes` of this host that will each have one. `Config` when
 /// they cannot be had now.
 pub fn cache_bytes(asked: Capacity, processes: u32, memory: &MachineMemory) -> Result<NonZeroU64> {
@@ -137,7 +138,7 @@ pub fn cache_bytes(asked: Capacity, processes: u32, memory: &MachineMemory) -> R
     NonZeroU64::new(bytes).ok_or_else(none)
 }
 
-/// What became of a record offered to the tier.
+/// The result of storing a record in the tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Inserted {
     /// It is kept now.
@@ -149,17 +150,17 @@ pub enum Inserted {
 /// Counters of the tier since it was opened.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MemoryCounts {
-    /// Records that were to go because another one needed the slot.
+    /// Records chosen for eviction because another one needed the slot.
     pub evicted: u64,
-    /// Of these, those that were handed to the reader that asked for them.
+    /// Of these, those that were passed to the hook.
     pub handed: u64,
-    /// Of these that were to be handed, those whose checksums were wrong by then.
+    /// Of these, those whose checksums were wrong before they were passed.
     pub damaged: u64,
-    /// Of those that were handed, those that were used before they were let go, and stayed.
+    /// Of those that were passed, those that were used before the hook released them, and stayed.
     pub returned: u64,
     /// Records that were removed by name.
     pub deleted: u64,
-    /// Uses told by [`Backend::touch`].
+    /// Uses reported by [`Backend::touch`].
     pub touched: u64,
     /// Reads that took a record where it lies.
     pub lent: u64,
@@ -220,16 +221,17 @@ impl MemoryBackend {
         self.tier.holds(id) || self.peers.contains(id)
     }
 
-    /// Copies a record to the start of `out` and tells its length; `None` if it is not there, went
-    /// meanwhile, or is longer. The bytes are a hint until their checksums were looked at.
+    /// Copies a record to the start of `out` and returns its length; `None` if it is not there, was
+    /// evicted during the copy, or is longer. The bytes are a hint until their checksums are
+    /// verified.
     pub fn copy_out(&self, id: BlockId, out: &mut [u8]) -> Option<usize> {
         let whole = 0..out.len();
         let len = self.copy_parts(id, &[whole], out)?;
         (len <= out.len()).then_some(len)
     }
 
-    /// Holds a record of the own region where it is, to be read in place; what is removed meanwhile
-    /// stays readable there.
+    /// Holds a record of the own region where it is, to be read in place; it stays readable there
+    /// if it is removed.
     pub fn pin(&self, id: BlockId) -> Option<Pinned> {
         self.tier.pin(id)
     }
@@ -239,10 +241,10 @@ impl MemoryBackend {
         self.tier.verify(id, record)
     }
 
-    /// Sets, once, who is given the records that the policy chose to go, verified and still to be
-    /// found until the [`EvictedRecord`] is dropped; who is used meanwhile stays. Called on the thread
-    /// that stores; it must not block. At most an eighth of the slots and 64 are out at once;
-    /// beyond that records go without being handed. `false` when there is one already.
+    /// Sets, once, the hook that gets the records that the policy chose, verified and readable
+    /// until the [`EvictedRecord`] is dropped; one used until then stays. Called on the thread that
+    /// stores; it must not block. At most an eighth of the slots and 64 are out at once; beyond
+    /// that records are evicted without it. `false` when there is one already.
     pub fn evicted(&self, take: impl Fn(EvictedRecord) + Send + Sync + 'static) -> bool {
         self.tier.set_hook(Box::new(take))
     }
@@ -260,8 +262,8 @@ impl MemoryBackend {
         self.tier.region().map(|region| region.nonce())
     }
 
-    /// Looks for regions of other processes now and then, about once a second; this has it look at
-    /// once. Does not wait.
+    /// Scans for regions of other processes at once, beside the scan about once a second. Does not
+    /// wait.
     pub fn look_around(&self) {
         self.peers.look();
     }
@@ -329,7 +331,7 @@ impl MemoryBackend {
             Inserted::New if options.read_back => {}
             Inserted::New => return Ok(Written::Published),
         }
-        // One that went already is not unsound.
+        // One that was evicted already is not unsound.
         let kept = tier.pin(id);
         let checked = kept.as_ref().map_or(Ok(()), |kept| tier.verify(id, kept));
         Ok(checked.map_or_else(Written::Unsound, |()| Written::Published))
@@ -337,7 +339,7 @@ impl MemoryBackend {
 }
 
 impl Backend for MemoryBackend {
-    /// Waits for the first look at the registry; without one the tier is this process's alone for
+    /// Waits for the first scan of the registry; without one the tier is this process's alone for
     /// now.
     fn open(&self, deadline: MonotonicTime) -> Result<String> {
         self.peers.await_first(&*self.clock, deadline);

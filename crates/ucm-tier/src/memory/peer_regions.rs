@@ -1,8 +1,8 @@
-//! The regions of the other processes of this host, and the thread that looks for them.
+//! The regions of the other processes of this host, and the thread that finds them.
 //!
 //! The thread announces the own region, and again should its file be cleaned away, then lists the
 //! registry; about once a second, on the clock it was given. It is the only one here that touches a
-//! file system: if that hangs, what is mapped stays mapped and no one waits.
+//! file system: if that hangs, what is mapped stays mapped and nothing waits.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -17,15 +17,15 @@ use ucm_infra::{Clock, Completion, MonotonicTime, Notify, begin_thread};
 
 use super::tier::Tier;
 
-/// Time between two looks.
+/// Time between two scans.
 const EVERY: Duration = Duration::from_secs(1);
 
 /// Regions of others, mapped.
 pub(super) struct PeerRegions {
-    /// Where the last look was.
+    /// The directory of the last scan.
     dir: Mutex<PathBuf>,
     views: RwLock<Arc<Vec<Arc<RegionView>>>>,
-    /// Why the last look brought less than it should.
+    /// Why the last scan was incomplete.
     trouble: Mutex<Option<Error>>,
     notify: Notify,
     over: AtomicBool,
@@ -84,7 +84,7 @@ impl PeerRegions {
     }
 
     fn look_once(&self, tier: &Tier) -> Result<()> {
-        // Anew each time: the directory of a user's session goes with the session.
+        // Anew each time: the directory of a user's session is removed with the session.
         let dir = tier
             .config()
             .registry
@@ -141,17 +141,17 @@ impl PeerRegions {
         self.views().len()
     }
 
-    /// Has the thread look now.
+    /// Has the thread scan now.
     pub(super) fn look(&self) {
         self.notify.notify();
     }
 
-    /// Waits until it looked once.
+    /// Waits until it has scanned once.
     pub(super) fn await_first(&self, clock: &dyn Clock, deadline: MonotonicTime) {
         self.first.wait(clock, Some(deadline));
     }
 
-    /// Has the thread end; the region is taken out of the registry and the others are let go.
+    /// Has the thread end; the region is removed from the registry and the others are unmapped.
     pub(super) fn stop(&self) {
         self.over.store(true, Ordering::Release);
         self.notify.notify();

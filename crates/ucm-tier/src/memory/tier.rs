@@ -1,9 +1,9 @@
-//! The own region of the memory tier: what is kept in it, what goes, what was used.
+//! The own region of the memory tier: its records, their eviction and their uses.
 //!
 //! One lock guards policy, times and changes; it is held for table work only, never while bytes are
 //! copied or verified, and never over a system call. The region's own short lock is taken inside of
-//! it. Names come and go under this lock, so policy and region always agree about which slots hold
-//! records.
+//! it. Names are added and removed under this lock, so policy and region always agree about which
+//! slots hold records.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -24,19 +24,19 @@ use super::{Inserted, MemoryConfig, MemoryCounts};
 use crate::backend::{self, Listed, LocallyVisible};
 use crate::lengths::Lengths;
 
-/// Whom victims are handed to.
+/// The hook that victims are passed to.
 pub(super) type Hook = Box<dyn Fn(EvictedRecord) + Send + Sync>;
 
 /// Most victims that are out at once, and the share of the slots that may be.
 const MOST_OUT: usize = 64;
 const SHARE_OUT: usize = 8;
-/// Slots kept free ahead of need while victims are handed out, so that storing need not wait for
-/// them.
+/// Slots kept free ahead of need while victims are passed to the hook, so that storing need not
+/// wait for them.
 const AHEAD: usize = 4;
 /// Touches for which the lock is held at once.
 const AT_ONCE: usize = 256;
 
-/// The own region with what is known about it; without a region, nothing is ever there.
+/// The own region and its state; without a region it has no records.
 pub(super) struct Tier {
     config: MemoryConfig,
     clock: Arc<dyn Clock>,
@@ -64,9 +64,9 @@ struct State {
     /// Second of the last use, Unix time, by slot.
     used: Vec<u32>,
     changes: Changes,
-    /// Whether own records are told as locally visible ones.
+    /// Whether own records are reported as locally visible.
     telling: bool,
-    /// Slots of the victims that somebody holds, and whether each was used since.
+    /// Slots of the victims that the hook holds, and whether each was used since.
     out: HashMap<u32, bool>,
 }
 
@@ -173,7 +173,7 @@ impl Tier {
         Ok(Inserted::New)
     }
 
-    /// A slot to fill, by sending records away if there is none.
+    /// A slot to fill; records are evicted if there is none.
     fn room(self: &Arc<Self>, region: &Arc<SharedRegion>) -> Result<WriteLease> {
         for _ in 0..=region.capacity() {
             if let Some(blank) = region.reserve() {
@@ -187,7 +187,7 @@ impl Tier {
         Err(Error::new(ErrorKind::Busy, text).with("slots", region.capacity()))
     }
 
-    /// While victims are handed out, a few slots are freed before they are needed.
+    /// While victims are passed to the hook, a few slots are freed before they are needed.
     fn hand_ahead(self: &Arc<Self>, region: &Arc<SharedRegion>) {
         let ahead = AHEAD.min(region.capacity() / SHARE_OUT);
         for _ in 0..ahead {
@@ -198,7 +198,7 @@ impl Tier {
         }
     }
 
-    /// Lets the policy choose one record to go; false if there is none that may.
+    /// Evicts one record that the policy chooses; false if there is none.
     fn send_away(self: &Arc<Self>, region: &Arc<SharedRegion>) -> bool {
         let mut state = self.state.lock();
         let Some(slot) = state.policy.victim(&|slot| region.is_pinned(slot)) else {
@@ -246,9 +246,9 @@ impl Tier {
         (region.capacity() / SHARE_OUT).clamp(1, MOST_OUT)
     }
 
-    /// No one holds this victim any more: it is gone, unless it was stored anew. One that was used
-    /// meanwhile stays, whatever became of it elsewhere: a dump that found it here was told that it
-    /// is stored.
+    /// The hook has released this victim: it is evicted, unless it was stored anew. One that was
+    /// used since stays, whatever the hook did: a dump that found it here has returned that it is
+    /// stored.
     pub(super) fn left(&self, record: &Pinned) {
         let Some(region) = &self.region else { return };
         let (id, slot) = (record.id(), record.slot());
@@ -456,7 +456,7 @@ impl State {
 }
 
 /// The record of a victim, verified. It can be found and read until this is dropped; then it is
-/// gone, unless it was used meanwhile.
+/// evicted, unless it was used since.
 pub struct EvictedRecord {
     tier: Arc<Tier>,
     record: Pinned,

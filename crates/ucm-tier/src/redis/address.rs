@@ -1,5 +1,5 @@
-//! Where the servers are and how to log in there, from what a user wrote. A password goes from here
-//! to the client and nowhere else: what is shown of an address has none.
+//! The addresses of servers and the login, parsed from the configuration. A password is passed to
+//! the client only: an address is shown without it.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use ucm_core::{Error, ErrorKind, Result};
 
 use crate::secret_file;
 
-/// Who logs in, where that does not stand in the address.
+/// The user and the password, if the address has none.
 #[derive(Clone, Default)]
 pub struct Login {
     /// Name of the user; `default` where none is given.
@@ -22,7 +22,7 @@ pub struct Login {
     pub password: Option<String>,
 }
 
-/// How a server proves who it is, and who we are, beside what the system knows. Files in PEM.
+/// Certificates for TLS, beside those of the system. Files in PEM.
 #[derive(Debug, Clone, Default)]
 pub struct TlsFiles {
     /// The authorities that are trusted; none: those of the system.
@@ -42,7 +42,7 @@ impl fmt::Display for Address {
         let (scheme, host, port) = match self.info.addr() {
             ConnectionAddr::Tcp(host, port) => ("redis", host, port),
             ConnectionAddr::TcpTls { host, port, .. } => ("rediss", host, port),
-            _ => return f.write_str("another kind of address"), // refused when it was read
+            _ => return f.write_str("another kind of address"), // refused by `parse`
         };
         let db = self.info.redis_settings().db();
         write!(f, "{scheme}://{host}:{port}/{db}")
@@ -62,7 +62,7 @@ impl Address {
     }
 
     /// Reads `redis://[user:password@]host[:port][/number]`, or the same with `rediss` for TLS.
-    /// `Config` for anything else; the text says nothing of what was written, which may be a
+    /// `Config` for anything else; the error does not repeat what was written, which may be a
     /// password.
     fn parse(written: &str, login: &Login) -> Result<Self> {
         let wrong = |why: &'static str| {
@@ -97,7 +97,7 @@ impl Address {
         })
     }
 
-    /// What the client connects with.
+    /// The form that the client takes.
     pub(super) fn info(&self) -> ConnectionInfo {
         self.info.clone()
     }
@@ -114,8 +114,7 @@ impl Address {
 }
 
 impl TlsFiles {
-    /// How TLS is spoken by these. `Config` where a file cannot be read or is not what it should
-    /// be.
+    /// The configuration of TLS with these files. `Config` for a file that cannot be read or used.
     pub(super) fn client_config(&self) -> Result<Arc<ClientConfig>> {
         let mut roots = RootCertStore::empty();
         if let Some(path) = &self.ca {

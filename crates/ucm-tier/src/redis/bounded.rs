@@ -1,13 +1,12 @@
-//! A connection on which a server cannot send more than was asked for.
+//! A connection on which a server cannot send more than was requested.
 //!
-//! No length that a server announces is believed. Every question has a bound for its answer, which
-//! follows from the question alone ([`answer_bound`]). A stream below the client's parser counts
-//! what comes, and fails once that is more than all questions under way may be answered with and
-//! [`SLACK`] bytes. A connection on which a question was given up takes no more questions, and is
-//! closed as soon as the others on it have ended. The client of a cluster gives no question up: it
-//! waits for the answer, or for the connection to break, so that its connections stay and are
-//! bounded all the same. Where questions that no caller waits for any more leave no room for
-//! another one on a connection ([`IN_FLIGHT`]), it is closed at once.
+//! A length that a server announces is not trusted. Every command has a bound for its answer, which
+//! follows from the command alone ([`answer_bound`]). A stream below the client's parser counts the
+//! bytes received, and fails once they exceed the bounds of all pending commands and [`SLACK`]. A
+//! connection with an abandoned command takes no more commands, and is closed as soon as the others
+//! on it have ended. The client of a cluster abandons no command: it waits for the answer, or for
+//! the connection to break, so its connections stay and are bounded all the same. If abandoned
+//! commands leave no room for another one on a connection ([`IN_FLIGHT`]), it is closed at once.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -33,12 +32,11 @@ use tokio::net::TcpStream;
 use tokio::task::AbortHandle;
 use tokio_rustls::TlsConnector;
 
-/// Bytes that may come besides answers: what a server says while a connection is made, and what it
-/// pushes.
+/// Bytes beside answers: what a server sends while a connection is made, and what it pushes.
 const SLACK: u64 = 64 << 10;
 /// The longest answer that is a number, a status or a refusal, and what stands around a value.
 const STATUS: u64 = 512;
-/// The longest answer that lists something: keys, nodes of a cluster, what a server says of itself.
+/// The longest answer that is a list: keys, nodes of a cluster, `INFO`.
 const LISTING: u64 = 1 << 20;
 /// How long making one connection may take.
 pub(super) const CONNECT: Duration = Duration::from_secs(5);
@@ -49,12 +47,12 @@ const UNACKNOWLEDGED: Duration = Duration::from_secs(10);
 /// Bytes of records, sent or expected, that are on their way at once, on all connections of a
 /// store. More wait for their turn.
 pub(super) const IN_FLIGHT: usize = 256 << 20;
-/// Questions that wait to be sent on one connection.
+/// Commands that wait to be sent on one connection.
 const QUEUE: usize = 256;
 
-/// Bytes that the answer to this question may have at most.
-pub(super) fn answer_bound(question: &Cmd) -> u64 {
-    let word = |n: usize| match question.args_iter().nth(n) {
+/// Most bytes of the answer to this command.
+pub(super) fn answer_bound(command: &Cmd) -> u64 {
+    let word = |n: usize| match command.args_iter().nth(n) {
         Some(Arg::Simple(word)) => word,
         _ => b"",
     };
@@ -73,7 +71,7 @@ pub(super) fn answer_bound(question: &Cmd) -> u64 {
     }
 }
 
-/// Bytes that a server sent for this answer; of a form that no question here is answered with, 0.
+/// Bytes that a server sent for this answer; 0 for a form that no command here is answered with.
 fn answer_len(answer: &Value) -> u64 {
     let digits = |number: u64| u64::from(number.checked_ilog10().unwrap_or(0)) + 1;
     match answer {
@@ -94,16 +92,16 @@ fn answer_len(answer: &Value) -> u64 {
     }
 }
 
-/// What was asked and what has come on one connection.
+/// The bytes of one connection.
 #[derive(Default)]
 struct Count {
-    /// Bytes that came and do not belong to an answer that was handed over.
+    /// Bytes received that belong to no answer returned so far.
     read: u64,
-    /// Bytes that the questions under way may be answered with.
+    /// Most bytes of the answers to all pending commands.
     due: u64,
-    /// Questions under way.
+    /// Pending commands.
     open: usize,
-    /// It takes no more questions.
+    /// It takes no more commands.
     retired: bool,
 }
 
@@ -129,7 +127,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for BoundedStream<S> {
         }
         count.retired = true;
         let text = "the server sent more than was asked for, and the connection was closed";
-        // Of a kind that the client of a cluster does not ask again for.
+        // The client of a cluster does not repeat a command after an error of this kind.
         Poll::Ready(Err(io::Error::new(io::ErrorKind::Unsupported, text)))
     }
 }
@@ -228,15 +226,15 @@ impl Bounded {
         Ok(Self { connection, shared })
     }
 
-    /// Whether it takes no more questions.
+    /// Whether it takes no more commands.
     pub(super) fn is_retired(&self) -> bool {
         self.shared.count.lock().retired
     }
 
-    /// Begins a question whose answer has at most `bound` bytes. Callers wait for at most
-    /// [`IN_FLIGHT`] bytes together. If more would be due, earlier questions were given up: the
+    /// Begins a command whose answer has at most `bound` bytes. Callers wait for at most
+    /// [`IN_FLIGHT`] bytes together. If more would be due, earlier commands were abandoned: the
     /// connection is closed.
-    fn begin(&self, bound: u64) -> RedisResult<Question> {
+    fn begin(&self, bound: u64) -> RedisResult<PendingCommand> {
         let mut count = self.shared.count.lock();
         if count.due > 0 && count.due.saturating_add(bound) > IN_FLIGHT as u64 {
             count.retired = true;
@@ -247,7 +245,7 @@ impl Bounded {
         }
         count.due += bound;
         count.open += 1;
-        Ok(Question {
+        Ok(PendingCommand {
             shared: Arc::clone(&self.shared),
             bound,
             answered: None,
@@ -255,15 +253,15 @@ impl Bounded {
     }
 }
 
-/// A question under way. One that ends without an answer retires its connection.
-struct Question {
+/// A pending command. One that ends without an answer retires its connection.
+struct PendingCommand {
     shared: Arc<Shared>,
     bound: u64,
     /// Bytes of the answer.
     answered: Option<u64>,
 }
 
-impl Question {
+impl PendingCommand {
     async fn wait<T>(
         mut self,
         asked: impl Future<Output = RedisResult<T>>,
@@ -275,7 +273,7 @@ impl Question {
     }
 }
 
-impl Drop for Question {
+impl Drop for PendingCommand {
     fn drop(&mut self) {
         let mut count = self.shared.count.lock();
         count.open -= 1;
@@ -296,10 +294,10 @@ impl Drop for Question {
 }
 
 impl ConnectionLike for Bounded {
-    fn req_packed_command<'a>(&'a mut self, question: &'a Cmd) -> RedisFuture<'a, Value> {
+    fn req_packed_command<'a>(&'a mut self, command: &'a Cmd) -> RedisFuture<'a, Value> {
         async move {
-            let begun = self.begin(answer_bound(question))?;
-            let asked = self.connection.req_packed_command(question);
+            let begun = self.begin(answer_bound(command))?;
+            let asked = self.connection.req_packed_command(command);
             begun.wait(asked, answer_len).await
         }
         .boxed()
@@ -307,15 +305,13 @@ impl ConnectionLike for Bounded {
 
     fn req_packed_commands<'a>(
         &'a mut self,
-        questions: &'a Pipeline,
+        commands: &'a Pipeline,
         offset: usize,
         count: usize,
     ) -> RedisFuture<'a, Vec<Value>> {
         async move {
-            let begun = self.begin(questions.cmd_iter().map(answer_bound).sum())?;
-            let asked = self
-                .connection
-                .req_packed_commands(questions, offset, count);
+            let begun = self.begin(commands.cmd_iter().map(answer_bound).sum())?;
+            let asked = self.connection.req_packed_commands(commands, offset, count);
             let len = |answers: &Vec<Value>| answers.iter().map(answer_len).sum();
             begun.wait(asked, len).await
         }

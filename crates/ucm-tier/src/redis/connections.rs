@@ -1,12 +1,11 @@
-//! The connections to a server or a cluster, and how questions go over them.
+//! The connections to a server or a cluster, and how commands are sent over them.
 //!
-//! Each connection carries many questions at once, in order (a *pipeline*). One of them is for what
-//! is short, so that a lookup does not stand behind megabytes; the others carry records, in turn.
-//! They are made when they are first wanted, by a task of their own that goes on when the caller
-//! that asked first gives up, and anew after an error or a question that was not answered in time.
-//! Nothing is sent twice on our side: what fails is a miss, and the breaker of the tier keeps the
-//! time until the next attempt. No connection brings more than was asked for ([`super::bounded`]),
-//! and what the records under way on all of them may have together has one limit ([`IN_FLIGHT`]).
+//! Each connection carries many commands at once, in order (a *pipeline*). One is for short
+//! commands, so that a lookup does not wait behind megabytes; the others carry records, in turn. A
+//! connection is made at its first use, by a task that continues after its first caller's deadline,
+//! and again after an error or a command without an answer in time. Failed commands are misses; the
+//! breaker of the tier spaces the attempts. No connection buffers more than was requested
+//! ([`super::bounded`]), and all records in flight together have one limit ([`IN_FLIGHT`]).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -33,15 +32,14 @@ use crate::network::{keep_memory_of_answers, use_ring};
 
 /// Share of the time of a job within which a node of a cluster answers.
 const NODE_SHARE: f64 = 0.75;
-/// How long after one could not be made the next attempt waits; who asks meanwhile gets the same
-/// answer.
+/// Time between two attempts to connect; until then callers get the error of the last attempt.
 const AGAIN: Duration = Duration::from_millis(500);
-/// The client of a cluster is made anew where questions are late and nothing has come for this
-/// long: it may wait for nodes that are gone.
+/// The client of a cluster is made anew if commands are late and nothing was received for this
+/// long: it may wait for nodes that are down.
 const SILENCE: Duration = Duration::from_secs(1);
-/// What these are counted in.
+/// The unit of [`IN_FLIGHT`], bytes.
 const UNIT: usize = 4 << 10;
-/// Keys that one step of a listing asks for.
+/// Keys that one step of a listing requests.
 const SCAN: usize = 1000;
 
 /// Bytes that the keys of a listing may take, each with [`OF_KEY`].
@@ -49,11 +47,11 @@ const MOST_NAMED: usize = 256 << 20;
 /// Bytes that a key takes besides its own.
 const OF_KEY: usize = 64;
 
-/// What is said where user and password are not right, or have not the right.
+/// Text of errors about the user, the password or their rights.
 const NO_LOGIN: &str = "the server does not let us in; check user and password (redis_username, \
                         redis_password) and their rights";
 
-/// What a question is about.
+/// What a command carries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Traffic {
     /// A few bytes there and back.
@@ -68,9 +66,9 @@ pub(super) struct Connections {
     clock: Arc<dyn Clock>,
     addresses: Vec<Address>,
     tls: TlsFiles,
-    /// What connections lead to, once somebody has looked.
+    /// The server, after [`Connections::discover`].
     server: RwLock<Option<Server>>,
-    /// The first is for what is short.
+    /// The first is for short commands.
     lines: Vec<Arc<Line>>,
     turn: AtomicUsize,
     /// Units of [`IN_FLIGHT`] that are free.
@@ -110,11 +108,11 @@ enum Link {
     },
 }
 
-/// The place of one connection.
+/// One connection, or the lack of one.
 #[derive(Default)]
 struct Line {
     state: tokio::sync::Mutex<State>,
-    /// Connections up to this number are not used any more.
+    /// Connections up to this number are abandoned.
     given_up: AtomicU64,
     health: Mutex<Health>,
 }
@@ -127,17 +125,17 @@ struct State {
     failed: Option<(Instant, Error)>,
 }
 
-/// What has come on a connection.
+/// When a connection last answered.
 #[derive(Default)]
 struct Health {
-    /// When something last came.
+    /// When something was last received.
     last_answer: MonotonicTime,
-    /// The first question that was late since then, as of when it was asked.
+    /// When the first command that was late since then was sent.
     unanswered: Option<MonotonicTime>,
 }
 
 impl Connections {
-    /// So many connections for records to these nodes, and one beside them. Nothing is touched.
+    /// This many connections for records to these nodes, and one more. Nothing is reached yet.
     pub(super) fn new(
         addresses: Vec<Address>,
         tls: TlsFiles,
@@ -158,7 +156,7 @@ impl Connections {
         })
     }
 
-    /// Looks what answers at the addresses, by this deadline, and uses that from now on.
+    /// Finds out what answers at the addresses, by this deadline, and uses that from now on.
     pub(super) fn discover(&self, deadline: MonotonicTime) -> Result<ServerInfo> {
         let tls = match self.addresses.iter().any(Address::is_tls) {
             true => Some(self.tls.client_config()?),
@@ -173,7 +171,7 @@ impl Connections {
             })
             .collect();
         let first = async move {
-            // All at once: one that does not answer keeps no one from the others.
+            // All at once: one that does not answer does not delay the others.
             let ask = |(at, node): (String, Node)| async move {
                 match tokio::time::timeout(CONNECT, node.ask_info()).await {
                     Ok(Ok(info)) => Ok((node, info)),
@@ -192,7 +190,7 @@ impl Connections {
             Err(failed)
         };
         let (node, info) = self.runtime.wait(&*self.clock, deadline, first)?;
-        // One that became a replica while it was in use can be read all the same.
+        // A server that became a replica while in use can still be read.
         let is_first = self.server.read().is_none();
         if info.is_replica && !info.is_cluster && is_first {
             let text =
@@ -234,41 +232,41 @@ impl Connections {
         Ok(Server::Cluster(Box::new(Cluster { client, tls })))
     }
 
-    /// Asks these questions and waits for all answers, for as long as somebody waits for this job:
-    /// an answer or a refusal for each, in order, or why none came.
+    /// Sends these commands and waits for all answers until the job's deadline: an answer or a
+    /// refusal for each, in order, or why there is none.
     pub(super) fn ask(
         &self,
         io: &IoJob,
         traffic: Traffic,
-        questions: impl IntoIterator<Item = Cmd>,
+        commands: impl IntoIterator<Item = Cmd>,
     ) -> Result<Vec<Result<Value>>> {
         let mut pipeline = Pipeline::new();
-        questions
+        commands
             .into_iter()
-            .for_each(|question| _ = pipeline.add_command(question));
+            .for_each(|command| _ = pipeline.add_command(command));
         let asked = pipeline.len();
         let weight = match traffic {
             Traffic::Short => 0,
             Traffic::Record => pipeline.cmd_iter().map(units_of).sum(),
         };
-        // Sooner than the deadline, so that what other nodes have answered counts.
+        // Before the deadline, so that the answers of other nodes count.
         let time = io.deadline().since(self.clock.now()).mul_f64(NODE_SHARE);
         let pipeline = &pipeline;
         let answers = self.with_link(io, traffic, weight, |mut link| async move {
             link.ask(pipeline, time).await
         })?;
         if answers.len() != asked {
-            return Err(Error::internal("the server did not answer every question"));
+            return Err(Error::internal("the server did not answer every command"));
         }
         Ok(answers)
     }
 
-    /// [`Connections::ask`] with one question.
-    pub(super) fn ask_one(&self, io: &IoJob, traffic: Traffic, question: Cmd) -> Result<Value> {
-        let mut answers = self.ask(io, traffic, [question])?;
+    /// [`Connections::ask`] with one command.
+    pub(super) fn ask_one(&self, io: &IoJob, traffic: Traffic, command: Cmd) -> Result<Value> {
+        let mut answers = self.ask(io, traffic, [command])?;
         answers
             .pop()
-            .unwrap_or_else(|| Err(Error::internal("a question has no answer")))
+            .unwrap_or_else(|| Err(Error::internal("a command has no answer")))
     }
 
     /// Sends short commands, each answered with a number; none for an answer that is no number,
@@ -295,7 +293,7 @@ impl Connections {
         })
     }
 
-    /// What the server says of itself, of a cluster all nodes together.
+    /// The answer to `INFO`, of a cluster all nodes together.
     pub(super) fn info(&self, io: &IoJob) -> Result<ServerInfo> {
         let info = self.with_link(io, Traffic::Short, 0, |mut link| async move {
             link.info().await
@@ -303,9 +301,9 @@ impl Connections {
         Ok(ServerInfo::parse(&info))
     }
 
-    /// Asks over a connection, and once more over a new one where it turns out that the server had
-    /// ended it: it may end what was idle, and what is asked here may be asked twice. `weight`:
-    /// units of [`IN_FLIGHT`] that this takes.
+    /// Sends over a connection, and once more over a new one if the server had closed it: it may
+    /// close idle connections, and every command here may be sent twice. `weight`: units of
+    /// [`IN_FLIGHT`] that this takes.
     fn with_link<T, F>(
         &self,
         io: &IoJob,
@@ -379,7 +377,7 @@ impl Line {
     async fn connect(&self, server: Server) -> Result<(u64, Link)> {
         let mut state = self.state.lock().await;
         if let Some(open) = self.usable(&state) {
-            return Ok(open); // made by the caller that was first
+            return Ok(open); // made by the first caller
         }
         state.open = None;
         if let Some((at, error)) = &state.failed
@@ -402,8 +400,8 @@ impl Line {
         }
     }
 
-    /// Notes how a question that was asked at `began` ended. Where one after the other is late and
-    /// nothing else comes, the connection is given up.
+    /// Notes how a command sent at `began` ended. If one after the other is late and nothing else
+    /// is received, the connection is abandoned.
     fn note(&self, error: Option<&Error>, began: MonotonicTime, now: MonotonicTime) {
         let mut health = self.health.lock();
         if !error.is_some_and(|error| error.kind() == ErrorKind::Timeout) {
@@ -421,7 +419,7 @@ impl Line {
         }
     }
 
-    /// The next question goes over a new connection. Where one is being made, it is new anyway.
+    /// The next command uses a new connection. One that is being made is new anyway.
     fn give_up(&self) {
         if let Ok(state) = self.state.try_lock() {
             self.given_up.fetch_max(state.number, Ordering::AcqRel);
@@ -454,7 +452,7 @@ impl Node {
         let mut connection = self.connect().await.map_err(no_answer)?;
         let info = connection.req_packed_command(&redis::cmd("INFO")).await;
         let refused = |error: RedisError| match error.code() {
-            // an account that may not ask: it is taken for one server
+            // an account without the right: it is taken for one server
             Some("NOPERM") => Ok(ServerInfo::default()),
             _ => Err(no_answer(error)),
         };
@@ -465,18 +463,18 @@ impl Node {
     }
 }
 
-/// What a question and its answer take of [`IN_FLIGHT`], in units.
-fn units_of(question: &Cmd) -> usize {
-    let sent = question.args_iter().map(|arg| match arg {
+/// What a command and its answer take of [`IN_FLIGHT`], in units.
+fn units_of(command: &Cmd) -> usize {
+    let sent = command.args_iter().map(|arg| match arg {
         Arg::Simple(word) => word.len(),
         _ => 0,
     });
-    let expected = usize::try_from(answer_bound(question)).unwrap_or(usize::MAX);
+    let expected = usize::try_from(answer_bound(command)).unwrap_or(usize::MAX);
     expected.saturating_add(sent.sum()).div_ceil(UNIT)
 }
 
 impl Link {
-    /// Whether it takes no more questions. The client of a cluster renews its connections itself.
+    /// Whether it takes no more commands. The client of a cluster renews its connections itself.
     fn is_retired(&self) -> bool {
         match self {
             Self::One(connection) => connection.is_retired(),
@@ -484,24 +482,24 @@ impl Link {
         }
     }
 
-    /// An answer or a refusal for each question, of a cluster also why none came in `time`; an
-    /// error where the connection to the only server broke.
+    /// An answer or a refusal for each command, of a cluster also why there was none in `time`; an
+    /// error if the connection to the only server broke.
     async fn ask(
         &mut self,
-        questions: &Pipeline,
+        commands: &Pipeline,
         time: Duration,
     ) -> Result<Vec<Result<Value>>, RedisError> {
         let answers = match self {
-            Self::One(connection) => match questions.cmd_iter().next() {
-                // By itself, one is told why the connection broke.
-                Some(one) if questions.len() == 1 => vec![connection.req_packed_command(one).await],
+            Self::One(connection) => match commands.cmd_iter().next() {
+                // A single command returns why the connection broke.
+                Some(one) if commands.len() == 1 => vec![connection.req_packed_command(one).await],
                 _ => {
-                    let asked = connection.req_packed_commands(questions, 0, questions.len());
+                    let asked = connection.req_packed_commands(commands, 0, commands.len());
                     asked.await?.into_iter().map(Ok).collect()
                 }
             },
             Self::Cluster { connection, .. } => {
-                return Ok(ask_nodes(connection, questions, time).await);
+                return Ok(ask_nodes(connection, commands, time).await);
             }
         };
         let settled =
@@ -514,12 +512,12 @@ impl Link {
     }
 
     async fn info(&mut self) -> Result<Value, RedisError> {
-        let question = redis::cmd("INFO");
+        let command = redis::cmd("INFO");
         match self {
-            Self::One(connection) => connection.req_packed_command(&question).await,
+            Self::One(connection) => connection.req_packed_command(&command).await,
             Self::Cluster { connection, .. } => {
                 let all = RoutingInfo::MultiNode((MultipleNodeRoutingInfo::AllMasters, None));
-                connection.route_command(question, all).await
+                connection.route_command(command, all).await
             }
         }
         .and_then(Value::extract_error)
@@ -536,8 +534,8 @@ impl Link {
         for node in nodes {
             let mut cursor = "0".to_owned();
             loop {
-                let mut question = redis::cmd("SCAN");
-                question
+                let mut command = redis::cmd("SCAN");
+                command
                     .arg(&cursor)
                     .arg("MATCH")
                     .arg(pattern)
@@ -550,10 +548,10 @@ impl Link {
                             port: *port,
                         };
                         connection
-                            .route_command(question, RoutingInfo::SingleNode(node))
+                            .route_command(command, RoutingInfo::SingleNode(node))
                             .await
                     }
-                    (Self::One(connection), _) => connection.req_packed_command(&question).await,
+                    (Self::One(connection), _) => connection.req_packed_command(&command).await,
                     (Self::Cluster { .. }, None) => break,
                 };
                 let (next, keys): (String, Vec<Vec<u8>>) =
@@ -575,22 +573,21 @@ impl Link {
     }
 }
 
-/// Asks the nodes side by side; over each connection that is a pipeline again. A node that is gone,
-/// or silent for so long, fails its own questions alone: the others go on, and the client looks for
-/// it by itself.
+/// Sends to the nodes side by side; on each connection that is a pipeline again. A node that is
+/// down, or silent for `time`, fails its own commands alone; the client reconnects by itself.
 async fn ask_nodes(
     connection: &ClusterConnection<Bounded>,
-    questions: &Pipeline,
+    commands: &Pipeline,
     time: Duration,
 ) -> Vec<Result<Value>> {
-    let one = |question| {
+    let one = |command| {
         let mut connection = connection.clone();
-        let asked = async move { connection.req_packed_command(question).await };
+        let asked = async move { connection.req_packed_command(command).await };
         tokio::time::timeout(time, asked)
     };
-    let answers = futures_util::future::join_all(questions.cmd_iter().map(one)).await;
+    let answers = futures_util::future::join_all(commands.cmd_iter().map(one)).await;
     if answers.iter().all(Result::is_err) && !answers.is_empty() {
-        // no one answers: the deadline of the caller that waits says so
+        // no node answers: the caller ends with its deadline
         std::future::pending::<()>().await;
     }
     let settled = |answer: Result<Result<Value, RedisError>, Elapsed>| match answer {
@@ -607,11 +604,11 @@ async fn ask_nodes(
 async fn primaries(
     connection: &mut ClusterConnection<Bounded>,
 ) -> Result<Vec<(String, u16)>, RedisError> {
-    let mut question = redis::cmd("CLUSTER");
-    question.arg("SLOTS");
+    let mut command = redis::cmd("CLUSTER");
+    command.arg("SLOTS");
     let any = RoutingInfo::SingleNode(SingleNodeRoutingInfo::Random);
     let ranges = connection
-        .route_command(question, any)
+        .route_command(command, any)
         .await?
         .extract_error()?;
     let mut nodes = Vec::new();
@@ -636,7 +633,7 @@ async fn primaries(
     Ok(nodes)
 }
 
-/// A listing that does not come on, or is too long.
+/// A listing that does not advance, or is too long.
 fn endless() -> RedisError {
     let text = "the server lists keys without end, or more than can be listed";
     std::io::Error::new(std::io::ErrorKind::Unsupported, text).into()
@@ -662,7 +659,7 @@ fn no_answer(error: RedisError) -> Error {
     }
 }
 
-/// Why the server refused. A server that keeps no more, or cannot save what it has, is full.
+/// Why the server refused. A server that takes no more, or cannot save, counts as full.
 fn refusal(error: &RedisError) -> Error {
     let (kind, text) = match error.code() {
         Some("OOM") => (
@@ -673,7 +670,7 @@ fn refusal(error: &RedisError) -> Error {
             ErrorKind::NoSpace,
             "the server takes no writes, for it cannot save them",
         ),
-        // A health of writes alone: what it has can be read.
+        // Only writes are unhealthy: what it has can be read.
         Some("READONLY") => (
             ErrorKind::Unhealthy,
             "the server has become a replica and takes no writes; give the address of the primary",
@@ -692,7 +689,7 @@ fn refusal(error: &RedisError) -> Error {
     Error::new(kind, text).caused_by(error.clone())
 }
 
-/// The error of a write. A server that lets us not write has answered, and what it has can be read.
+/// The error of a write. A server that refuses writes has answered, and what it has can be read.
 pub(super) fn of_write(error: Error) -> Error {
     let cause =
         std::error::Error::source(&error).and_then(|cause| cause.downcast_ref::<RedisError>());

@@ -1,4 +1,4 @@
-//! What a server says of itself (`INFO`), as far as anybody here wants to know.
+//! The fields of `INFO` that are used here.
 
 use redis::Value;
 
@@ -54,7 +54,7 @@ impl ServerInfo {
         info
     }
 
-    /// How much the server keeps, in words.
+    /// How much the server keeps, as a text.
     pub(super) fn bound(&self) -> String {
         match self.limit {
             Some(limit) => format!("at most {limit} bytes ({})", self.policy),

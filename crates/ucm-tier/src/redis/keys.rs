@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! <prefix>:<namespace, 32 hex>:<record id, 32 hex>      one record, header and all
-//! <prefix>:<namespace, 32 hex>:manifest:<part>          the identity in words, and the sizes of that part
+//! <prefix>:<namespace, 32 hex>:manifest:<part>          the identity as a text, and the sizes of that part
 //! ```
 //! Only keys of exactly these forms are read or removed. No braces: the records of a namespace go
 //! to all nodes of a cluster.
@@ -54,14 +54,14 @@ impl Keys {
         format!("{}*", self.start)
     }
 
-    /// Whose record has this key.
+    /// The id of the record with this key.
     pub(super) fn id(&self, key: &[u8]) -> Option<BlockId> {
         let rest = key.strip_prefix(self.start.as_bytes())?;
         std::str::from_utf8(rest).ok()?.parse().ok()
     }
 }
 
-/// What a key of any namespace is of.
+/// A key of any namespace, parsed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Named {
     Record(String, BlockId),
@@ -70,7 +70,7 @@ pub(super) enum Named {
 }
 
 impl Named {
-    /// What a key with this prefix is of; none for one that is none of ours.
+    /// Parses a key with this prefix; none for one that is not ours.
     pub(super) fn parse(prefix: &str, key: &str) -> Option<Self> {
         let rest = key.strip_prefix(prefix)?.strip_prefix(':')?;
         let (namespace, name) = rest.split_once(':')?;

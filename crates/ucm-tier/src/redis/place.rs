@@ -69,7 +69,7 @@ impl RedisPlace {
         numbers.into_iter().map(number).collect()
     }
 
-    /// When something was last used that has so many milliseconds to live.
+    /// The last use of a value that has this many milliseconds to live.
     fn used_ns(&self, left: i64) -> u64 {
         let left = Duration::from_millis(u64::try_from(left).unwrap_or(0));
         let unused = self.life.saturating_sub(left).as_nanos();
@@ -114,12 +114,12 @@ impl Place for RedisPlace {
             }
         }
         items.sort_by(|one, other| one.name.cmp(&other.name));
-        items.dedup_by(|one, other| one.name == other.name); // a node may tell a key twice
+        items.dedup_by(|one, other| one.name == other.name); // a node may list a key twice
         Ok(items)
     }
 
     fn read(&self, name: &str, start: u64, len: u64) -> Result<Option<Vec<u8>>> {
-        let len = len.min(LONGEST_RECORD); // it may be what the server said of its value
+        let len = len.min(LONGEST_RECORD); // the server may have reported a false length
         let mut range = command("GETRANGE", name);
         range
             .arg(start)

@@ -1,5 +1,5 @@
-//! What was used longest ago goes first, and of what was used at about the same time the end of a
-//! chain before its beginning.
+//! Evicts what was used longest ago, and of what was used at about the same time the end of a chain
+//! before its beginning.
 //!
 //! A record used again within a step ([`super::steps`]) costs one comparison.
 
@@ -15,8 +15,8 @@ const EMPTY: u64 = u64::MAX;
 
 /// Least recently used.
 pub struct Lru {
-    /// Step of the last use above the bits of the ordinal, inverted: smaller goes first. 8 bytes a
-    /// slot.
+    /// Step of the last use above the bits of the ordinal, inverted: the smallest is evicted first.
+    /// 8 bytes a slot.
     keys: Vec<u64>,
     /// The same in order; some 20 bytes a record.
     order: BTreeSet<(u64, u32)>,
@@ -24,7 +24,7 @@ pub struct Lru {
 }
 
 impl Lru {
-    /// For so many slots.
+    /// For `slots` slots.
     pub fn new(slots: usize) -> Self {
         Self {
             keys: vec![EMPTY; slots],

@@ -1,10 +1,10 @@
-//! Which record goes when a new one needs its slot: one trait, two policies.
+//! Which record is evicted when a new one needs its slot: one trait, two policies.
 //!
 //! Policies know slots by number and records by id and ordinal (position in the chain of their
-//! prompt). A prefix is worth nothing without its beginning, so a policy that can should let
-//! descendants go before their ancestors. Every call is short and made under the lock of the tier;
-//! none allocates more than its share of a bound that the number of slots sets. [`Policy`] names
-//! them; docs/performance.md has their hit rates.
+//! prompt). A prefix is worth nothing without its beginning, so a policy should evict descendants
+//! before their ancestors. Every call is short and made under the lock of the tier; none allocates
+//! more than its share of a bound that the number of slots sets. [`Policy`] names them;
+//! docs/performance.md has their hit rates.
 
 mod lru;
 mod s3fifo;
@@ -20,18 +20,18 @@ pub trait Eviction: Send {
     /// Its name in the configuration and in logs.
     fn name(&self) -> &'static str;
 
-    /// A record came into a slot that was free.
+    /// A record was stored in a free slot.
     fn inserted(&mut self, slot: u32, id: BlockId, ordinal: u32);
 
     /// The record in a slot was used, or is part of a prefix that was.
     fn used(&mut self, slot: u32, ordinal: u32);
 
-    /// The record in a slot is gone, because it was chosen or for another reason. A slot that holds
-    /// none is left alone.
+    /// The record in a slot was removed, because it was chosen or for another reason. No effect on
+    /// an empty slot.
     fn removed(&mut self, slot: u32);
 
-    /// The slot whose record should go next, never one that is `held`; `None` when all are. It
-    /// stays until [`Eviction::removed`].
+    /// The slot whose record should be evicted next, never one that is `held`; `None` when all are.
+    /// It stays until [`Eviction::removed`].
     fn victim(&mut self, held: &dyn Fn(u32) -> bool) -> Option<u32>;
 }
 
@@ -41,7 +41,7 @@ pub enum Policy {
     /// What was used longest ago, descendants before ancestors.
     #[default]
     Lru,
-    /// Three queues: what is not used again soon after it came goes first.
+    /// Three queues: what is not used again soon is evicted first.
     S3Fifo,
 }
 
@@ -57,7 +57,7 @@ impl Policy {
         }
     }
 
-    /// A policy for so many slots, empty.
+    /// A policy for `slots` slots, empty.
     pub fn build(self, slots: usize) -> Box<dyn Eviction> {
         match self {
             Self::Lru => Box::new(Lru::new(slots)),

@@ -1,10 +1,10 @@
 //! S3-FIFO (Yang et al., SOSP 2023) for chains: a small queue for what is new, a main one for what
-//! was used again, and the names of what left the small one unused; a record that comes back from
-//! there goes to the main queue at once.
+//! was used again, and the names of what left the small one unused; a record that is stored again
+//! from there enters the main queue at once.
 //!
-//! Unlike the original its queues are not by time alone: as with [`super::Lru`], of what came at
-//! about the same time the end of a chain goes before its beginning. In plain order of arrival the
-//! beginning goes first, and what is left of the chain is worth nothing.
+//! Unlike the original its queues are not by time alone: as with [`super::Lru`], of what was stored
+//! at about the same time the end of a chain is evicted before its beginning. In plain order of
+//! time the beginning is evicted first, and the rest of the chain is worth nothing.
 
 use std::collections::BTreeSet;
 
@@ -14,12 +14,12 @@ use ucm_core::BlockId;
 use super::Eviction;
 use super::steps::Steps;
 
-/// The small queue has one slot in so many.
+/// The small queue has one slot in this many.
 const SMALL: usize = 10;
 /// Uses that are counted at the most.
 const MOST_USES: u8 = 3;
-/// Records looked at for one victim: the tier is locked meanwhile. Where all of so many were used,
-/// the next goes all the same; by then each of them has lost a use.
+/// Records checked for one victim, under the lock of the tier. If all of them were used, the next
+/// is evicted all the same; by then each of them has lost a use.
 const LOOKS: usize = 1024;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -51,7 +51,7 @@ struct Entry {
 }
 
 impl S3Fifo {
-    /// For so many slots.
+    /// For `slots` slots.
     pub fn new(slots: usize) -> Self {
         let nothing = Entry {
             place: Place::Nowhere,
@@ -99,7 +99,7 @@ impl S3Fifo {
         }
     }
 
-    /// Looks at one slot: it may stay and is put where it belongs, or it is the victim.
+    /// Checks one slot: its record is moved to its queue, or it is the victim.
     fn keep_or_evict(&mut self, slot: u32) -> bool {
         let entry = self.slots[slot as usize];
         match entry.place {
@@ -168,7 +168,7 @@ impl Eviction for S3Fifo {
                 .map(|&(_, slot)| slot)
                 .find(|&slot| !held(slot))
         };
-        // Each look moves a record on or takes a use away, of which there are few.
+        // Each check moves a record or takes a use away, of which there are few.
         for _ in 0..LOOKS.min((usize::from(MOST_USES) + 2) * self.slots.len()) {
             let small_is_full = self.small.len() * SMALL > self.slots.len();
             let small = small_is_full.then(|| first(&self.small)).flatten();

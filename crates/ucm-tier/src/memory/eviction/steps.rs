@@ -4,7 +4,7 @@
 //! would otherwise have the oldest use at its beginning, and lose that first; within a step the
 //! order is by ordinal instead.
 
-/// Steps in which as many records come as there are slots.
+/// Steps in which as many records are stored as there are slots.
 const STEPS: usize = 16;
 
 /// The step now.
@@ -24,7 +24,7 @@ impl Steps {
         }
     }
 
-    /// A record came.
+    /// A record was stored.
     pub(super) fn inserted(&mut self) {
         self.inserted += 1;
         if self.inserted >= self.len {
@@ -33,7 +33,7 @@ impl Steps {
         }
     }
 
-    /// What sorts a record that is used now: smaller goes first. Never all ones.
+    /// The key of a record that is used now: the smallest is evicted first. Never all ones.
     pub(super) fn key(&self, ordinal: u32) -> u64 {
         u64::from(self.now) << 32 | u64::from(u32::MAX - ordinal.max(1))
     }
