@@ -1,9 +1,10 @@
 //! A place that is no directory, as tools see it: the objects there, and their removal. Engines do
 //! not use this.
 
-use ucm_core::{BlockId, MissReason, Part, Result, limits};
-use ucm_record::RecordHeader;
+use ucm_core::{BlockId, MissReason, Part, Result};
+use ucm_quota::layout::is_namespace;
 
+use crate::lengths::LONGEST_RECORD;
 use crate::segment::format::Trailer;
 
 /// Something that lies at a place.
@@ -50,6 +51,12 @@ pub trait Place: Send + Sync {
     fn remove(&self, item: &Item) -> Result<bool>;
 }
 
+/// The path of a record below a root; none for names that are not ours.
+pub fn record_path(namespace: &str, id: &str) -> Option<String> {
+    let id = id.parse::<BlockId>().ok()?.to_string();
+    is_namespace(namespace.as_ref()).then(|| format!("{namespace}/blocks/{}/{id}.bin", &id[..2]))
+}
+
 /// What a segment lists.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SegmentListing {
@@ -72,10 +79,6 @@ pub enum SegmentTail {
     Longer(u64),
 }
 
-/// Longest record of any part, bytes.
-const LONGEST: u64 =
-    RecordHeader::LONGEST as u64 + limits::MAX_BLOCK_BYTES + limits::MAX_SIDES_BYTES;
-
 /// Verifies the footer of a segment of `file_len` bytes, of which `tail` are the last.
 pub fn list_segment(tail: &[u8], file_len: u64) -> std::result::Result<SegmentTail, MissReason> {
     let trailer = Trailer::decode(tail, file_len)?;
@@ -86,7 +89,7 @@ pub fn list_segment(tail: &[u8], file_len: u64) -> std::result::Result<SegmentTa
     let Some(start) = footer else {
         return Ok(SegmentTail::Longer(len));
     };
-    let entries = trailer.entries(&tail[start..], LONGEST)?;
+    let entries = trailer.entries(&tail[start..], LONGEST_RECORD)?;
     let records = entries
         .iter()
         .map(|entry| (entry.id, entry.offset, entry.len));

@@ -8,11 +8,10 @@ use std::time::Duration;
 
 use pyo3::PyResult;
 use pyo3::prelude::*;
-use ucm_core::{BlockId, Error, ErrorKind, Result};
+use ucm_core::{Error, ErrorKind, Result};
 use ucm_device::{ArenaOptions, HostArena, SlotPool};
 use ucm_infra::{Clock, MonotonicTime, SystemClock};
-use ucm_quota::layout::is_namespace;
-use ucm_tier::place::{Item, Place, Room};
+use ucm_tier::place::{Item, Place, Room, record_path};
 
 use super::calling;
 use super::client::{Client, Work};
@@ -168,6 +167,5 @@ impl Place for MooncakePlace {
 /// Where a record with this key would lie below a root; none for a key that is not ours.
 fn path_of(key: &str) -> Option<String> {
     let (namespace, id) = key.strip_prefix("ucm:")?.split_once(':')?;
-    let id = id.parse::<BlockId>().ok()?.to_string();
-    is_namespace(namespace.as_ref()).then(|| format!("{namespace}/blocks/{}/{id}.bin", &id[..2]))
+    record_path(namespace, id)
 }

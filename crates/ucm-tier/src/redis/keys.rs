@@ -13,6 +13,8 @@ use std::fmt::Write;
 use ucm_core::{BlockId, Error, ErrorKind, Part, Result};
 use ucm_quota::layout::is_namespace;
 
+use crate::place::record_path;
+
 /// Longest prefix.
 const LONGEST: usize = 64;
 
@@ -61,42 +63,16 @@ impl Keys {
     }
 }
 
-/// A key of any namespace, parsed.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Named {
-    Record(String, BlockId),
-    /// Of a part, as the manifest writes it.
-    Manifest(String, String),
-}
-
-impl Named {
-    /// Parses a key with this prefix; none for one that is not ours.
-    pub(super) fn parse(prefix: &str, key: &str) -> Option<Self> {
-        let rest = key.strip_prefix(prefix)?.strip_prefix(':')?;
-        let (namespace, name) = rest.split_once(':')?;
-        if !is_namespace(namespace.as_ref()) {
-            return None;
-        }
-        let namespace = namespace.to_owned();
-        match name.strip_prefix("manifest:") {
-            Some(part) => part
-                .parse::<Part>()
-                .ok()
-                .map(|_| Self::Manifest(namespace, part.to_owned())),
-            None => name.parse().ok().map(|id| Self::Record(namespace, id)),
-        }
+/// Where the value of a key with this prefix would lie below a root; none for a key that is not
+/// ours.
+pub(super) fn path_of(prefix: &str, key: &str) -> Option<String> {
+    let rest = key.strip_prefix(prefix)?.strip_prefix(':')?;
+    let (namespace, name) = rest.split_once(':')?;
+    if let Some(part) = name.strip_prefix("manifest:") {
+        let is_ours = is_namespace(namespace.as_ref()) && part.parse::<Part>().is_ok();
+        return is_ours.then(|| format!("{namespace}/manifest-{part}.json"));
     }
-
-    /// Where it would lie below a root.
-    pub(super) fn path(&self) -> String {
-        match self {
-            Self::Record(namespace, id) => {
-                let id = id.to_string();
-                format!("{namespace}/blocks/{}/{id}.bin", &id[..2])
-            }
-            Self::Manifest(namespace, part) => format!("{namespace}/manifest-{part}.json"),
-        }
-    }
+    record_path(namespace, name)
 }
 
 #[cfg(test)]
@@ -111,20 +87,17 @@ mod tests {
         assert_eq!(key, format!("ucm:{}:{}", "a".repeat(32), "cd".repeat(16)));
         assert_eq!(keys.id(key.as_bytes()), Some(id));
         let namespace = "a".repeat(32);
-        let named = Named::parse("ucm", &key).unwrap();
-        assert_eq!(
-            named.path(),
-            format!("{namespace}/blocks/cd/{}.bin", "cd".repeat(16))
-        );
-        let manifest = Named::parse("ucm", &keys.manifest(Part::default())).unwrap();
-        assert_eq!(manifest.path(), format!("{namespace}/manifest-g0p0t0.json"));
+        let path = format!("{namespace}/blocks/cd/{}.bin", "cd".repeat(16));
+        assert_eq!(path_of("ucm", &key), Some(path));
+        let manifest = path_of("ucm", &keys.manifest(Part::default()));
+        assert_eq!(manifest, Some(format!("{namespace}/manifest-g0p0t0.json")));
         for other in [
             format!("{key}0"),
             format!("x{key}"),
             format!("ucm:{namespace}:manifest:x"),
             "ucm:".to_owned(),
         ] {
-            assert_eq!(Named::parse("ucm", &other), None, "{other}");
+            assert_eq!(path_of("ucm", &other), None, "{other}");
         }
         for other in [
             format!("{key}0"),

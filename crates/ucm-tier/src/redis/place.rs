@@ -12,7 +12,7 @@ use ucm_io::{IoJob, IoOptions, IoPool};
 use super::address::{Address, Login, TlsFiles};
 use super::connections::{Connections, Traffic};
 use super::info::ServerInfo;
-use super::keys::Named;
+use super::keys::path_of;
 use super::{TOGETHER, command};
 use crate::lengths::LONGEST_RECORD;
 use crate::place::{Item, Place, Room};
@@ -103,9 +103,8 @@ impl Place for RedisPlace {
             let left = self.numbers(&io, keys, "PTTL")?;
             let lengths = self.numbers(&io, keys, "STRLEN")?;
             for ((key, left), len) in keys.iter().zip(left).zip(lengths) {
-                let named = Named::parse(&self.prefix, key);
                 items.push(Item {
-                    path: named.map(|named| named.path()).unwrap_or_default(),
+                    path: path_of(&self.prefix, key).unwrap_or_default(),
                     name: key.clone(),
                     len: u64::try_from(len).unwrap_or(0),
                     used_ns: self.used_ns(left),
@@ -140,7 +139,7 @@ impl Place for RedisPlace {
     }
 
     fn remove(&self, item: &Item) -> Result<bool> {
-        if Named::parse(&self.prefix, &item.name).is_none() {
+        if path_of(&self.prefix, &item.name).is_none() {
             let text = "this key is none of ours and is not removed";
             return Err(Error::new(ErrorKind::InvalidInput, text).with("key", &item.name));
         }
