@@ -38,7 +38,8 @@ impl KvLayout {
     /// `InvalidInput` for a null address, a piece past the end of the address space, and pieces of
     /// neighbours that overlap.
     ///
-    /// # Safety The conditions of [`DeviceSpan::new`] hold for every piece of a block from the
+    /// # Safety
+    /// The conditions of [`DeviceSpan::new`] hold for every piece of a block from the
     /// moment a task names that block until the task has ended.
     pub unsafe fn new(pieces: Vec<KvPiece>, blocks: u64) -> Result<Self> {
         for (number, piece) in pieces.iter().enumerate() {

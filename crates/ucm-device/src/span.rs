@@ -19,7 +19,8 @@ pub struct DeviceSpan {
 impl DeviceSpan {
     /// Names `len` bytes at `addr`.
     ///
-    /// # Safety Until every task and stream operation that names this span (or a part or copy of
+    /// # Safety
+    /// Until every task and stream operation that names this span (or a part or copy of
     /// it) has ended, the memory must stay mapped, readable and, as the target of a scatter or
     /// copy, writable. Nothing may write to it while it is read or access it while it is written,
     /// and no Rust reference to it may be in use.
@@ -90,7 +91,8 @@ pub struct HostSpan(DeviceSpan);
 impl HostSpan {
     /// Names `len` bytes at `addr`.
     ///
-    /// # Safety The conditions of [`DeviceSpan::new`], for this process's memory. If the span is
+    /// # Safety
+    /// The conditions of [`DeviceSpan::new`], for this process's memory. If the span is
     /// registered with a device, the memory stays mapped until the registration has ended.
     pub const unsafe fn new(addr: u64, len: u64) -> Self {
         Self(DeviceSpan { addr, len })

@@ -492,7 +492,8 @@ pub(crate) struct KeptTensors(Tensor, Tensor, Tensor, Tensor);
 impl KeptTensors {
     /// Writes the best blocks of every row, by scores `[row, heads, stride]`.
     ///
-    /// # Safety The outputs may be written.
+    /// # Safety
+    /// The outputs may be written.
     unsafe fn choose(
         &self,
         scores: Scores<'_>,

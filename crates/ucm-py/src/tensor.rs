@@ -132,7 +132,8 @@ impl Tensor {
 
     /// Its elements, to be written.
     ///
-    /// # Safety They can be written, nothing else reads or writes them for `'a`, and the dtype is
+    /// # Safety
+    /// They can be written, nothing else reads or writes them for `'a`, and the dtype is
     /// that of `T`.
     pub(crate) unsafe fn slice_mut<'a, T>(&self, name: &'static str) -> Result<&'a mut [T]> {
         self.packed(name, 0)?;
@@ -187,7 +188,8 @@ impl Tensor {
     /// The data of each block, `[block, ...]`; the dimensions from `first` on have no gaps, and
     /// `span` elements of each are read.
     ///
-    /// # Safety They can be read for `'a`, and those of the call's blocks are not written.
+    /// # Safety
+    /// They can be read for `'a`, and those of the call's blocks are not written.
     pub(crate) unsafe fn blocks<'a>(
         &self,
         name: &'static str,
@@ -204,7 +206,8 @@ impl Tensor {
     }
 }
 
-/// # Safety `count` items can be read at `base` for `'a`, which may be null if there are none.
+/// # Safety
+/// `count` items can be read at `base` for `'a`, which may be null if there are none.
 unsafe fn few<'a, T>(base: *mut T, count: usize) -> &'a [T] {
     match count {
         0 => &[],

@@ -200,7 +200,8 @@ impl TransMemory {
 
     /// The bytes of a buffer on the host; it stays until the view ends.
     ///
-    /// # Safety Called by Python with its own arguments.
+    /// # Safety
+    /// Called by Python with its own arguments.
     unsafe fn __getbuffer__(
         this: Bound<'_, Self>,
         view: *mut ffi::Py_buffer,
@@ -226,7 +227,8 @@ impl TransMemory {
         Ok(())
     }
 
-    /// # Safety Called by Python once for each filled view.
+    /// # Safety
+    /// Called by Python once for each filled view.
     unsafe fn __releasebuffer__(&self, view: *mut ffi::Py_buffer) {
         // SAFETY: filled in above.
         let kept = unsafe { Arc::from_raw((*view).internal.cast::<Buffer>()) };

@@ -36,7 +36,8 @@ pub extern "C" fn hf3fs_is_hf3fs(fd: c_int) -> bool {
 
 /// The directory that counts as the mount point; its length and one, or -1.
 ///
-/// # Safety The path ends with a zero; the buffer has space for the given bytes.
+/// # Safety
+/// The path ends with a zero; the buffer has space for the given bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hf3fs_extract_mount_point(
     into: *mut c_char,

@@ -414,7 +414,8 @@ pub unsafe extern "C" fn hf3fs_submit_ios(ior: *const Ior) -> c_int {
 
 /// Waits for operations until a time of the real-time clock; returns the number of ended ones.
 ///
-/// # Safety The ring was made here, and the array has space for the entries.
+/// # Safety
+/// The ring was made here, and the array has space for the entries.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hf3fs_wait_for_ios(
     ior: *const Ior,

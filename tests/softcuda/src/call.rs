@@ -60,7 +60,8 @@ macro_rules! exports {
         $(
             #[doc = concat!("`", stringify!($name), "`, as its vendor's.")]
             ///
-            /// # Safety As in the vendor's documentation: pointers are null or name memory of the
+            /// # Safety
+            /// As in the vendor's documentation: pointers are null or name memory of the
             /// documented kind and size.
             #[unsafe(no_mangle)]
             #[allow(unused_unsafe, reason = "functions without pointers need none")]

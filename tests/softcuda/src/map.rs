@@ -24,7 +24,8 @@ pub(crate) fn pages(len: usize) -> Option<usize> {
 /// Frees the pages and keeps their addresses, so that a late access faults and never reaches other
 /// memory.
 ///
-/// # Safety The range came from [`pages`] and is not used any more.
+/// # Safety
+/// The range came from [`pages`] and is not used any more.
 pub(crate) unsafe fn retire(at: usize, len: usize) {
     // If this fails the pages stay.
     let _ = map(with_exposed_provenance_mut(at), len, PROT_NONE, MAP_FIXED);

@@ -290,7 +290,8 @@ pub(crate) fn wait_for_blocking(state: &mut Locked, context: Handle) -> Outcome 
 
 /// Moves bytes, which may overlap.
 ///
-/// # Safety Both ranges are mapped. Concurrent access follows the rules of a device's own copies.
+/// # Safety
+/// Both ranges are mapped. Concurrent access follows the rules of a device's own copies.
 pub(crate) unsafe fn move_bytes(from: usize, to: usize, len: usize) {
     let (from, to) = (
         with_exposed_provenance::<u8>(from),

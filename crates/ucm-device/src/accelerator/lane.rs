@@ -225,7 +225,8 @@ impl Lane {
     /// Begins to move runs. With more than one round of descriptors it waits for all rounds but the
     /// last.
     ///
-    /// # Safety The conditions of [`DeviceSpan::new`](crate::DeviceSpan::new) hold for every run,
+    /// # Safety
+    /// The conditions of [`DeviceSpan::new`](crate::DeviceSpan::new) hold for every run,
     /// and the host's side is readable (for [`Direction::ToHost`] writable, by this copy only)
     /// until [`Lane::wait`] has returned.
     pub(super) unsafe fn begin(
@@ -377,7 +378,8 @@ impl Lane {
 
     /// Begins one copy on the device by the driver.
     ///
-    /// # Safety The conditions of [`DeviceSpan::new`](crate::DeviceSpan::new) hold for both ranges,
+    /// # Safety
+    /// The conditions of [`DeviceSpan::new`](crate::DeviceSpan::new) hold for both ranges,
     /// which do not overlap.
     pub(super) unsafe fn copy_on_device(&self, to: u64, from: u64, len: usize) -> Result<()> {
         let stream = self.stream(Direction::ToDevice);
@@ -388,7 +390,8 @@ impl Lane {
     /// Copies between ranges on the device: several by one kernel if `kernel` (kernels are correct)
     /// is true, each by the driver if `copies` (the driver's copies are correct) is true.
     ///
-    /// # Safety The conditions of [`DeviceSpan::new`](crate::DeviceSpan::new) hold for all; no pair
+    /// # Safety
+    /// The conditions of [`DeviceSpan::new`](crate::DeviceSpan::new) hold for all; no pair
     /// writes memory that another reads or writes.
     pub(super) unsafe fn begin_on_device(
         &mut self,

@@ -369,7 +369,8 @@ impl AcceleratorCopier {
     /// Executes a transfer of pieces that all lie in the given pinned memory, if any. It is over
     /// when this returns.
     ///
-    /// # Safety Each piece names bytes behind `host` that live through the call. Nothing else
+    /// # Safety
+    /// Each piece names bytes behind `host` that live through the call. Nothing else
     /// writes them or, if the device writes them, reads them.
     unsafe fn begin(
         &self,

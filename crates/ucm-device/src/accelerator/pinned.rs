@@ -181,7 +181,8 @@ impl Arenas {
 
     /// `len` bytes at `start`, not pinned yet.
     ///
-    /// # Safety The range stays mapped until the returned value is dropped, and for ever if the
+    /// # Safety
+    /// The range stays mapped until the returned value is dropped, and for ever if the
     /// driver could not unregister it.
     pub(super) unsafe fn add(&self, start: *mut u8, len: usize) -> Owner {
         let parts = vec![Part::Untouched; len.div_ceil(PART)];

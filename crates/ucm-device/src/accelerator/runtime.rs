@@ -170,7 +170,8 @@ pub(super) trait Runtime: Send + Sync {
 
     /// Begins a copy from the host to the device.
     ///
-    /// # Safety Both ranges stay valid and unchanged until the stream's work is over; see
+    /// # Safety
+    /// Both ranges stay valid and unchanged until the stream's work is over; see
     /// [`DeviceSpan::new`](crate::DeviceSpan::new) for the device's.
     unsafe fn to_device(
         &self,
@@ -182,7 +183,8 @@ pub(super) trait Runtime: Send + Sync {
 
     /// Begins a copy from the device to the host.
     ///
-    /// # Safety As [`Runtime::to_device`]; `to` is not read before the stream's work is over.
+    /// # Safety
+    /// As [`Runtime::to_device`]; `to` is not read before the stream's work is over.
     unsafe fn to_host(&self, to: *mut u8, from: u64, len: usize, stream: RawStream) -> Result<()>;
 
     /// Copies from the host to the device without a stream: the last resort, if copies of streams
@@ -223,7 +225,8 @@ pub(super) trait Runtime: Send + Sync {
     /// Begins a kernel over `count` descriptors of three words at `descriptors`, in the device's
     /// memory; `grid` is over descriptors and over the tiles of one.
     ///
-    /// # Safety As [`Runtime::to_device`], for the descriptors and all ranges that they name.
+    /// # Safety
+    /// As [`Runtime::to_device`], for the descriptors and all ranges that they name.
     unsafe fn launch(
         &self,
         _kernel: Kernel,

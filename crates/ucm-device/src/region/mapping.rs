@@ -162,7 +162,8 @@ impl Mapping {
 
     /// Some words as plain bytes; `None` in a forked child or beyond the end.
     ///
-    /// # Safety While the bytes are borrowed, nothing in this process stores into these words. The
+    /// # Safety
+    /// While the bytes are borrowed, nothing in this process stores into these words. The
     /// seals and the single writable mapping exclude other processes.
     pub(crate) unsafe fn bytes(&self, words: Range<usize>) -> &[u8] {
         let Some(words) = self.words().get(words) else {

@@ -23,7 +23,8 @@ pub enum Sides<'a> {
 /// `InvalidInput`, with the piece, for a null address, an end that wraps around, no pieces, zero
 /// bytes, or different numbers of addresses on the two sides.
 ///
-/// # Safety The conditions of [`DeviceSpan::new`] and [`HostSpan::new`] hold for the `size` bytes
+/// # Safety
+/// The conditions of [`DeviceSpan::new`] and [`HostSpan::new`] hold for the `size` bytes
 /// at each address.
 pub unsafe fn pairs(
     device: &[u64],
@@ -74,7 +75,8 @@ pub unsafe fn pairs(
 /// The `count` addresses of an array at `array`. `InvalidInput` for a null address, a count of
 /// zero, or one beyond the address space.
 ///
-/// # Safety `count` words of 8 bytes are readable there and are not written during the call; they
+/// # Safety
+/// `count` words of 8 bytes are readable there and are not written during the call; they
 /// need no alignment.
 pub unsafe fn addresses_at(array: u64, count: usize) -> Result<Vec<u64>> {
     let bytes = (count as u64)

@@ -114,7 +114,8 @@ impl WorkerPoolBuilder {
 
     /// Starts the threads and waits until each worker has started.
     ///
-    /// # Errors `Config` if a number is out of range; the error of `on_start`; `Io` if the system
+    /// # Errors
+    /// `Config` if a number is out of range; the error of `on_start`; `Io` if the system
     /// gives no thread; `Timeout` if a worker did not start within
     /// [`start_within`](Self::start_within). No thread stays behind then, except one that hangs in
     /// `on_start`.

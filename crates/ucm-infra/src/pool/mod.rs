@@ -71,7 +71,8 @@ impl WorkerPool {
     /// `done` must not block: the monitor waits for it. [`MonotonicTime::NEVER`] is no deadline;
     /// use it only for work that cannot hang.
     ///
-    /// # Errors `Busy` if the lane's queue is full, `Closed` after shutdown began, `InvalidInput`
+    /// # Errors
+    /// `Busy` if the lane's queue is full, `Closed` after shutdown began, `InvalidInput`
     /// if there is no such lane. `Io` if a pool [on demand](WorkerPoolBuilder::on_demand) cannot
     /// start its monitor thread. Neither closure is called then; [`offer`](Self::offer) returns
     /// them.

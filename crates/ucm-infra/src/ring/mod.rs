@@ -168,7 +168,8 @@ impl<T> Drop for RingProducer<T> {
 impl<T> RingConsumer<T> {
     /// Takes the oldest item without waiting.
     ///
-    /// # Errors `Empty`, or `Closed` if the ring is empty for good.
+    /// # Errors
+    /// `Empty`, or `Closed` if the ring is empty for good.
     pub fn try_pop(&mut self) -> Result<T, PopError> {
         let closed = self.shared.is_closed();
         match self.head.pop() {
@@ -186,7 +187,8 @@ impl<T> RingConsumer<T> {
     /// Takes the oldest item, waiting for one until `deadline` on `clock` (`None`: for ever):
     /// spins, yields, parks.
     ///
-    /// # Errors `TimedOut`, or `Closed` if the ring is empty for good.
+    /// # Errors
+    /// `TimedOut`, or `Closed` if the ring is empty for good.
     pub fn recv(
         &mut self,
         clock: &dyn Clock,

@@ -104,7 +104,8 @@ pub(super) unsafe extern "C" fn lookup_on_prefix(
 
 /// The rows of a load or dump.
 ///
-/// # Safety `rows` ids and shard indices and `rows` × `pieces` addresses can be read until the call
+/// # Safety
+/// `rows` ids and shard indices and `rows` × `pieces` addresses can be read until the call
 /// returns; at every address, memory of its piece's size stays valid until the task has ended.
 unsafe fn rows_of(
     open: &Open,

@@ -245,7 +245,8 @@ fn run(store: *mut c_void, work: impl FnOnce(&Open) -> Result<i32>) -> i32 {
 
 /// The pieces of one row on the device.
 ///
-/// # Safety At each address, memory of its piece's size is valid until the task of the row has
+/// # Safety
+/// At each address, memory of its piece's size is valid until the task of the row has
 /// ended.
 pub(crate) unsafe fn spans(
     geometry: &Geometry,
