@@ -37,7 +37,7 @@ pub type Landed<'a> = dyn FnMut(&mut [u8], usize) + 'a;
 /// let device = open_device("host", Transfer::Auto, SystemClock::shared()).unwrap();
 /// let mut stream = device.make_stream().unwrap();
 /// let mut page = vec![7u8; 64];
-/// // SAFETY: the page outlives the stream's work, and no one touches it meanwhile.
+/// // SAFETY: the page outlives the stream's work, and nothing else touches it.
 /// let span = unsafe { DeviceSpan::new(page.as_mut_ptr() as u64, 64) };
 /// let mut record = vec![0; 96];
 /// stream.gather(&[Piece { at: 32, span }], &mut record, &mut |_, _| {}).unwrap();

@@ -405,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn a_read_that_has_what_it_needs_asks_for_no_more() {
+    fn a_read_that_has_what_it_needs_requests_no_more() {
         let mut port = Script::new(true, &[Ok(8)]);
         assert_eq!(read_full(&mut port, &mut [0; 16], 0, 7), Ok(8));
         assert_eq!((port.calls.len(), port.direct), (1, true));

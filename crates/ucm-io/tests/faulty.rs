@@ -281,7 +281,7 @@ fn a_hung_operation_is_written_off_and_its_slot_comes_back_with_the_call() {
     let hung = start_publish(&pool, 2, deadline, bench.dir(), "block", filled(&slots, 1));
     gate.await_waiting(1);
     clock.advance(Duration::from_secs(29));
-    // Others pass meanwhile.
+    // Other operations pass in the meantime.
     let other = start_publish(
         &pool,
         2,

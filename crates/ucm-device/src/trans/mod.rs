@@ -12,7 +12,7 @@
 //! let page = pools.get(Place::Device, 4096, None).unwrap();
 //! let host = [7u8; 4096];
 //! let mut copies = Copies::new(device.make_stream().unwrap());
-//! // SAFETY: both outlive the copy, and no one else uses them meanwhile.
+//! // SAFETY: both outlive the copy, and nothing else uses them during it.
 //! let pair = unsafe { pairs(&[page.address()], Sides::Each(&[host.as_ptr() as u64]), 4096) };
 //! copies.transfer(Direction::ToDevice, &pair.unwrap()).unwrap();
 //! ```

@@ -199,7 +199,7 @@ impl Mounted {
     /// Stops every change of the file system until thawed: calls that would change it hang in the
     /// kernel.
     pub fn freeze(&self) -> Result<(), String> {
-        // Never the machine's own file system, should the mount be gone.
+        // Never the machine's own file system, if the mount is missing.
         let dev = |path: &Path| {
             std::fs::metadata(path)
                 .map(|meta| meta.dev())
