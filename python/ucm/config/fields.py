@@ -2,14 +2,11 @@
 
 A reader raises :class:`ValueError` with a sentence that says what was read and what is accepted;
 the loader adds the key and where it stands. The fields of tiers are made from the schema that the
-core gives of each option (``crates/ucm-tier/src/kind/options.rs``): its JSON type, its ``format``
-and its bounds.
+core gives of each option: its JSON type, its ``format`` and its bounds.
 
 A password is a :class:`pydantic.SecretStr`, an address with a login an :class:`Address`. Both show
 asterisks in ``str``, ``repr``, logs and dumps, and keep their value until :func:`revealed`, which
-is called where a configuration leaves ucm's Python: for the core, and for a store of the user's
-own. A file of our own that holds a secret and that other users may read is refused, by the core
-too. One of another owner is read with a warning: its mode may be out of our control.
+is called where a configuration leaves ucm's Python: for the core, and for a user's own store.
 """
 
 from __future__ import annotations
@@ -53,24 +50,21 @@ _NFS_ADDRESS = re.compile(
     r"(?P<server>[A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:]+\]):(?P<directory>/[^:]*)"
 )
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
-#: User and password of an address: all up to the last ``@``, spaces too. The password is what
-#: follows the first colon.
+#: User and password of an address, up to the last ``@``; the password follows the first colon.
 _LOGIN = re.compile(r"(?<=://)(?P<user>[^\s:@/]*:)?.*(?=@)", re.DOTALL)
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 
-#: What stands in the place of what is never shown.
+#: What stands in the place of a secret, and of a password in an address.
 HIDDEN = "<hidden>"
-#: The same of a password in an address.
 _ASTERISKS = "***"
 
-#: The largest size that is believed, in bytes: what a signed 64-bit offset can name.
+#: The largest size that is accepted, in bytes: what a signed 64-bit offset can name.
 MAX_SIZE = 2**63 - 1
 
 
 def parse_size(value: Any) -> int:
-    """Bytes of ``123``, ``"40GiB"``, ``"40 GB"`` (powers of 1000) or ``"40G"`` (powers of 1024, as
-    ``GiB``)."""
+    """Bytes of ``123``, ``"40GiB"``, ``"40 GB"`` (powers of 1000) or ``"40G"`` (powers of 1024)."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f"{value!r} is not a size; write bytes as a number, or a text like 40GiB")
     if isinstance(value, str):
@@ -98,8 +92,7 @@ def parse_size(value: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """A limit of stored bytes: either a number of bytes or a share of the file system, in
-    percent."""
+    """A limit of stored bytes: a number of bytes, or a share of the file system in percent."""
 
     bytes: int | None = None
     percent: float | None = None
@@ -149,8 +142,7 @@ def seconds_of(value: Any) -> float | None:
 
 
 def parse_age(value: Any) -> int:
-    """Whole seconds, at least 60, of a number of seconds or a text: ``90min``, ``12h``, ``30d``,
-    ``2w``."""
+    """Whole seconds, at least 60, of a number or a text: ``90min``, ``12h``, ``30d``, ``2w``."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     seconds = float(value) if number else seconds_of(value)
     if seconds is None or not 60 <= seconds <= 100 * 365 * 86400:
@@ -174,16 +166,12 @@ def parse_flag(value: Any) -> bool:
 
 def parse_paths(value: Any) -> tuple[str, ...]:
     """Directories of one path, of ``"a:b:c"``, or of a list; made absolute, ``~`` expanded, order
-    kept.
-
-    An address (``scheme://...``) is one of these as it stands: which store takes it is that store's
-    business.
-    """
+    kept. An address (``scheme://...``) stays as it is."""
     if isinstance(value, str | os.PathLike):
         text = os.fspath(value)
         check_local(text)
         pieces: Sequence[Any] = (
-            [text] if scheme_of(text) else [piece for piece in text.split(":") if piece]
+            [text] if scheme_of(text) else [part for part in text.split(":") if part]
         )
         for piece, following in itertools.pairwise(pieces):
             check_local(f"{piece}:{following}")
@@ -227,7 +215,7 @@ def scheme_of(place: str) -> str:
 
 def without_login(text: str) -> str:
     """A text of one address with its password replaced: ``redis://user:***@host``. A login without
-    a colon, which may be one secret, is replaced whole."""
+    a colon may be one secret and is replaced whole."""
     return _LOGIN.sub(lambda login: (login["user"] or "") + _ASTERISKS, text)
 
 
@@ -237,8 +225,8 @@ def has_login(text: str) -> bool:
 
 
 class Address(str):
-    """An address with a login. Its text shows no password; :attr:`written` does, and is for
-    :func:`revealed` alone."""
+    """An address with a login. Its text shows no password; :attr:`written` is for
+    :func:`revealed`."""
 
     __slots__ = ("written",)
 
@@ -268,8 +256,7 @@ HEATS: tuple[str, ...] = ("hot", "warm", "cold")
 
 
 def parse_heats(value: Any) -> tuple[tuple[str, str], ...]:
-    """Which directory is how fast: ``{/mnt/ssd: hot, /mnt/nfs: cold}``, or pairs; as pairs of
-    absolute paths."""
+    """Pairs of absolute path and speed, of ``{/mnt/ssd: hot, /mnt/nfs: cold}`` or of pairs."""
     pairs = list(value.items()) if isinstance(value, Mapping) else value
     if not isinstance(pairs, list | tuple) or any(
         not isinstance(pair, list | tuple) or len(pair) != 2 for pair in pairs
@@ -310,10 +297,7 @@ def show_size(size: int) -> str:
 
 def parse_mode(value: Any, needs: int) -> int:
     """Permission bits of ``"0660"`` (octal, as for chmod), or of a number below 0o1000, which YAML
-    makes of ``0660``.
-
-    The bits in ``needs`` must be among them: what a process makes it must be able to use.
-    """
+    makes of ``0660``. The bits in ``needs`` must be among them."""
     if isinstance(value, str) and re.fullmatch(r"(0o)?[0-7]{3,4}", value.strip()):
         mode = int(value.strip().removeprefix("0o"), 8)
     elif isinstance(value, int) and not isinstance(value, bool):
@@ -354,8 +338,8 @@ def parse_secret(value: Any) -> SecretStr:
 
 
 def concealed(value: Any, secret: bool = False) -> Any:
-    """A value as written, with every text in it that is a secret, by its key's name or as a login
-    in an address, in a form that shows none."""
+    """A value as written, with every secret text in it, by its key's name or as a login in an
+    address, in a form that shows none."""
     if isinstance(value, Mapping):
         return {key: concealed(item, secret or is_secret(str(key))) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -368,8 +352,7 @@ def concealed(value: Any, secret: bool = False) -> Any:
 
 
 def revealed(value: Any) -> Any:
-    """The same value with its secrets as they were written. What it returns must not be kept or
-    shown."""
+    """The same value with its secrets as they were written; it must not be kept or shown."""
     if isinstance(value, SecretStr):
         return value.get_secret_value()
     if isinstance(value, Address):
@@ -382,7 +365,7 @@ def revealed(value: Any) -> Any:
 
 
 def for_core(description: Mapping[str, Any]) -> str:
-    """A description of a store or of a place, as the core reads it."""
+    """A description of a store or of a place as JSON for the core."""
     return json.dumps(revealed(description), ensure_ascii=False)
 
 
@@ -392,11 +375,9 @@ _OTHERS = 0o077
 
 def read_secret(path: str, what: str, most: int) -> bytes:
     """At most ``most`` bytes of a file that holds a secret; ``what`` is its name in the
-    configuration.
-
-    Raises :class:`OSError`, and :class:`~ucm.errors.ConfigError` for a file of our own that others
-    may read.
-    """
+    configuration. Raises :class:`OSError`, and :class:`~ucm.errors.ConfigError` for a file of our
+    own that other users may read; the core checks the same. A file of another owner, whose mode may
+    be out of our control, is read with a warning."""
     full = os.path.expanduser(path)
     with open(full, "rb") as file:
         found = os.fstat(file.fileno())
@@ -426,8 +407,7 @@ S = TypeVar("S", bound="Section")
 
 
 class Section(BaseModel):
-    """Base of all parts of the configuration: no unknown keys, no changes, no values in error
-    texts."""
+    """Base of all sections: no unknown keys, no changes, no values in error texts."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, hide_input_in_errors=True, arbitrary_types_allowed=True
@@ -456,8 +436,7 @@ Port = Annotated[int, BeforeValidator(no_flag), Field(ge=1, le=65535)]
 
 
 def plain(value: Any) -> Any:
-    """A value as it can be written, and as the core reads it, its secrets still hidden
-    (:func:`revealed`)."""
+    """A value as it can be written and as the core reads it; its secrets are still hidden."""
     if isinstance(value, Capacity):
         return value.bytes if value.bytes is not None else str(value)
     if isinstance(value, Section):
@@ -466,13 +445,12 @@ def plain(value: Any) -> Any:
 
 
 def choices(schema: Schema) -> tuple[str, ...]:
-    """What may be chosen for an option, without the null of one that may be left out; empty for
-    others."""
+    """What may be chosen for an option, without null; empty for others."""
     return tuple(choice for choice in schema.get("enum", ()) if choice is not None)
 
 
 def json_type(schema: Schema) -> str:
-    """The JSON type of an option, without the null of one that may be left out."""
+    """The JSON type of an option, without null."""
     types = schema["type"]
     return types if isinstance(types, str) else next(name for name in types if name != "null")
 
@@ -538,7 +516,7 @@ def _bounds(schema: Schema) -> Any:
         "age",
         "mode",
     ):
-        return Field()  # whatever reads it has bounds of its own
+        return Field()  # its reader has bounds of its own
     names = {"minimum": "ge", "maximum": "le", "exclusiveMinimum": "gt", "exclusiveMaximum": "lt"}
     bounds: dict[str, Any] = {
         short: schema[name] for name, short in names.items() if name in schema
@@ -549,11 +527,9 @@ def _bounds(schema: Schema) -> Any:
 
 
 def _choice(several: tuple[str, ...], value: Any) -> Any:
-    """The choice that is meant, however it is spelled; what is none is refused by its type."""
+    """The choice that is meant, however it is spelled; any other value is refused by its type."""
     # YAML 1.1 reads a bare `off` as false.
     folded = "off" if value is False and "off" in several else word(value)
-    return (
-        folded
-        if folded in several or not isinstance(folded, str)
-        else folded.replace("-", "").replace("_", "")
-    )
+    if folded in several or not isinstance(folded, str):
+        return folded
+    return folded.replace("-", "").replace("_", "")

@@ -2,11 +2,9 @@
 
 :func:`load` is for a caller that wants to run, :func:`parse` for one that wants to see. Sources are
 a YAML file, vLLM's ``kv_connector_extra_config`` and the environment; the later one wins, key by
-key.
-
-Each source becomes a :class:`Layer`: key of the model -> the value as written, and where it stands.
-A layer checks only the names of keys and contradictions within its source. :func:`assemble` lays
-the layers over each other and makes the model, which checks the values.
+key. Each source becomes a :class:`Layer`, which checks only the names of keys and contradictions
+within its source. :func:`assemble` lays the layers over each other and makes the model, which
+checks the values.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from ucm.config.fields import Capacity, check_local, parse_flag, scheme_of
+from ucm.config.fields import Capacity, check_local, no_flag, parse_flag, scheme_of
 from ucm.config.model import STORE_SECTIONS, StoreSettings, UcmConfig, show
 from ucm.config.rules import problems_of, word_of
 from ucm.config.sparse import (
@@ -101,15 +99,27 @@ class Layer:
         if before is None:
             self.values[key] = Entry(value, origin or self.source, written)
 
-    def ignore(self, instead: str, written: str) -> None:
-        """Note a key that means nothing here."""
+    def ignore(self, instead: str, *written: str) -> None:
+        """Note keys that mean nothing here."""
         keys = self.meaningless.setdefault(instead, [])
-        if written not in keys:
-            keys.append(written)
+        keys += [key for key in written if key not in keys]
+
+    def ignore_as(self, other: Layer) -> None:
+        """Note the keys that mean nothing in another layer."""
+        for instead, keys in other.meaningless.items():
+            self.ignore(instead, *keys)
+
+    def section(
+        self, value: Any, written: str, what: str = "is a section with keys below it"
+    ) -> Any:
+        """``value`` if it is a mapping; else the error that says ``what`` it should be."""
+        if not isinstance(value, Mapping):
+            raise ConfigError(f'"{written}" in {self.source} {what}, got {type(value).__name__}')
+        return value
 
 
 def store_of_word(word: Any, written: str) -> str:
-    """Class name of the store that a backend word, a stage word or a class name names."""
+    """Class name of the store that a backend word, a stage word or a class name means."""
     text = str(word).strip()
     if text in KNOWN_STORES:
         return text
@@ -132,19 +142,15 @@ def is_zero(value: Any) -> bool:
 def gibibytes(value: Any, written: str, source: str) -> int:
     """Bytes of a number that counts GiB."""
     try:
-        if isinstance(value, bool):
-            raise ValueError
-        size = int(float(value) * (1 << 30))
+        return int(float(no_flag(value)) * (1 << 30))
     except (TypeError, ValueError, OverflowError):
         raise ConfigError(
             f'"{written}" in {source} counts GiB: write a number, got {value!r}'
         ) from None
-    return size
 
 
 def algorithm_name(value: Any, written: str) -> str:
-    """As :func:`~ucm.config.sparse.algorithm_of`, but an unknown name is an error that shows the
-    nearest."""
+    """:func:`~ucm.config.sparse.algorithm_of`, but an unknown name is an error with a hint."""
     algorithm = algorithm_of(str(value))
     if algorithm is None:
         raise ConfigError(
@@ -162,11 +168,11 @@ def unknown_section(name: str, written: str, source: str) -> ConfigError:
 
 
 def _sections() -> dict[str, tuple[str, ...]]:
-    found = {}
-    for name, info in UcmConfig.model_fields.items():
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            found[name] = tuple(info.annotation.model_fields)
-    return found
+    return {
+        name: tuple(info.annotation.model_fields)
+        for name, info in UcmConfig.model_fields.items()
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
+    }
 
 
 #: Most entries of `ucm_connectors`.
@@ -175,17 +181,19 @@ MAX_CONNECTORS = 8
 SECTIONS: dict[str, tuple[str, ...]] = _sections()
 #: Words of the stage that keeps nothing.
 _NOTHING = frozenset({"empty", "ucmemptystore"})
-#: Keys of the model that are plain values.
-PLAIN_KEYS: frozenset[str] = frozenset(
-    set(UcmConfig.model_fields)
-    - set(SECTIONS)
-    - {"ucm_connector_config", "options", "store_pipeline"}
+#: Keys that choose a store.
+_CHOICE = (
+    "ucm_connector_name",
+    "ucm_connector_module_path",
+    "ucm_connector_config",
+    "store_pipeline",
 )
+#: Keys of the model that are plain values.
+PLAIN_KEYS = frozenset(UcmConfig.model_fields) - {*SECTIONS, *_CHOICE[2:], "options"}
 
 
 def normalise(mapping: Mapping[str, Any], source: str, choice: int = 0) -> Layer:
-    """Read one mapping of any of the accepted shapes; of several ``ucm_connectors`` the one at
-    ``choice``."""
+    """One mapping of any accepted shape; of several ``ucm_connectors`` the one at ``choice``."""
     layer = Layer(source, choice)
     _read(layer, mapping, "")
     _attach_sections(layer)
@@ -219,9 +227,7 @@ def _read_key(layer: Layer, key: str, value: Any, written: str) -> None:
     head, _, rest = key.partition(".")
     if key in _HANDLERS:
         _HANDLERS[key](layer, value, written)
-    elif key in ALIASES:
-        _read_alias(layer, key, value, written)
-    elif key in PLAIN_KEYS:
+    elif key in ALIASES or key in PLAIN_KEYS:
         _put_plain(layer, key, value, written)
     elif key in OPTION_OWNER:
         layer.put(f"options.{key}", value, written)
@@ -243,32 +249,21 @@ def _read_key(layer: Layer, key: str, value: Any, written: str) -> None:
 
 
 def _put_plain(layer: Layer, key: str, value: Any, written: str) -> None:
-    if key == "storage_capacity" and is_zero(value):
-        _unbounded(layer, written)
+    target = ALIASES.get(key, key)
+    if target == "storage_capacity" and is_zero(value) and (key == target or key in GIBIBYTES):
+        layer.warnings.append(
+            f'"{written}: 0" in {layer.source} meant no limit; here space is always bounded and the'
+            " default limit holds; write `storage_capacity` as a size or a percentage"
+        )
         return
-    if key == "codec" and str(value).strip().lower() == "lz4":
+    if key in GIBIBYTES:
+        value = gibibytes(value, written, layer.source)
+    elif key == "codec" and str(value).strip().lower() == "lz4":
         layer.warnings.append(
             f'"{written}: lz4" in {layer.source} means zstd here; write `codec: zstd`'
         )
         value = "zstd"
-    layer.put(key, value, written)
-
-
-def _read_alias(layer: Layer, key: str, value: Any, written: str) -> None:
-    target = ALIASES[key]
-    if key in GIBIBYTES:
-        if target == "storage_capacity" and is_zero(value):
-            _unbounded(layer, written)
-            return
-        value = gibibytes(value, written, layer.source)
     layer.put(target, value, written)
-
-
-def _unbounded(layer: Layer, written: str) -> None:
-    layer.warnings.append(
-        f'"{written}: 0" in {layer.source} meant no limit; here space is always bounded and the'
-        " default limit holds; write `storage_capacity` as a size or a percentage"
-    )
 
 
 def _read_section(layer: Layer, section: str, value: Any, written: str) -> None:
@@ -276,12 +271,7 @@ def _read_section(layer: Layer, section: str, value: Any, written: str) -> None:
         value = {"enabled": value}
     if section == "profile" and not isinstance(value, Mapping):
         value = {"enabled": value}
-    if not isinstance(value, Mapping):
-        raise ConfigError(
-            f'"{written}" in {layer.source} is a section with keys below it, got'
-            f" {type(value).__name__}"
-        )
-    for key, item in value.items():
+    for key, item in layer.section(value, written).items():
         inner = f"{written}.{key}"
         if key not in SECTIONS[section]:
             raise ConfigError(
@@ -291,7 +281,9 @@ def _read_section(layer: Layer, section: str, value: Any, written: str) -> None:
         if item is None:
             continue
         if section == "sparse" and key == "config":
-            _read_sparse_keys(layer, item, inner)
+            # the keys of the one algorithm that `sparse.type` names
+            keys = layer.section(item, inner, "holds the keys of the algorithm")
+            layer.put("sparse.keys", dict(keys), inner)
             continue
         layer.put(f"{section}.{key}", item, inner)
     if section == "rerope" and "enabled" not in value:
@@ -301,8 +293,7 @@ def _read_section(layer: Layer, section: str, value: Any, written: str) -> None:
 def read_algorithm(layer: Layer, algorithm: str, keys: Mapping[Any, Any], written: str) -> None:
     """Put the keys of an algorithm's section, which stands at ``written``, into a layer.
 
-    Raises :class:`~ucm.errors.ConfigError` for a key that the algorithm has not got, with the
-    nearest one it has.
+    Raises :class:`~ucm.errors.ConfigError` for an unknown key, with the nearest known one.
     """
     section = keys_of(algorithm)
     known, unchecked = section.model_fields, issubclass(section, UncheckedConfig)
@@ -319,10 +310,7 @@ def read_algorithm(layer: Layer, algorithm: str, keys: Mapping[Any, Any], writte
         elif key in SPARSE_MEANINGLESS:
             layer.ignore(SPARSE_MEANINGLESS[key], inner)
         else:
-            spellings = [
-                *known,
-                *(alias for alias, meant in SPARSE_ALIASES.items() if meant in known),
-            ]
+            spellings = [*known, *(other for other, key in SPARSE_ALIASES.items() if key in known)]
             raise ConfigError(
                 f'unknown key "{inner}" in {layer.source}{hint(str(key), spellings)} (sparse'
                 f" algorithm {algorithm})",
@@ -379,11 +367,7 @@ def _read_connector(layer: Layer, entry: Mapping[str, Any], above: str) -> None:
     if config is None:
         return
     written = f"{above}ucm_connector_config"
-    if not isinstance(config, Mapping):
-        raise ConfigError(
-            f'"{written}" in {layer.source} holds the keys of the store, got'
-            f" {type(config).__name__}"
-        )
+    layer.section(config, written, "holds the keys of the store")
     if module is not None or (name is not None and name not in KNOWN_STORES):
         # A user's own store: its keys are its own business.
         layer.put("ucm_connector_config", dict(config), written)
@@ -391,13 +375,10 @@ def _read_connector(layer: Layer, entry: Mapping[str, Any], above: str) -> None:
     _read(layer, config, f"{written}.")
 
 
-def _read_flat_connector(key: str) -> Callable[[Layer, Any, str], None]:
-    def read(layer: Layer, value: Any, written: str) -> None:
-        # These three keys belong together wherever they stand; they are read when all are known.
-        layer.sections.setdefault("", {})[key] = value
-        layer.sections[""]["written"] = written.removesuffix(key)
-
-    return read
+def _read_flat_connector(key: str, layer: Layer, value: Any, written: str) -> None:
+    # These three keys belong together wherever they stand; they are read when all are known.
+    layer.sections.setdefault("", {})[key] = value
+    layer.sections[""]["written"] = written.removesuffix(key)
 
 
 def _read_backend(layer: Layer, value: Any, written: str) -> None:
@@ -408,8 +389,7 @@ def _read_backend(layer: Layer, value: Any, written: str) -> None:
 
 
 def _read_lower_store(layer: Layer, value: Mapping[str, Any], written: str) -> None:
-    """``UcmCacheStore {backend: {name, config}}``: the cache above another store, which is a
-    pipeline of two."""
+    """``UcmCacheStore {backend: {name, config}}``: a pipeline of the cache and that store."""
     for key in value:
         if key not in ("name", "config"):
             raise ConfigError(
@@ -471,30 +451,18 @@ def _stage(layer: Layer, item: Mapping[str, Any], written: str) -> dict[str, Any
                 f'"{entry.written}" in {layer.source} is no key of a stage; write it at the top'
                 " level"
             )
-    for instead, keys in inner.meaningless.items():
-        for ignored in keys:
-            layer.ignore(instead, ignored)
+    layer.ignore_as(inner)
     layer.warnings.extend(inner.warnings)
     return stage
 
 
 def _read_mapping(layer: Layer, value: Any, written: str) -> None:
-    if not isinstance(value, Mapping):
-        raise ConfigError(
-            f'"{written}" in {layer.source} is a section with keys below it, got'
-            f" {type(value).__name__}"
-        )
-    _read(layer, value, f"{written}.")
+    _read(layer, layer.section(value, written), f"{written}.")
 
 
 def _read_quarantine(layer: Layer, value: Any, written: str) -> None:
     """A section of older versions: one key moved to `breaker`, the others mean nothing."""
-    if not isinstance(value, Mapping):
-        raise ConfigError(
-            f'"{written}" in {layer.source} is a section with keys below it, got'
-            f" {type(value).__name__}"
-        )
-    for key, item in value.items():
+    for key, item in layer.section(value, written).items():
         _read_key(layer, f"quarantine.{key}", item, f"{written}.{key}")
 
 
@@ -529,8 +497,7 @@ def _read_sparse_config(layer: Layer, value: Any, written: str) -> None:
 def _choose(
     layer: Layer, algorithm: str, keys: Mapping[str, Any], written: str, where: str
 ) -> None:
-    """Keys of an algorithm say that it is wanted, unless another is named; of several the first
-    that stands there."""
+    """Keys of an algorithm select it, unless another is named; of several the first is taken."""
     read_algorithm(layer, algorithm, keys, written)
     chosen = _first(layer, where)
     if algorithm not in chosen:
@@ -541,16 +508,6 @@ def _first(layer: Layer, where: str) -> list[str]:
     """The algorithms that have keys, in the order in which they stand in the section ``where``."""
     found: list[str] = layer.values.setdefault("sparse.first", Entry([], layer.source, where)).value
     return found
-
-
-def _read_sparse_keys(layer: Layer, value: Any, written: str) -> None:
-    """``sparse: {type, config: {...}}``: keys of the one algorithm that ``type`` names."""
-    if not isinstance(value, Mapping):
-        raise ConfigError(
-            f'"{written}" in {layer.source} holds the keys of the algorithm, got'
-            f" {type(value).__name__}"
-        )
-    layer.put("sparse.keys", dict(value), written)
 
 
 def _attach_sections(layer: Layer) -> None:
@@ -613,9 +570,7 @@ def _collapse(layer: Layer) -> None:
 
 _HANDLERS: dict[str, Callable[[Layer, Any, str], None]] = {
     "ucm_connectors": _read_connectors,
-    "ucm_connector_name": _read_flat_connector("ucm_connector_name"),
-    "ucm_connector_module_path": _read_flat_connector("ucm_connector_module_path"),
-    "ucm_connector_config": _read_flat_connector("ucm_connector_config"),
+    **{key: functools.partial(_read_flat_connector, key) for key in _CHOICE[:3]},
     "storage_backend": _read_backend,
     "backend": _read_backend,
     "store_pipeline": _read_pipeline,
@@ -631,16 +586,15 @@ _HANDLERS: dict[str, Callable[[Layer, Any, str], None]] = {
 # Sources
 # --------------------------------------------------------------------------------------------------
 
-#: How the inline dictionary is called in messages.
+#: The inline dictionary's name in messages, and its keys that name a file.
 INLINE = "kv_connector_extra_config"
-#: Keys of the inline dictionary that name a file.
 FILE_KEYS = ("ucm_config_path", CONFIG_FILE_VARIABLE)
 #: Largest file that is read, in bytes.
 MAX_FILE_BYTES = 1 << 20
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc,unused-ignore]
-    """SafeLoader that refuses a key written twice, of which YAML would silently keep the last."""
+    """SafeLoader that refuses a key written twice, of which YAML would keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
@@ -657,19 +611,15 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc,unused-ignore]
 
 def disabled(environ: Mapping[str, str]) -> bool:
     """Whether ``UCM_DISABLE`` switches everything off."""
-    return _flag(environ, DISABLE_VARIABLE)
-
-
-def _flag(environ: Mapping[str, str], name: str) -> bool:
-    text = environ.get(name, "").strip()
+    text = environ.get(DISABLE_VARIABLE, "").strip()
     try:
         return parse_flag(text) if text else False
     except ValueError as error:
-        raise ConfigError(f"environment {name}: {error}") from None
+        raise ConfigError(f"environment {DISABLE_VARIABLE}: {error}") from None
 
 
 def file_named(inline: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """Path of the configuration file and who named it; the environment wins over the inline
+    """Path of the configuration file and what names it: the environment, else the inline
     dictionary."""
     from_environment = environ.get(CONFIG_FILE_VARIABLE, "").strip()
     if from_environment:
@@ -708,8 +658,7 @@ def read_file(path: str, named_by: str, choice: int = 0) -> Layer:
         raise ConfigError(f"the configuration file {full} is not UTF-8: {error.reason}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"the configuration file {full} is not YAML: {_place(error)}") from None
-    if content is None:
-        content = {}
+    content = {} if content is None else content
     if not isinstance(content, Mapping):
         raise ConfigError(
             f"the configuration file {full} holds keys at its top, got {type(content).__name__}"
@@ -727,9 +676,9 @@ def _place(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or "it cannot be parsed"
     return (
-        f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
-        if mark is not None
-        else str(problem)
+        str(problem)
+        if mark is None
+        else f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
     )
 
 
@@ -797,9 +746,7 @@ def assemble(layers: list[Layer]) -> UcmConfig:
     for layer in layers:
         _overlay(values, layer)
         warnings += layer.warnings
-        for instead, keys in layer.meaningless.items():
-            for key in keys:
-                ignored.ignore(instead, key)
+        ignored.ignore_as(layer)
     _resolve_sparse(values, warnings, ignored)
     if (
         (debug := values.get("debug")) is not None
@@ -821,18 +768,10 @@ def assemble(layers: list[Layer]) -> UcmConfig:
 
 def _overlay(values: Values, layer: Layer) -> None:
     """Lay a layer over what is there. A later choice of a store replaces an earlier one whole."""
-    name, pipeline = layer.values.get("ucm_connector_name"), layer.values.get("store_pipeline")
-    before = values.get("ucm_connector_name")
-    if pipeline is not None or (
-        name is not None and (before is None or before.value != name.value)
-    ):
-        chosen = {
-            "ucm_connector_name",
-            "ucm_connector_module_path",
-            "ucm_connector_config",
-            "store_pipeline",
-        }
-        for key in [key for key in values if key in chosen or key.startswith("options.")]:
+    name, before = layer.values.get("ucm_connector_name"), values.get("ucm_connector_name")
+    renamed = name is not None and (before is None or before.value != name.value)
+    if renamed or "store_pipeline" in layer.values:
+        for key in [key for key in values if key in _CHOICE or key.startswith("options.")]:
             del values[key]
     values.update(layer.values)
 
@@ -845,11 +784,14 @@ def _resolve_sparse(values: Values, warnings: list[str], ignored: Layer) -> None
     own = [key for key in values if key.startswith("sparse.own.")]
     if path is not None and (own or keys is not None):
         _import_selectors(str(path.value), path.written)
-    for key in own:
-        _read_own(values, key.removeprefix("sparse.own."), values.pop(key), ignored)
+    for key in own:  # selectors that were registered after the configuration was read
+        name, section = key.removeprefix("sparse.own."), values.pop(key)
+        if (own_one := algorithm_of(name)) is None:
+            raise unknown_section(name, section.written, section.origin)
+        _read_section_of(values, own_one, section, ignored)
     if first is not None and "sparse.type" not in values:
-        name = algorithm_of(first.value[0])
-        values["sparse.type"] = Entry(name, first.origin, first.written)
+        chosen = algorithm_of(first.value[0])
+        values["sparse.type"] = Entry(chosen, first.origin, first.written)
         if len(first.value) > 1:
             warnings.append(
                 f'"{first.written}" holds {", ".join(map(json.dumps, first.value))};'
@@ -881,17 +823,7 @@ def _read_section_of(values: Values, algorithm: str, keys: Entry, ignored: Layer
     read_algorithm(section, algorithm, keys.value, keys.written)
     for key, entry in section.values.items():
         values.setdefault(key, entry)
-    for instead, written in section.meaningless.items():
-        for key in written:
-            ignored.ignore(instead, key)
-
-
-def _read_own(values: Values, name: str, keys: Entry, ignored: Layer) -> None:
-    """The keys of a selector that was registered after the configuration was read."""
-    algorithm = algorithm_of(name)
-    if algorithm is None:
-        raise unknown_section(name, keys.written, keys.origin)
-    _read_section_of(values, algorithm, keys, ignored)
+    ignored.ignore_as(section)
 
 
 def _import_selectors(path: str, written: str) -> None:
@@ -917,18 +849,16 @@ def _choose_by_address(values: Values) -> None:
 def _ignore_useless(values: Values, section: str, ignored: Layer) -> None:
     """Keys of the chosen algorithm that do nothing without another one, which is not written."""
     for key, needed in SPARSE_NEEDS.items():
-        entry, others = (
-            values.get(f"{section}.{key}"),
-            [values.get(f"{section}.{other}") for other in needed],
-        )
-        if entry is not None and all(
-            other is None or other.value in (False, 0, "false", "0") for other in others
-        ):
+        entry = values.get(f"{section}.{key}")
+        others = [
+            values[name] for name in (f"{section}.{other}" for other in needed) if name in values
+        ]
+        if entry is not None and all(one.value in (False, 0, "false", "0") for one in others):
             ignored.ignore(SPARSE_WHY[needed[0]], entry.written)
 
 
 def _ignore_unused(values: Values, ignored: Layer) -> None:
-    """Keys that are understood and harmless, but have no effect before that part is built."""
+    """Keys that are read and checked, but have no effect yet."""
     name = values.get("ucm_connector_name")
     own = "ucm_connector_module_path" in values or (
         name is not None and name.value not in KNOWN_STORES
@@ -950,7 +880,7 @@ def _ignore_unused(values: Values, ignored: Layer) -> None:
 
 
 def _options(values: Values, ignored: Layer) -> dict[str, Any]:
-    """Check the keys that only some store has; those of another store have no meaning here."""
+    """The keys that only some store has, checked; those of another store have no meaning here."""
     name = (
         str(values["ucm_connector_name"].value) if "ucm_connector_name" in values else DEFAULT_STORE
     )
@@ -977,10 +907,9 @@ def _options(values: Values, ignored: Layer) -> dict[str, Any]:
         for option in [option for option in stage["options"] if option not in mine]:
             del stage["options"][option]
             _ignore_option(ignored, option, f"{where}.{option}", stage["store"])
+        origin = pipeline.origin if pipeline is not None else where
         written = {
-            option: Entry(
-                value, pipeline.origin if pipeline is not None else where, f"{where}.{option}"
-            )
+            option: Entry(value, origin, f"{where}.{option}")
             for option, value in stage["options"].items()
         }
         stage["options"] = _checked_options(stage["store"], stage["options"], written)
@@ -1000,8 +929,8 @@ def _ignore_option(ignored: Layer, option: str, written: str, used: str) -> None
 
 
 def _checked_options(store: str, given: dict[str, Any], written: Values) -> dict[str, Any]:
-    """The keys that this store alone has, all of them, checked; ``written`` says where those that
-    are given stand."""
+    """All keys that this store alone has, checked; ``written`` says where those in ``given``
+    stand."""
     if store not in STORES:
         return {}
     model = options_of(store)
@@ -1009,12 +938,12 @@ def _checked_options(store: str, given: dict[str, Any], written: Values) -> dict
         made = model(**given)
     except ValidationError as error:
         raise _config_error(error, written) from None
-    return {key: _number(getattr(made, key)) for key in model.model_fields}
-
-
-def _number(value: Any) -> Any:
-    """A value as options hold it: of an amount that is no share, the bytes."""
-    return value if not isinstance(value, Capacity) or value.bytes is None else value.bytes
+    # of an amount that is no share, the bytes
+    values = {key: getattr(made, key) for key in model.model_fields}
+    return {
+        key: value.bytes if isinstance(value, Capacity) and value.bytes is not None else value
+        for key, value in values.items()
+    }
 
 
 def _build(values: Values, options: dict[str, Any]) -> UcmConfig:
@@ -1026,10 +955,8 @@ def _build(values: Values, options: dict[str, Any]) -> UcmConfig:
         head, _, rest = key.partition(".")
         if head == "sparse" and rest.startswith("config."):
             _, algorithm, *keys = rest.split(".")
-            section = (
-                nested.setdefault("sparse", {}).setdefault("config", {}).setdefault(algorithm, {})
-            )
-            section.update(dict.fromkeys(keys, entry.value))
+            section = nested.setdefault("sparse", {}).setdefault("config", {})
+            section.setdefault(algorithm, {}).update(dict.fromkeys(keys, entry.value))
         elif rest:
             nested.setdefault(head, {})[rest] = entry.value
         else:
@@ -1059,29 +986,25 @@ def _name_pipeline(values: Values) -> None:
 
 
 def _config_error(error: ValidationError, values: Values) -> ConfigError:
-    """What pydantic found, in the words of the user who wrote it."""
+    """The errors of pydantic under the keys that the user wrote."""
     sentences: list[str] = []
     keys: list[str] = []
     for found in error.errors(include_url=False, include_input=False):
         location = [str(part) for part in found["loc"]]
-        entry = _written_entry(location, values)
-        message = str(found["msg"])
-        ours = found["type"] == "value_error"
-        if ours:
-            message = message.removeprefix("Value error, ")
         keys.append(".".join(location))
+        message = str(found["msg"]).removeprefix("Value error, ")
+        ours = found["type"] == "value_error"
+        entry = _written_entry(location, values)
         if entry is None:
             sentences.append(f"{'.'.join(location) or 'the configuration'}: {message}")
             continue
-        place = (
-            entry.origin
-            if entry.origin.endswith(f" {entry.written}")
-            else f'"{entry.written}" in {entry.origin}'
-        )
-        got = "" if ours else f", got {show(location[-1], entry.value)}"
-        sentences.append(
-            f"{place}: {message[:1].lower() + message[1:] if not ours else message}{got}"
-        )
+        place = f'"{entry.written}" in {entry.origin}'
+        if entry.origin.endswith(f" {entry.written}"):
+            place = entry.origin
+        if not ours:
+            got = show(location[-1], entry.value)
+            message = f"{message[:1].lower()}{message[1:]}, got {got}"
+        sentences.append(f"{place}: {message}")
     return ConfigError(
         "; ".join(dict.fromkeys(sentences)), context={"keys": ", ".join(dict.fromkeys(keys))}
     )
@@ -1092,30 +1015,19 @@ def _written_entry(location: list[str], values: Values) -> Entry | None:
         key = ".".join(location[:length])
         if key in values:
             return values[key]
-    below = [
-        entry for key, entry in values.items() if location and key.startswith(f"{location[0]}.")
-    ]
-    return below[0] if below else None
+    below = f"{location[0]}." if location else "."
+    return next((entry for key, entry in values.items() if key.startswith(below)), None)
 
 
 # Several entries of `ucm_connectors`: one configuration with alternatives for its store
 # --------------------------------------------------------------------------------------------------
 
 #: Keys that an alternative may set; all others are the engine's and hold whichever store is used.
-_OF_STORE = {
-    *StoreSettings.model_fields,
-    *STORE_SECTIONS,
-    "ucm_connector_name",
-    "ucm_connector_module_path",
-    "ucm_connector_config",
-    "store_pipeline",
-    "options",
-}
+_OF_STORE = {*StoreSettings.model_fields, *STORE_SECTIONS, *_CHOICE, "options"}
 
 
 def with_alternatives(first: UcmConfig, others: Sequence[UcmConfig]) -> UcmConfig:
-    """``first`` with those of ``others`` that name another store; a source that was overruled names
-    the same again.
+    """``first`` with those of ``others`` that name another store.
 
     Their warnings and problems become those of the whole: an entry that cannot run in this version
     is an error even if another could, because it would never be tried.
@@ -1147,17 +1059,12 @@ def with_alternatives(first: UcmConfig, others: Sequence[UcmConfig]) -> UcmConfi
 
 def _store(config: UcmConfig) -> tuple[Any, ...]:
     pipeline = [stage.model_dump() for stage in config.store_pipeline]
-    return (
-        config.ucm_connector_name,
-        config.ucm_connector_module_path,
-        config.store_config(),
-        pipeline,
-    )
+    names = config.ucm_connector_name, config.ucm_connector_module_path
+    return (*names, config.store_config(), pipeline)
 
 
 def _differing(first: UcmConfig, other: UcmConfig) -> list[str]:
-    """Keys of the engine that an alternative sets to another value; one that it leaves out is no
-    contradiction."""
+    """Keys of the engine that an alternative sets to another value."""
     keys = [key for key in UcmConfig.model_fields if key not in _OF_STORE]
     given = {key.partition(".")[0] for key in other.origins}
     return [key for key in keys if key in given and getattr(first, key) != getattr(other, key)]
@@ -1177,11 +1084,9 @@ def load(
 
     ``extra_config`` is vLLM's ``kv_connector_extra_config``: keys of ucm themselves, or
     ``ucm_config_path`` (also ``UCM_CONFIG_FILE``) naming a YAML file, or both. ``environ`` is the
-    environment (None: this process's).
-
-    Logs every warning once per process. Raises :class:`~ucm.errors.ConfigError` for whatever is
-    wrong, unknown, contradictory, missing, or not built yet. With ``UCM_DISABLE=1`` nothing is read
-    and ``enabled`` is false.
+    environment (None: this process's). Logs every warning once per process. With ``UCM_DISABLE=1``
+    nothing is read and ``enabled`` is false. Raises :class:`~ucm.errors.ConfigError` for whatever
+    is wrong, unknown, contradictory, missing, or not built yet.
     """
     config = parse(extra_config, environ)
     for warning in config.warnings:
@@ -1193,8 +1098,7 @@ def load(
 def parse(
     extra_config: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
 ) -> UcmConfig:
-    """As :func:`load`, but silent, and what is not built yet ends up in ``problems`` instead of
-    raising."""
+    """As :func:`load`, but without logging; what is not built yet is in ``problems``, no error."""
     env = os.environ if environ is None else environ
     inline = {} if extra_config is None else extra_config
     if not isinstance(inline, Mapping):
@@ -1217,8 +1121,7 @@ def _one(inline: Mapping[str, Any], env: Mapping[str, str], choice: int) -> tupl
 
 
 def warn_once(message: str) -> None:
-    """Log a warning unless this process has said it before: both sides of a connector read the
-    configuration."""
+    """Log a warning once per process: both sides of a connector read the configuration."""
     if message not in _said:
         _said.add(message)
         _log.warning("%s", message)

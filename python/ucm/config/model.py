@@ -1,9 +1,7 @@
-"""The configuration itself: what every key is called, its type, its unit, its bounds and its
-default, and how it is shown.
+"""The configuration itself: the keys, and their types, units, bounds and defaults; how it is shown.
 
 A field's path here is the key a user writes (``deadlines.lookup_ms``). Values are checked when the
-object is made and never change afterwards. Each value knows where it came from
-(:meth:`UcmConfig.origin`).
+object is made and never change. Each value knows where it came from (:meth:`UcmConfig.origin`).
 """
 
 from __future__ import annotations
@@ -100,8 +98,7 @@ class Deadlines(Section):
 
 
 class BreakerConfig(Section):
-    """When a store that does not answer, or answers with damage, is switched off, and for how
-    long."""
+    """When a store that fails, or has damaged records, is switched off, and for how long."""
 
     threshold: Annotated[Count, Field(le=1_000_000)] = 4
     window_s: Seconds = 60.0
@@ -163,8 +160,7 @@ class SparseConfig(Section):
 
     @property
     def settings(self) -> Section | None:
-        """The keys of the algorithm that is wanted, its defaults where none are written; None where
-        none is, and for a method of a user's own."""
+        """The keys of the chosen algorithm; None without one, and for a user's own method."""
         if not self.enabled or self.type is None:
             return None
         if self.module_path is not None and folded(self.type) in BUILT_IN:
@@ -202,8 +198,7 @@ else:
 
 
 class StoreSettings(_TierKeys):
-    """Keys that every store of ucm has: those of the default kind of tier, and those of the
-    engine."""
+    """Keys of every store of ucm: those of the default kind of tier, and those of the engine."""
 
     #: None: for two steps of the engine (``ucm_store::builder``).
     staging_capacity: Annotated[Size, Field(ge=1 << 20)] | None = None
@@ -243,17 +238,14 @@ class Stage(StoreSettings):
         return self
 
     def written(self) -> dict[str, Any]:
-        """The stage as it can be written in a configuration: what was given, and the keys only its
-        store has."""
+        """The stage as it can be written in a configuration: given keys, and those of its store
+        alone."""
         given = {
             key: plain(getattr(self, key))
             for key in self.model_fields_set - {"store", "options", *UNUSED}
         }
-        return {
-            "type": self.store,
-            **given,
-            **{key: plain(value) for key, value in self.options.items()},
-        }
+        options = {key: plain(value) for key, value in self.options.items()}
+        return {"type": self.store, **given, **options}
 
 
 class UcmConfig(StoreSettings):
@@ -313,16 +305,13 @@ class UcmConfig(StoreSettings):
 
     @property
     def origins(self) -> dict[str, str]:
-        """Where each value that somebody set came from."""
+        """Where each value that was set came from."""
         return dict(self._origins)
 
     @property
     def alternatives(self) -> tuple[UcmConfig, ...]:
-        """The further entries of ``ucm_connectors``, in order: used when those before are not
-        available.
-
-        Only what concerns the store is taken from them.
-        """
+        """The further entries of ``ucm_connectors``, in order: each is used when those before it
+        are not available. Only what concerns the store is taken from them."""
         return self._alternatives
 
     @property
@@ -332,22 +321,18 @@ class UcmConfig(StoreSettings):
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Why this configuration cannot run in this version, one sentence each; empty when it
-        can."""
+        """Why this configuration cannot run in this version, one sentence each."""
         return self._problems
 
     @property
     def user_store(self) -> bool:
         """Whether the store is a user's own class rather than one of ucm's."""
-        return (
-            self.ucm_connector_module_path is not None
-            or self.ucm_connector_name not in KNOWN_STORES
-        )
+        path = self.ucm_connector_module_path
+        return path is not None or self.ucm_connector_name not in KNOWN_STORES
 
     @property
     def root(self) -> str | None:
-        """A directory of ours that blocks are kept in; None where there is none, or only the user's
-        store knows it."""
+        """The first of :attr:`roots`, None where there is none."""
         return next(iter(self.roots), None)
 
     @property
@@ -357,61 +342,48 @@ class UcmConfig(StoreSettings):
         return [root for root in (*of_stages, *self.storage_backends) if not scheme_of(root)]
 
     def origin(self, key: str) -> str:
-        """Where the value of ``key`` (dotted) came from; ``default`` when no one set it."""
+        """Where the value of ``key`` (dotted) came from; ``default`` when it was not set."""
         return self._origins.get(key, "default")
 
     def store_config(self) -> dict[str, Any]:
         """What the store's constructor gets, before the connector adds sizes, identity and part.
 
         One of ucm's stores gets every key it has. A user's own store gets its
-        ``ucm_connector_config`` as written, and those keys of ucm's stores that were set outside
-        it, its secrets readable.
+        ``ucm_connector_config`` as written, its secrets readable, and those keys of ucm's stores
+        that were set outside it.
         """
         keys = [key for key in StoreSettings.model_fields if key not in STORE_SECTIONS]
         common = {key: plain(getattr(self, key)) for key in keys}
         sections = {name: getattr(self, name).model_dump() for name in STORE_SECTIONS}
         if not self.user_store:
-            stages = (
-                {"store_pipeline": [stage.written() for stage in self.store_pipeline]}
-                if self.store_pipeline
-                else {}
-            )
-            common = {key: value for key, value in common.items() if key not in UNUSED}
+            stages = [stage.written() for stage in self.store_pipeline]
             return {
-                **common,
+                **{key: value for key, value in common.items() if key not in UNUSED},
                 **{key: plain(value) for key, value in self.options.items()},
-                **stages,
+                **({"store_pipeline": stages} if stages else {}),
                 **sections,
             }
         config = dict(self.ucm_connector_config)
-        config.update(
-            {key: value for key, value in common.items() if self.origin(key) != "default"}
-        )
-        given = {
-            name
+        config |= {key: value for key, value in common.items() if self.origin(key) != "default"}
+        config |= {
+            name: keys
             for name, keys in sections.items()
             if any(self.origin(f"{name}.{key}") != "default" for key in keys)
         }
-        config.update({name: sections[name] for name in given})
         return dict(revealed(config))
 
     def describe(self) -> list[str]:
-        """The effective configuration, one line per key, each with its origin; secrets are not
-        shown.
-
-        Of the alternatives, what differs.
-        """
+        """The effective configuration, one line per key with its origin, secrets hidden; of the
+        alternatives, what differs."""
         lines = describe_lines(self, self._origins)
         for number, other in enumerate(self._alternatives, 2):
-            differing = [
-                line for line in describe_lines(other, other._origins) if line not in lines
-            ]
+            differing = [ln for ln in describe_lines(other, other._origins) if ln not in lines]
             lines += [f"alternative {number}: {line}" for line in differing]
         return lines
 
     def require_built(self) -> None:
-        """Raise :class:`~ucm.errors.ConfigError` when something is named that this version has not
-        got."""
+        """Raise :class:`~ucm.errors.ConfigError` when this version lacks something that is
+        named."""
         if self.enabled and self._problems:
             raise ConfigError("; ".join(self._problems))
 
@@ -420,10 +392,10 @@ class UcmConfig(StoreSettings):
 
 
 #: Keys whose numbers are bytes.
-SIZES: frozenset[str] = TIER_SIZES | {"staging_capacity"}
+SIZES = TIER_SIZES | {"staging_capacity"}
 
-#: Where the sections of sparse algorithms stand, by name, of which nothing is shown that was not
-#: written and has no default.
+#: Where the sections of sparse algorithms stand; of these only what was written or has a default is
+#: shown.
 SPARSE_SECTIONS = "sparse.config."
 
 #: What a default of "nothing given" means, for keys where that says more than `null`.
@@ -432,18 +404,15 @@ DEFAULT_TEXT: dict[str, str] = {
     "block_size": "vLLM's",
     "staging_capacity": "for two steps of the engine",
     "platform": "the one vLLM runs on",
-    "ucm_connector_module_path": "none",
-    "sparse.module_path": "none",
-    "store_pipeline": "none",
-    "metrics.port": "none",
-    "metrics.config_path": "none",
-    "profile.output": "none",
-    "sparse.type": "none",
-    "log.file": "none",
-    "tenant_key_file": "none",
-    "encryption_key_file": "none",
-    "tenant_quota": "none",
     "log.format": "built in",
+    **dict.fromkeys(
+        (
+            *("ucm_connector_module_path", "sparse.module_path", "store_pipeline", "metrics.port"),
+            *("metrics.config_path", "profile.output", "sparse.type", "log.file"),
+            *("tenant_key_file", "encryption_key_file", "tenant_quota"),
+        ),
+        "none",
+    ),
 }
 
 

@@ -1,8 +1,5 @@
 """What a configuration may not combine, and what this version has not got: each refused with a
-sentence.
-
-A part that is built removes its line here.
-"""
+sentence. A part that is built removes its line here."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ from ucm.config.words import (
 MAX_ROOTS = 16
 #: Most stages of one pipeline; those that only stand before another do not count.
 MAX_STAGES = 4
-#: Seconds in which a file system says where a directory really is.
+#: Seconds that a file system has to resolve a directory's path.
 ANSWER_S = 2.0
 
 
@@ -59,11 +56,8 @@ def media(stages: Sequence[Stage]) -> list[Stage]:
 
 def with_codecs(stages: Sequence[Stage], settings: StoreSettings) -> list[Stage]:
     """The stages that keep blocks, each with what the word before it stands for: ``Compress`` for a
-    codec.
-
-    The stage itself says which one, else the word, else what is written beside the pipeline; else
-    the word has one.
-    """
+    codec. The codec is that of the stage, else of the word, else what is written beside the
+    pipeline; else the word's default."""
     kept: list[Stage] = []
     words: list[Stage] = []
     for stage in stages:
@@ -74,12 +68,8 @@ def with_codecs(stages: Sequence[Stage], settings: StoreSettings) -> list[Stage]
         for word in words:
             for key, meant in STORES[word.store].fixed.items():
                 said = [getattr(of, key) for of in (stage, word) if key in of.model_fields_set]
-                named = [
-                    value
-                    for value in (*said, getattr(settings, key))
-                    if value != COMMON.defaults[key]
-                ]
-                update[key] = next(iter(named), meant)
+                every = (*said, getattr(settings, key))
+                update[key] = next((one for one in every if one != COMMON.defaults[key]), meant)
         kept.append(stage.model_copy(update=update))
         words = []
     return kept
@@ -94,24 +84,24 @@ def _is_file(stage: Stage) -> bool:
 
 
 def _needs_place(stage: Stage) -> bool:
-    """Whether it keeps blocks in a directory or at an address that has to be named."""
+    """Whether it keeps blocks in a directory or at an address that must be named."""
     return _is_file(stage) or (is_stage(stage.store) and needs_address(stage.store))
 
 
 def _with_addresses(
     stages: Sequence[Stage], common: Sequence[str]
 ) -> tuple[Sequence[Stage], Sequence[str]]:
-    """Stages that may have an address and need none (Mooncake) get those of their scheme; also what
-    is left."""
+    """Stages that may have an address and need none (Mooncake) get those of their scheme; and the
+    rest."""
     given: set[str] = set()
-    told = []
+    placed = []
     for stage in stages:
         if is_stage(stage.store) and not _needs_place(stage) and not stage.storage_backends:
             own = tuple(place for place in common if scheme_of(place) in schemes_of(stage.store))
             given.update(own)
             stage = stage.model_copy(update={"storage_backends": own}) if own else stage
-        told.append(stage)
-    return told, [place for place in common if place not in given]
+        placed.append(stage)
+    return placed, [place for place in common if place not in given]
 
 
 def with_roots(stages: Sequence[Stage], common: Sequence[str]) -> tuple[Stage, ...]:
@@ -134,8 +124,7 @@ def with_roots(stages: Sequence[Stage], common: Sequence[str]) -> tuple[Stage, .
 
 
 def pipeline_problems(stages: Sequence[Stage], settings: StoreSettings) -> Iterator[str]:
-    """Why these stages make no pipeline, one sentence each. ``settings``: what is written beside
-    them."""
+    """Why these stages make no pipeline, one sentence each; ``settings`` stand beside them."""
     unknown = [stage for stage in stages if not is_stage(stage.store)]
     for stage in unknown:
         if stage.store in KNOWN_STORES:
@@ -249,8 +238,7 @@ def _policies(stages: Sequence[Stage]) -> Iterator[str]:
 
 
 def place_problems(store: str, places: Sequence[str]) -> Iterator[str]:
-    """Why this store cannot keep blocks at these places: an address for a directory, or another
-    store's address."""
+    """Why this store cannot keep blocks at these places."""
     schemes = schemes_of(store)
     if needs_address(store) and not places:
         yield (
@@ -270,11 +258,8 @@ def place_problems(store: str, places: Sequence[str]) -> Iterator[str]:
 def _roots(stages: Sequence[Stage], settings: StoreSettings) -> Iterator[str]:
     seen: dict[str, str] = {}
     stages, common = _with_addresses(stages, settings.storage_backends)
-    placed = [
-        stage
-        for stage in with_roots(stages, common)
-        if _needs_place(stage) or stage.storage_backends
-    ]
+    stages_placed = with_roots(stages, common)
+    placed = [stage for stage in stages_placed if _needs_place(stage) or stage.storage_backends]
     missing = [word_of(stage.store) for stage in placed if not stage.storage_backends]
     own = all(stage.storage_backends for stage in stages if _needs_place(stage))
     if own and common:
@@ -291,9 +276,8 @@ def _roots(stages: Sequence[Stage], settings: StoreSettings) -> Iterator[str]:
             " first"
         )
     for stage in placed:
-        yield from (
-            place_problems(stage.store, stage.storage_backends) if stage.storage_backends else ()
-        )
+        if stage.storage_backends:
+            yield from place_problems(stage.store, stage.storage_backends)
         if _is_file(stage):
             yield from root_problems(settings, stage.storage_backends, stage)
     # Several addresses are nodes of one cluster, of which the first tells it from others.
@@ -315,8 +299,7 @@ def _roots(stages: Sequence[Stage], settings: StoreSettings) -> Iterator[str]:
 def root_problems(
     settings: StoreSettings, roots: Sequence[str], stage: Stage | None = None
 ) -> Iterator[str]:
-    """What is wrong with the directories of a store, or of a stage and what is written beside its
-    pipeline."""
+    """What is wrong with the directories of a store, or of a stage of a pipeline."""
     if len(roots) > MAX_ROOTS:
         yield f"storage_backends names {len(roots)} directories; {MAX_ROOTS} are the most"
     said, policy = (
@@ -345,13 +328,13 @@ def _shown(places: Sequence[str]) -> str:
 
 
 def real_path(path: str) -> str:
-    """The path without links, or as it is written where the file system does not say so in time."""
+    """The path without links, or as written where the file system does not answer in time."""
     found: list[str] = []
-    asking = threading.Thread(
+    resolving = threading.Thread(
         target=lambda: found.append(os.path.realpath(path)), name="ucm-realpath", daemon=True
     )
-    asking.start()
-    asking.join(ANSWER_S)
+    resolving.start()
+    resolving.join(ANSWER_S)
     return found[0] if found else path
 
 
@@ -374,13 +357,9 @@ def _store_problems(config: UcmConfig) -> Iterator[str]:
             )
         return
     name = config.ucm_connector_name
-    used = [
-        (name, config.options),
-        *((stage.store, stage.options) for stage in config.store_pipeline),
-    ]
-    if any(
-        store == "UcmFakeStore" and not options.get("allow_wrong_tokens") for store, options in used
-    ):
+    options = [config.options] if name == "UcmFakeStore" else []
+    options += [one.options for one in config.store_pipeline if one.store == "UcmFakeStore"]
+    if not all(option.get("allow_wrong_tokens") for option in options):
         yield (
             "UcmFakeStore loads nothing, so the engine would answer with wrong tokens; it is for"
             " tests: write allow_wrong_tokens: true there, and use UcmPosixStore everywhere else"

@@ -1,11 +1,11 @@
-"""Keys of the algorithms of sparse attention: those that all of them have, and the registry of the
+"""Keys of the algorithms of sparse attention: those that all have, and the registry of the
 sections.
 
 A selector's own keys and defaults stand in its class, which registers them
 (:func:`ucm.sparse.selector.register_selector`). Of ucm's own selectors this module knows the names
 and the modules; a module is imported when its algorithm is first named. ``docs/sparse.md`` says
-what each key means. Sizes of windows may be written in tokens, and become blocks (rounded up) where
-the block size is known: in :mod:`ucm.sparse.policy`.
+what each key means. Windows written in tokens become blocks where the block size is known: in
+:mod:`ucm.sparse.policy`.
 """
 
 from __future__ import annotations
@@ -56,17 +56,14 @@ def _layers(value: Any) -> Any:
 
 def _sources(value: Any) -> Any:
     """Layer to the layer whose choice it takes: a mapping, or a list with true where a layer takes
-    that of the last one before it that chose (the original's skip_layers)."""
+    the last choice before it (the original's skip_layers)."""
     if isinstance(value, Mapping):
         try:
             return {int(layer): int(source) for layer, source in value.items()}
         except (TypeError, ValueError):
             raise ValueError("it maps layers to earlier layers, e.g. {3: 2}") from None
-    if (
-        isinstance(value, list | tuple)
-        and all(isinstance(item, bool) for item in value)
-        and len(value) <= MAX_LAYERS
-    ):
+    flags = isinstance(value, list | tuple) and all(isinstance(item, bool) for item in value)
+    if flags and len(value) <= MAX_LAYERS:
         found, last = {}, None
         for layer, skipped in enumerate(value):
             if not skipped:
@@ -141,8 +138,7 @@ class AlgorithmConfig(Section):
     default_budget: ClassVar[tuple[str, Any]] = ("ratio", 0.3)
     #: Settings known for some models, from the most to the least special name.
     presets: ClassVar[tuple[Preset, ...]] = ()
-    #: Whether ``min_blocks`` is the least budget, and not the length from which on blocks are
-    #: chosen.
+    #: Whether ``min_blocks`` is the least budget, and not the length from which blocks are chosen.
     min_blocks_is_budget: ClassVar[bool] = False
 
     @property
@@ -156,8 +152,7 @@ class AlgorithmConfig(Section):
         return [(name, getattr(self, name)) for name in names if getattr(self, name) is not None]
 
     def window(self, which: Literal["init", "local"], block_size: int) -> int:
-        """Blocks of a window, for blocks of ``block_size`` tokens; what is written in tokens is
-        rounded up."""
+        """Blocks of a window, for blocks of ``block_size`` tokens; tokens are rounded up."""
         blocks, tokens = f"{which}_blocks", f"{which}_tokens"
         size: int | None = getattr(self, tokens)
         if size is None or blocks in self.model_fields_set:
@@ -180,12 +175,7 @@ class AlgorithmConfig(Section):
             raise ValueError(f"k_max ({self.k_max}) lies below k_min ({self.k_min})")
         dense = set(self.dense_layers or ())
         for layer, source in self.reuse_from.items():
-            if (
-                not 0 <= source < layer
-                or source in self.reuse_from
-                or source in dense
-                or layer in dense
-            ):
+            if not 0 <= source < layer or {source, layer} & dense or source in self.reuse_from:
                 raise ValueError(
                     f"reuse_from: layer {layer} takes the choice of an earlier layer that makes"
                     f" one, and is none of dense_layers; it names layer {source}"
@@ -194,8 +184,7 @@ class AlgorithmConfig(Section):
 
 
 class AutoConfig(AlgorithmConfig):
-    """The algorithm that is known to be best for the model and the device; only keys that all
-    have."""
+    """The algorithm that is known to be best for the model and the device."""
 
     algorithm: ClassVar[str] = "Auto"
 
@@ -206,13 +195,14 @@ class UncheckedConfig(AlgorithmConfig):
     model_config = ConfigDict(extra="allow")
 
 
+Threshold = Annotated[float, BeforeValidator(no_flag), Field(ge=0, allow_inf_nan=False)]
+
+
 class BlendLayer(Section):
     """What one check layer of Blend recomputes."""
 
     ratio: Share | None = None
-    hkvd_threshold: (
-        Annotated[float, BeforeValidator(no_flag), Field(ge=0, allow_inf_nan=False)] | None
-    ) = None
+    hkvd_threshold: Threshold | None = None
 
 
 class BlendConfig(Section):
@@ -224,9 +214,7 @@ class BlendConfig(Section):
     chunk_end_token_id: Number | None = None
     min_hit_blocks: Number = 16
     criterion: Annotated[Literal["k_l1", "k_l2", "k+v"], BeforeValidator(word)] = "k_l1"
-    hkvd_threshold: (
-        Annotated[float, BeforeValidator(no_flag), Field(ge=0, allow_inf_nan=False)] | None
-    ) = None
+    hkvd_threshold: Threshold | None = None
 
 
 class ReropeAlgorithmConfig(Section):
@@ -303,11 +291,9 @@ def register_keys(
     algorithm: str, keys: type[AlgorithmConfig] | None = None, aliases: Sequence[str] = ()
 ) -> type[AlgorithmConfig]:
     """Make the section of a selector known to the configuration, under its name and ``aliases``;
-    the class that it has from here on. ``keys``: class of its keys; None: those that all have, or
-    those of the selector of that name that it replaces.
-
-    Raises :class:`~ucm.errors.ConfigError` for a name that means another algorithm.
-    """
+    returns its class. ``keys``: class of its keys; None: those that all have, or those of the
+    selector of that name that it replaces. Raises :class:`~ucm.errors.ConfigError` for a name that
+    means another algorithm."""
     for name in (algorithm, *aliases):
         if algorithm_of(name) not in (None, algorithm):
             raise ConfigError(

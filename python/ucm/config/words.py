@@ -1,10 +1,8 @@
 """The words a user may write: stores and their keys, other spellings, environment names, platforms,
 and keys that mean nothing here.
 
-Stores, tiers and the keys of each come from the registry of the core, platforms from its table. A
-new kind of tier is a file and a line there (``crates/ucm-tier/src/builtin/``), a platform a row
-(``crates/ucm-device/src/devices.rs``); nothing here knows one by name. A pipeline of several tiers
-is no kind and stands here.
+Stores, tiers and the keys of each come from the registry of the core, platforms from its table:
+nothing here knows one by name, except the pipeline of several tiers, which is no kind.
 
 Three classes of keys: *meant* (fields of the model and their other spellings), *known but without
 meaning here* (one warning that names what to write instead), *unknown* (an error with the nearest
@@ -51,7 +49,7 @@ class Kind:
 
     @property
     def schemes(self) -> tuple[str, ...]:
-        """What the addresses begin with at which it keeps blocks; empty where it has none."""
+        """The schemes of the addresses at which it keeps blocks; empty where it has none."""
         return tuple(
             scheme for schema in self.options.values() for scheme in schema.get("schemes", ())
         )
@@ -72,13 +70,12 @@ class StoreName:
     store: str
     #: One line about it, and whether it is built.
     summary: str
-    #: Keys that always have these values under this name; of a layer those of the stage below that
-    #: says nothing else.
+    #: Keys that always have these values under this name; of a layer, defaults of the stage below.
     fixed: Mapping[str, Any]
     kind: Kind
 
     def told(self, value: Callable[[str], Any]) -> dict[str, Any]:
-        """What the core is told of such a tier; ``value`` answers what each key is set to."""
+        """The description of such a tier for the core; ``value`` returns the setting of a key."""
         return {
             "kind": self.kind.word,
             **{key: plain(value(key)) for key in self.kind.defaults},
@@ -117,8 +114,7 @@ STORE_OF_SCHEME: dict[str, str] = {
 }
 
 #: The store that is used where none is named. Its keys stand at the top of a configuration and hold
-#: for every stage of a pipeline that has them; those of other kinds are options of their store
-#: alone.
+#: for every stage of a pipeline that has them; those of other kinds are options of their store.
 DEFAULT_STORE: str = next(iter(STORES))
 COMMON: Kind = STORES[DEFAULT_STORE].kind
 
@@ -159,8 +155,7 @@ def why_not_alone(store: str) -> str:
 
 
 def instead_of(store: str) -> str:
-    """What to write today instead of a store that is not built yet; empty where nothing is
-    known."""
+    """What to write instead of a store that is not built yet; empty where nothing is known."""
     return STORES[store].kind.instead if store in STORES else ""
 
 
@@ -170,7 +165,7 @@ def needs_directory(store: str) -> bool:
 
 
 def schemes_of(store: str) -> tuple[str, ...]:
-    """What the addresses of this store begin with; empty where it has none."""
+    """The schemes of this store's addresses; empty where it has none."""
     return STORES[store].kind.schemes if store in STORES else ()
 
 
@@ -186,8 +181,7 @@ def own_keys(kind: Kind) -> dict[str, Any]:
 
 @functools.cache
 def options_of(store: str) -> type[Section]:
-    """The keys that this store has beside the common ones, as a section that reads and checks
-    them."""
+    """The keys that this store has beside the common ones, as a section that checks them."""
     kind = STORES[store].kind
     return section_of(f"{store}Options", kind.options, own_keys(kind))
 
@@ -221,32 +215,25 @@ def _all_leaves() -> Iterator[tuple[str, str, Schema]]:
 
 
 #: Other spelling -> key of the model; of those in :data:`TIER_GIBIBYTES` the number counts GiB.
-TIER_ALIASES: dict[str, str] = {
-    other: target
-    for _, target, schema in _all_leaves()
-    for spellings in ("aliases", "aliases_gib")
-    for other in schema.get(spellings, ())
-}
-TIER_GIBIBYTES: frozenset[str] = frozenset(
-    other for _, _, schema in _all_leaves() for other in schema.get("aliases_gib", ())
-)
-
+TIER_ALIASES: dict[str, str] = {}
+TIER_GIBIBYTES: set[str] = set()
 #: Environment name -> key of the model.
-TIER_ENVIRONMENT: dict[str, str] = {
-    name: target for _, target, schema in _all_leaves() for name in schema.get("env", ())
-}
-
-#: Keys whose values are sizes or permission bits, and what is said of those for which nothing is
-#: given.
-TIER_SIZES: frozenset[str] = frozenset(
-    key for key, _, schema in _all_leaves() if schema.get("format") in ("size", "amount")
-)
-TIER_MODES: frozenset[str] = frozenset(
-    key for key, _, schema in _all_leaves() if schema.get("format") == "mode"
-)
-TIER_UNSET: dict[str, str] = {
-    key: schema["unset"] for key, _, schema in _all_leaves() if "unset" in schema
-}
+TIER_ENVIRONMENT: dict[str, str] = {}
+#: Keys whose values are sizes or permission bits, and texts for those that have no default.
+TIER_SIZES: set[str] = set()
+TIER_MODES: set[str] = set()
+TIER_UNSET: dict[str, str] = {}
+for _key, _target, _schema in _all_leaves():
+    _gib = _schema.get("aliases_gib", ())
+    TIER_ALIASES |= dict.fromkeys((*_schema.get("aliases", ()), *_gib), _target)
+    TIER_GIBIBYTES.update(_gib)
+    TIER_ENVIRONMENT |= dict.fromkeys(_schema.get("env", ()), _target)
+    if _schema.get("format") in ("size", "amount"):
+        TIER_SIZES.add(_key)
+    elif _schema.get("format") == "mode":
+        TIER_MODES.add(_key)
+    if "unset" in _schema:
+        TIER_UNSET[_key] = _schema["unset"]
 
 
 #: Other spelling -> key of the model, those of tiers included. Conversions of units are in
@@ -267,7 +254,7 @@ ALIASES: dict[str, str] = {
 }
 
 #: Spellings whose number counts GiB.
-GIBIBYTES: frozenset[str] = TIER_GIBIBYTES
+GIBIBYTES: frozenset[str] = frozenset(TIER_GIBIBYTES)
 
 _IDENTITY = "nothing: the identity of blocks is computed from the model itself"
 _LAYOUT = "nothing: sizes come from the KV layout that vLLM registers"
@@ -278,6 +265,7 @@ _STAGING = "`staging_capacity`: the host memory for transfers, allocated once at
 _CAPACITY = (
     "`storage_capacity`: the space of a root is always bounded and the oldest use goes first"
 )
+_ROOT_FORMAT = "nothing: the layout of a root is fixed by its format"
 _ALWAYS = "nothing: it is always on"
 _VLLM = "the option of vLLM of that name, on vLLM's own command line"
 _EXPORTED = "vLLM's own `/metrics`, which has ours too"
@@ -291,86 +279,58 @@ _NO_PROFILE = "nothing: profiling is not built yet, and nothing is recorded"
 
 #: Known key without meaning here -> what to write instead.
 MEANINGLESS: dict[str, str] = {
-    "enable_memory_pool": _STAGING,
-    "preallocate_kv_cache": _STAGING,
-    "buffer_number": _COUNTS,
-    "stream_number": _COUNTS,
-    "cache_stream_number": _COUNTS,
-    "waiting_queue_depth": _COUNTS,
-    "running_queue_depth": _COUNTS,
-    "io_size": _COUNTS,
+    **dict.fromkeys(("enable_memory_pool", "preallocate_kv_cache"), _STAGING),
+    **dict.fromkeys(("buffer_number", "stream_number", "cache_stream_number"), _COUNTS),
+    **dict.fromkeys(("waiting_queue_depth", "running_queue_depth", "io_size"), _COUNTS),
     "use_scatter_gather": "nothing: how device memory is gathered is measured and chosen at start",
     "cpu_affinity_cores": "nothing: start vLLM under `taskset` or `numactl` to bind it to cores",
-    "device": "nothing: the device is the one vLLM gives the worker",
-    "device_id": "nothing: the device is the one vLLM gives the worker",
+    **dict.fromkeys(
+        ("device", "device_id"), "nothing: the device is the one vLLM gives the worker"
+    ),
     "role": "nothing: the role is the one vLLM gives the connector",
     "local_rank_size": "nothing: ranks and their parts are taken from vLLM",
     "share_buffer_enable": "nothing: it is decided by whether the KV is replicated",
-    "unique_id": _IDENTITY,
-    "model": _IDENTITY,
-    "model_name": _IDENTITY,
-    "tensor_size": _LAYOUT,
-    "tensor_size_list": _LAYOUT,
-    "shard_size": _LAYOUT,
-    "kv_block_size": _LAYOUT,
-    "head_dim": _LAYOUT,
-    "num_heads": _LAYOUT,
-    "num_kv_heads": _LAYOUT,
-    "num_layers": _LAYOUT,
+    **dict.fromkeys(("unique_id", "model", "model_name"), _IDENTITY),
+    **dict.fromkeys(("tensor_size", "tensor_size_list", "shard_size", "kv_block_size"), _LAYOUT),
+    **dict.fromkeys(("head_dim", "num_heads", "num_kv_heads", "num_layers"), _LAYOUT),
     "timeout_ms": "`deadlines.load_max_s` and `deadlines.dump_s`",
     "store_health": (
         "`deadlines`: a store that does not answer in time is switched off until it does"
     ),
-    "data_dir_shard_bytes": "nothing: the layout of a root is fixed by its format",
-    "shard_data_dir": "nothing: the layout of a root is fixed by its format",
+    **dict.fromkeys(("data_dir_shard_bytes", "shard_data_dir", "temp_dump_dir"), _ROOT_FORMAT),
     **dict.fromkeys(("move_rate", "promote_hits", "promote_window"), _BOTH),
-    "temp_dump_dir": "nothing: the layout of a root is fixed by its format",
-    "io_engine": _THREADS,
-    "posix_io_engine": _THREADS,
+    **dict.fromkeys(("io_engine", "posix_io_engine"), _THREADS),
     "posix_open_concurrency": "`posix_data_trans_concurrency`",
     "posix_commit_concurrency": "`posix_data_trans_concurrency`",
-    "posix_gc_enable": _CAPACITY,
-    "posix_gc_recycle_percent": _CAPACITY,
-    "posix_gc_concurrency": _CAPACITY,
-    "posix_gc_check_interval_sec": _CAPACITY,
-    "posix_gc_trigger_threshold_ratio": _CAPACITY,
+    **dict.fromkeys(("posix_gc_enable", "posix_gc_recycle_percent"), _CAPACITY),
+    **dict.fromkeys(("posix_gc_concurrency", "posix_gc_check_interval_sec"), _CAPACITY),
+    **dict.fromkeys(("posix_gc_trigger_threshold_ratio", "posix_gc_shard_sample_ratio"), _CAPACITY),
     "posix_gc_max_recycle_count_per_shard": _CAPACITY,
-    "posix_gc_shard_sample_ratio": _CAPACITY,
-    "recycle_enable": _CAPACITY,
-    "recycle_threshold_ratio": _CAPACITY,
-    "hotness_interval": _CAPACITY,
+    **dict.fromkeys(("recycle_enable", "recycle_threshold_ratio", "hotness_interval"), _CAPACITY),
     "audit_one_in": "nothing: what is stored is no longer compared with what is computed",
-    "quarantine.enabled": _NOT_KEPT,
-    "quarantine.max_records": _NOT_KEPT,
-    "quarantine.max_bytes": _NOT_KEPT,
-    "quarantine.keep_s": _NOT_KEPT,
+    **dict.fromkeys(("quarantine.enabled", "quarantine.max_records"), _NOT_KEPT),
+    **dict.fromkeys(("quarantine.max_bytes", "quarantine.keep_s"), _NOT_KEPT),
     "compress_ratio": "nothing: compression is lossless, and what it gains is measured (`stats()`)",
     "data_type": "nothing: the type of the elements is taken from the KV layout",
-    "decompress_thread_num": _THREADS,
-    "compress_threads": _THREADS,
+    **dict.fromkeys(("decompress_thread_num", "compress_threads"), _THREADS),
     "compress_mode": "`codec`: off or zstd, for every block of a stage",
-    "enable_event_sync": _ALWAYS,
-    "use_request_async_load": _ALWAYS,
+    **dict.fromkeys(("enable_event_sync", "use_request_async_load"), _ALWAYS),
     "use_consistency_manager": _ALWAYS,
     "enable_distributed": "nothing: any number of engines and hosts may share one root",
-    "prometheus": _EXPORTED,
-    "grafana": _EXPORTED,
+    **dict.fromkeys(("prometheus", "grafana"), _EXPORTED),
     "hit_ratio": "nothing: hits are never made up; `min_hit_tokens` declines short ones",
     "persist_token_threshold": "`min_hit_tokens`: short hits are declined when loading",
     "enable_record_traces": "`log.level: DEBUG`",
     "use_lite": "`enabled: false`",
     "use_inference_duration_monitor": "vLLM's own metrics",
-    "hybrid_linear_attention_layerwise": "`use_layerwise`",
-    "hybrid_layerwise_prefetch_rows": "`use_layerwise`",
-    "enable_prefix_caching": _VLLM,
-    "gpu_memory_utilization": _VLLM,
-    "kv_cache_dtype": _VLLM,
-    "tensor_parallel_size": _VLLM,
-    "pipeline_parallel_size": _VLLM,
+    **dict.fromkeys(
+        ("hybrid_linear_attention_layerwise", "hybrid_layerwise_prefetch_rows"), "`use_layerwise`"
+    ),
+    **dict.fromkeys(("enable_prefix_caching", "gpu_memory_utilization", "kv_cache_dtype"), _VLLM),
+    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size"), _VLLM),
 }
 
-#: Key of the model that is read and checked, but does nothing yet -> what to write instead, as
-#: above.
+#: Key of the model that is read and checked, but does nothing yet -> what to write instead.
 UNUSED: dict[str, str] = {
     "verify": "nothing: every record is verified when it is read, which cannot be switched off",
     "kv_connector": "`kv_connector` of vLLM's `--kv-transfer-config`; ours are all the same",
@@ -380,8 +340,7 @@ UNUSED: dict[str, str] = {
     "profile.output": _NO_PROFILE,
 }
 
-#: Words for a medium that other caches use, or that name its make -> word of the store that is
-#: meant.
+#: Words for a medium that other caches use -> word of the store that is meant.
 MEANT_STORES: dict[str, str] = {
     **dict.fromkeys(("disk", "ssd", "nvme", "hdd", "local", "localdisk", "local_disk"), "posix"),
     **dict.fromkeys(
@@ -416,34 +375,21 @@ MEANT_KEYS: dict[str, str] = {
 
 #: Sparse attention: other spelling -> key, in the section of any algorithm that has that key.
 SPARSE_ALIASES: dict[str, str] = {
-    "init_window_sz": "init_blocks",
-    "init_window_size": "init_blocks",
-    "init_window": "init_blocks",
-    "sink_token": "init_tokens",
-    "sink_tokens": "init_tokens",
-    "local_window_sz": "local_blocks",
-    "local_window_size": "local_blocks",
-    "local_window": "local_blocks",
-    "recent_token": "local_tokens",
-    "recent_tokens": "local_tokens",
-    "sparse_ratio": "ratio",
-    "topk_ratio": "ratio",
+    **dict.fromkeys(("init_window_sz", "init_window_size", "init_window"), "init_blocks"),
+    **dict.fromkeys(("sink_token", "sink_tokens"), "init_tokens"),
+    **dict.fromkeys(("local_window_sz", "local_window_size", "local_window"), "local_blocks"),
+    **dict.fromkeys(("recent_token", "recent_tokens"), "local_tokens"),
+    **dict.fromkeys(("sparse_ratio", "topk_ratio"), "ratio"),
     "topk": "topk_blocks",
-    "hash_topk_tokens": "topk_tokens",
-    "vllm_hash_attention_topk": "topk_tokens",
+    **dict.fromkeys(("hash_topk_tokens", "vllm_hash_attention_topk"), "topk_tokens"),
     "retrieval_stride": "stride",
-    "seq_len_threshold": "min_tokens",
-    "gpu_seq_len_threshold": "min_tokens",
-    "concurrency_threshold": "min_concurrency",
-    "gpu_concurrency_threshold": "min_concurrency",
-    "rollback_layers": "dense_layers",
-    "vllm_hash_attention_rollback_layers": "dense_layers",
-    "skip_layers": "reuse_from",
-    "vllm_hash_attention_skip_layers": "reuse_from",
+    **dict.fromkeys(("seq_len_threshold", "gpu_seq_len_threshold"), "min_tokens"),
+    **dict.fromkeys(("concurrency_threshold", "gpu_concurrency_threshold"), "min_concurrency"),
+    **dict.fromkeys(("rollback_layers", "vllm_hash_attention_rollback_layers"), "dense_layers"),
+    **dict.fromkeys(("skip_layers", "vllm_hash_attention_skip_layers"), "reuse_from"),
     "blk_repre_dim_prune_ratio": "prune_ratio",
     "blk_repre_inner_token_merge": "merge",
-    "hash_reduction_head_num": "reduction_heads",
-    "reduction_head_num": "reduction_heads",
+    **dict.fromkeys(("hash_reduction_head_num", "reduction_head_num"), "reduction_heads"),
     "min_blend_threshold": "min_hit_blocks",
 }
 
@@ -465,20 +411,15 @@ SPARSE_MEANINGLESS: dict[str, str] = {
     "model_name": "nothing: the model is the one that vLLM runs",
     "npu_seq_len_threshold": "`min_tokens`: requests below it are dense, on every device",
     "npu_concurrency_threshold": "`min_concurrency`, on every device",
-    "num_prefetch_blocks": _RATE,
-    "prefetch_blocks": _RATE,
+    **dict.fromkeys(("num_prefetch_blocks", "prefetch_blocks"), _RATE),
 }
 
 
 #: Key that does nothing without another one -> that one, or several of which one is enough.
 SPARSE_NEEDS: dict[str, tuple[str, ...]] = {
-    "select_stored": ("offload",),
-    "eviction": ("offload",),
-    "prefetch_enabled": ("offload",),
-    "prefetch_ahead": ("offload",),
-    "prefetch_workers": ("offload",),
-    "max_pending_prefetch": ("offload",),
-    "prefetch_cache_size": ("offload",),
+    **dict.fromkeys(("select_stored", "eviction", "prefetch_enabled"), ("offload",)),
+    **dict.fromkeys(("prefetch_ahead", "prefetch_workers"), ("offload",)),
+    **dict.fromkeys(("max_pending_prefetch", "prefetch_cache_size"), ("offload",)),
     "retrieval_threads": ("lag",),
     "retrieval_ms": ("lag", "offload"),
 }
@@ -513,8 +454,7 @@ ENVIRONMENT: dict[str, str] = {
 }
 
 #: Environment names that are read elsewhere: the file to read, the switch for everything, the
-#: directory for what belongs to no root, and secrets, which no configuration shows: keys of the
-#: store's encryption and of tenants' tags.
+#: directory for what belongs to no root, and the keys of encryption and of tenants' tags.
 CONFIG_FILE_VARIABLE = "UCM_CONFIG_FILE"
 DISABLE_VARIABLE = "UCM_DISABLE"
 STATE_VARIABLE = "UCM_STATE_DIR"
@@ -564,7 +504,7 @@ def parse_platform(value: object) -> str:
 
 
 def without_effect(keys: Sequence[str], instead: str) -> str:
-    """The warning about keys, as they were written, that do nothing; ``instead`` as in
+    """The warning about keys, as written, that do nothing; ``instead`` as in
     :data:`MEANINGLESS`."""
     quoted = ", ".join(f'"{key}"' for key in keys)
     if instead.startswith("nothing: "):
@@ -576,17 +516,15 @@ def without_effect(keys: Sequence[str], instead: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that looks most like ``word``, if any is near."""
-    by_folded: dict[str, str] = {}
-    for candidate in known:
-        by_folded.setdefault(candidate.lower(), candidate)
+    """The known word that is spelled most like ``word``, if any is near."""
+    by_folded = {candidate.lower(): candidate for candidate in reversed(list(known))}
     found = difflib.get_close_matches(word.lower(), by_folded, n=1, cutoff=0.6)
     return by_folded[found[0]] if found else None
 
 
 def meant_store(word: str) -> str | None:
-    """Class name of the store that a word means which is none of its names: a scheme of its
-    addresses, or a word of :data:`MEANT_STORES`, also as a class (``UcmS3Store``)."""
+    """Class name of the store that a word means without being its name: a scheme of its addresses,
+    or a word of :data:`MEANT_STORES`, also as a class (``UcmS3Store``)."""
     text = word.strip().lower()
     if text.startswith("ucm"):
         text = text.removeprefix("ucm").removesuffix("store")
@@ -600,16 +538,18 @@ def nearest_key(word: str, known: Iterable[str]) -> str | None:
     return meant if meant in names else nearest(word, names)
 
 
+def _did_you_mean(near: str | None) -> str:
+    return f'; did you mean "{near}"?' if near is not None else ""
+
+
 def key_hint(word: str, known: Iterable[str]) -> str:
     """As :func:`hint`, for a key."""
-    near = nearest_key(word, known)
-    return f'; did you mean "{near}"?' if near is not None else ""
+    return _did_you_mean(nearest_key(word, known))
 
 
 def hint(word: str, known: Iterable[str]) -> str:
     """``; did you mean "x"?`` or nothing."""
-    near = nearest(word, known)
-    return f'; did you mean "{near}"?' if near is not None else ""
+    return _did_you_mean(nearest(word, known))
 
 
 def store_hint(word: str, known: Iterable[str]) -> str:
@@ -617,4 +557,4 @@ def store_hint(word: str, known: Iterable[str]) -> str:
     meant, names = meant_store(word), tuple(known)
     spellings = [name for name, store in BACKEND_WORDS.items() if store == meant]
     found = next((name for name in (*spellings, meant) if name in names), None)
-    return f'; did you mean "{found}"?' if found is not None else hint(word, names)
+    return _did_you_mean(found or nearest(word, names))
