@@ -1,16 +1,12 @@
 """``UcmPosixStore``: the Rust engine over a directory on any file system that mounts, and the base
-of every store of the core.
-
-:class:`EngineSettings` is what such a store is given: the keys of its tiers, the sizes of its
-blocks, and whose they are; :class:`PipelineSettings` has several stages.
-"""
+of every store of the core. :class:`EngineSettings` holds its settings: the keys of its tiers, the
+sizes of its blocks, and whose they are; :class:`PipelineSettings` has several stages."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-import time
 from collections.abc import Container, Mapping, Sequence
 from functools import cache, cached_property, partial
 from typing import Annotated, Any, ClassVar, Self, TypeVar
@@ -54,14 +50,21 @@ from ucm.errors import (
     ConfigError,
     DeadlineError,
     InvalidInputError,
-    TaskError,
     UcmError,
 )
 from ucm.store.kv_layout import KVLayout, block_numbers
-from ucm.store.ucmstore_v1 import Priority, Sides, SidesTask, Task, UcmKVStoreBaseV1, Until
+from ucm.store.ucmstore_v1 import (
+    Priority,
+    Sides,
+    SidesTask,
+    Task,
+    UcmKVStoreBaseV1,
+    Until,
+    rows_failed,
+    wait_all,
+)
 
-#: Top-level keys of an identity, in order (``docs/format.md``); here those of a caller who names
-#: none.
+#: Keys of an identity, in order (``docs/format.md``); here those of a caller who names none.
 _ANONYMOUS: dict[str, Any] = {
     "format_version": 1,
     "architecture": "",
@@ -100,7 +103,7 @@ class SideConfig(Section):
 
 
 class PartConfig(Section):
-    """Another part of the namespace and the sizes of its blocks, by the keys of the store."""
+    """Another part of the namespace and the sizes of its blocks."""
 
     #: KV group, pipeline rank, tensor rank.
     part: tuple[int, int, int]
@@ -148,9 +151,9 @@ class EngineSettings(StoreSettings):
     identity: str = ""
     #: KV group, pipeline rank, tensor rank.
     part: tuple[int, int, int] = (0, 0, 0)
-    #: Parts of the namespace whose blocks have other sizes than this one's, for a store that looks
-    #: up the blocks of all of them. Without it a store over directories takes the sizes from the
-    #: manifest; one over memory, a server or a bucket does not find blocks of other sizes.
+    #: Parts of the namespace whose blocks have other sizes, for a store that looks up the blocks of
+    #: all of them. Without it a store over directories takes the sizes from the manifest; one over
+    #: memory, a server or a bucket does not find blocks of other sizes.
     parts: tuple[PartConfig, ...] = ()
     #: Side shards that blocks may have beside their KV, by name (1 to 16 of a-z, 0-9, _, -, .): the
     #: bytes of each for a whole block, or those and the version of its content. At most 8, and 16
@@ -158,9 +161,8 @@ class EngineSettings(StoreSettings):
     sides: dict[str, Annotated[SideConfig, BeforeValidator(_of_bytes)]] = Field(
         default_factory=dict
     )
-    #: Tokens in a block, for the record's header.
+    #: Tokens in a block, and element type, for the record's header.
     block_tokens: Annotated[int, Field(ge=0)] = 0
-    #: Element type, for the record's header.
     dtype: str = "opaque"
     #: Where the KV lies: a device of the core, by the words of a configuration's ``platform``.
     platform: str = "host"
@@ -189,13 +191,12 @@ class EngineSettings(StoreSettings):
 
     @property
     def identity_json(self) -> str:
-        """The canonical identity; another text than that becomes the ``weights`` of an otherwise
-        empty one."""
+        """The canonical identity; any other text becomes the ``weights`` of an otherwise empty
+        one."""
         if self.identity.startswith('{"format_version":'):
             return self.identity
-        return json.dumps(
-            _ANONYMOUS | {"weights": self.identity}, separators=(",", ":"), ensure_ascii=True
-        )
+        whole = _ANONYMOUS | {"weights": self.identity}
+        return json.dumps(whole, separators=(",", ":"), ensure_ascii=True)
 
     @property
     def label(self) -> str:
@@ -206,17 +207,16 @@ class EngineSettings(StoreSettings):
 
     @property
     def device(self) -> str:
-        """What the core calls the device, with its number where it has one."""
+        """The core's name for the device, with its number where it has one."""
         kind = PLATFORMS.get(self.platform.lower(), self.platform)
         return kind if kind == "host" else f"{kind}:{max(self.device_id, 0)}"
 
     def stages(self) -> list[dict[str, Any]]:
-        """What the core is told of each stage, top first."""
+        """The description of each stage for the core, top first."""
         return [STORES[self.store_name].told(partial(getattr, self))]
 
     def longest_life(self) -> float | None:
-        """The longest ``expire_after`` of the stages below memory, in seconds; None where one has
-        none."""
+        """The longest ``expire_after`` of the stages below memory, in seconds; None without one."""
         lives: list[float] = []
         for stage in self.stages():
             kind = KIND_OF_WORD[stage["kind"]]
@@ -234,7 +234,7 @@ class EngineSettings(StoreSettings):
         return [(name, side.version, side.bytes) for name, side in self.sides.items()]
 
     def setup(self) -> str:
-        """The description that the core takes, as JSON; times in seconds."""
+        """The description for the core, as JSON; times in seconds."""
         return for_core(
             {
                 "stages": self.stages(),
@@ -255,7 +255,7 @@ class EngineSettings(StoreSettings):
                 "lookup_only": self.device_id < 0,
                 "staging_bytes": self.staging_capacity,
                 "step_bytes": -(-self.step_tokens // max(self.block_tokens, 1)) * self.block_size,
-                # two write what they gathered; the third gathers on where these wait for a medium
+                # two write what they gathered; the third gathers while these wait for a medium
                 "copy_threads": 3,
                 "lookup_s": self.deadlines.lookup_ms / 1000,
                 "load_s": self.deadlines.load_unknown_s,
@@ -293,8 +293,8 @@ class TierSettings(EngineSettings):
 
 @cache
 def settings_of(store: str) -> type[TierSettings]:
-    """The settings of the store of one tier with this name: the keys of every store, and those of
-    its kind."""
+    """The settings of the store of one tier with this name: the keys of every store and of its
+    kind."""
     kind = STORES[store].kind
     made = section_of(f"{store}Settings", kind.options, own_keys(kind), TierSettings)
     made.store_name = store
@@ -302,8 +302,8 @@ def settings_of(store: str) -> type[TierSettings]:
 
 
 def in_our_words(config: Mapping[str, Any], known: Container[str], store: str) -> dict[str, Any]:
-    """``config`` with the spellings of a configuration file for keys that are ``known``; what means
-    nothing there means nothing here either, and is left out with the same warning."""
+    """``config`` with the spellings of a configuration file for ``known`` keys; keys without
+    meaning are left out with the same warning."""
     ours: dict[str, Any] = {}
     for key, value in _without_quarantine(config, store).items():
         name = "device_id" if key == "device" else ALIASES.get(key, key).removeprefix("options.")
@@ -362,29 +362,24 @@ def read_settings(config: Mapping[str, Any], kind: type[T], store: str) -> T:
         return kind.model_validate(given)  # no directory is as good as none given
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        said = first.get("ctx", {}).get("error")
-        if isinstance(said, ConfigError):
-            raise ConfigError(said.message, context={"store": store}) from None
+        inner = first.get("ctx", {}).get("error")
+        if isinstance(inner, ConfigError):
+            raise ConfigError(inner.message, context={"store": store}) from None
         where = ".".join(str(part) for part in first["loc"])
-        cause = (
-            ConfigError
-            if where.partition(".")[0] in StoreSettings.model_fields
-            else InvalidInputError
-        )
-        raise cause(
-            f"{where + ': ' if where else ''}{first['msg']}", context={"store": store}
-        ) from None
+        of_all = where.partition(".")[0] in StoreSettings.model_fields
+        cause = ConfigError if of_all else InvalidInputError
+        text = f"{where}: {first['msg']}" if where else str(first["msg"])
+        raise cause(text, context={"store": store}) from None
 
 
 class PipelineSettings(EngineSettings):
-    """Keys of :class:`~ucm.store.pipeline.connector.UcmPipelineStore` beside those of its
-    stages."""
+    """Keys of :class:`~ucm.store.pipeline.connector.UcmPipelineStore`."""
 
     #: The stages, top first.
     store_pipeline: tuple[Stage, ...] = ()
 
     def stages(self) -> list[dict[str, Any]]:
-        """What the core is told of each stage, top first."""
+        """The description of each stage for the core, top first."""
         stages = with_codecs(with_roots(self.store_pipeline, self.storage_backends), self)
         return [
             STORES[stage.store].told(partial(self._of_stage, stage))
@@ -393,7 +388,7 @@ class PipelineSettings(EngineSettings):
         ]
 
     def _of_stage(self, stage: Stage, key: str) -> Any:
-        """What a key of a stage is set to: its own, else what is written beside the pipeline."""
+        """The value of a key of a stage: its own, else what is written beside the pipeline."""
         if key in stage.options:
             return stage.options[key]
         of_stage = key in stage.model_fields_set or key == "storage_backends"
@@ -406,16 +401,11 @@ class PipelineSettings(EngineSettings):
 
 
 #: Keys of this store that are none of a configuration file, or mean something else there.
-_OF_ENGINE = (
-    frozenset(PipelineSettings.model_fields)
-    - frozenset(StoreSettings.model_fields)
-    - {"store_pipeline"}
-)
+_OF_ENGINE = PipelineSettings.model_fields.keys() - {*StoreSettings.model_fields, "store_pipeline"}
 
 
 def read_pipeline_settings(config: Mapping[str, Any]) -> PipelineSettings:
-    """Checked settings. Stages are read as in a configuration file, with the same spellings and
-    refusals."""
+    """Checked settings. Stages are read as in a configuration file, with the same errors."""
     if not (config.get("store_pipeline") or config.get("pipeline")):
         raise ConfigError(
             "UcmPipelineStore needs store_pipeline, its stages from top to bottom, e.g."
@@ -427,9 +417,8 @@ def read_pipeline_settings(config: Mapping[str, Any]) -> PipelineSettings:
 def read_stages(config: Mapping[str, Any], store: str) -> PipelineSettings:
     """The stages that a configuration of this store names, and the keys beside them."""
     if "device" in config:
-        config = {key: value for key, value in config.items() if key != "device"} | {
-            "device_id": config["device"]
-        }
+        config = dict(config)
+        config["device_id"] = config.pop("device")
     written = {key: value for key, value in config.items() if key not in _OF_ENGINE}
     if not written.get("storage_backends"):
         written.pop("storage_backends", None)  # each stage has its own
@@ -445,8 +434,7 @@ def read_stages(config: Mapping[str, Any], store: str) -> PipelineSettings:
     return settings.model_copy(update={"store_pipeline": read.store_pipeline or (one,)})
 
 
-#: Part of the top level that prefetches may fill ahead of need (one in so many), and most blocks of
-#: them.
+#: Part of the top level that prefetches may fill ahead of need (1 / n), and most blocks of them.
 PREFETCH_SHARE, MAX_PREFETCH = 8, 1024
 
 
@@ -463,13 +451,13 @@ class PosixTask(Task):
         return self.handle.check("published")
 
     def shard_done(self, row: int) -> bool:
-        """Whether row ``row`` of a load is where it was wanted, verified, while others of its block
-        may still be read. Never waits."""
+        """Whether row ``row`` of a load is copied and verified, while others of its block may still
+        be read. Never waits."""
         return self.handle.shard_done(row)
 
     def wait_shard(self, row: int, timeout: float | None = None) -> bool:
-        """Wait for that, ``timeout`` seconds at most; False if it is not so: the time was up, or
-        the row has failed."""
+        """Wait for that, at most ``timeout`` seconds; False if the time was up, or the row has
+        failed."""
         return self.handle.wait_shard(row, timeout)
 
 
@@ -486,16 +474,13 @@ class PosixSidesTask(PosixTask, SidesTask):
         return self._reading.result()
 
     def missing(self) -> dict[int, UcmError]:
-        """Why side shards are not there, by the index of their ids: most of them because there is
-        none."""
+        """Why side shards are missing, by the index of their ids: mostly because there is none."""
         return self.handle.failures()
 
 
 class UcmPosixStore(UcmKVStoreBaseV1):
     """Records below a directory: host memory for staging, checksums on every read, bounded space.
-
-    It is the base of every store of the core, too. The keys are those of ``docs/configuration.md``.
-    """
+    It is the base of every store of the core; ``docs/configuration.md`` has the keys."""
 
     #: The name in the registry whose tier it opens.
     store_name: ClassVar[str] = DEFAULT_STORE
@@ -519,7 +504,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
 
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> EngineSettings:
-        """The checked keys; what a store of the core over other stages overrides."""
+        """The checked keys; overridden by stores of the core over other stages."""
         return read_settings(config, settings_of(cls.store_name), cls.__name__)
 
     @classmethod
@@ -567,12 +552,9 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         return PosixTask(self._open().load(block_ids, shard_index, _matrix(addrs), timeout), "load")
 
     def verify(self, block_ids: Sequence[bytes], timeout: float | None = None) -> PosixTask:
-        """Starts a load of whole blocks that ends in the store's own memory: read and verified, and
-        copied nowhere.
-
-        It fails where a load would, with the same consequences: a refused record is no hit any
-        more. ``timeout`` as in :meth:`load_data`.
-        """
+        """Start a load of whole blocks that ends in the store's own memory: read and verified,
+        copied nowhere. It fails where a load would: a refused record is no hit any more.
+        ``timeout`` as in :meth:`load_data`."""
         return PosixTask(self._open().verify(block_ids, timeout), "load")
 
     def dump_data(
@@ -597,10 +579,9 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         return PosixSidesTask(self._open().load_sides(block_ids, name, timeout))
 
     def dump_sides(self, block_ids: Sequence[bytes], sides: Sides) -> PosixTask:
-        """As in the base class. Row *i* of the task is block *i* with the first name, then come
+        """As in the base class. Row *i* of the task is block *i* with the first name, followed by
         those of the next."""
-        unknown = [name for name in sides if name not in self.side_sizes]
-        if unknown:
+        if not sides.keys() <= self.side_sizes.keys():
             raise self._other_sides(sides)
         rows = [
             (name, _bytes(name, side, len(block_ids), self.side_sizes[name]))
@@ -609,7 +590,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         return PosixTask(self._open().dump_sides(block_ids, rows), "dump")
 
     def _beside(self, sides: Sides | None, rows: int) -> npt.NDArray[np.uint8] | None:
-        """What each row brings of every side shard, one behind the other in their order."""
+        """The shares of every side shard in order, a row for each row of the dump."""
         if not sides:
             return None
         if sides.keys() != self.side_sizes.keys():
@@ -634,12 +615,10 @@ class UcmPosixStore(UcmKVStoreBaseV1):
 
     @property
     def _by_number(self) -> bool:
-        """Whether the core is given the numbers of blocks: not where a class of its own moves rows
-        in its own way, or where a block is split into shards."""
-        own = type(self)
-        as_here = (
-            own.load_data is UcmPosixStore.load_data and own.dump_data is UcmPosixStore.dump_data
-        )
+        """Whether the core is passed block numbers: not where a subclass moves rows in its own way,
+        or where a block is split into shards."""
+        own, here = type(self), UcmPosixStore
+        as_here = own.load_data is here.load_data and own.dump_data is here.dump_data
         return as_here and self.settings.shard_size == self.settings.block_size
 
     def load_blocks(
@@ -650,9 +629,8 @@ class UcmPosixStore(UcmKVStoreBaseV1):
     ) -> Task:
         if not self._by_number:
             return super().load_blocks(block_ids, blocks, timeout)
-        return PosixTask(
-            self._open().load_blocks(block_ids, block_numbers(blocks), timeout), "load"
-        )
+        numbers = block_numbers(blocks)
+        return PosixTask(self._open().load_blocks(block_ids, numbers, timeout), "load")
 
     def dump_blocks(
         self,
@@ -671,8 +649,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
 
     def wait(self, task: Any, timeout: float | None = None, until: Until = "published") -> None:
         if isinstance(task, list | tuple):
-            self._wait_all(task, timeout, until)
-            return
+            return wait_all(self, task, timeout, until)
         handle = _handle(task)
         finished = handle.wait(until, timeout)
         self._hand_over_log()
@@ -681,26 +658,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         task.completed = task.completed or until == "published" or task.kind != "dump"
         failures = {} if isinstance(task, PosixSidesTask) else handle.failures()
         if failures:
-            first = min(failures)
-            task.error = TaskError(
-                f"{len(failures)} rows of the {task.kind} failed, the first: {failures[first]}",
-                failures=failures,
-                context={"row": first},
-            )
-            raise task.error
-
-    def _wait_all(self, tasks: Sequence[Any], timeout: float | None, until: Until) -> None:
-        """Wait for all, within one ``timeout``; raises the first failure once every one has been
-        waited for."""
-        end = None if timeout is None else time.monotonic() + timeout
-        failed: UcmError | None = None
-        for task in tasks:
-            try:
-                self.wait(task, None if end is None else max(0.0, end - time.monotonic()), until)
-            except UcmError as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
+            raise rows_failed(task, failures)
 
     def check(self, task: Any, until: Until = "published") -> bool:
         finished = _handle(task).check(until)
@@ -742,16 +700,12 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         return _handle(task).served()[: len(self._tiers)]
 
     def prefetch_room(self) -> int:
-        """A part of the top level, so that what is brought up does not push out what is in use
-        there."""
+        """A part of the top level, so that prefetched blocks do not evict those in use there."""
         tiers = self._told_tiers()
         if tiers[-1]["level"] == 0:
             return 0
-        top = (
-            sum(int(tier["capacity_bytes"]) for tier in tiers if tier["level"] == 0)
-            // self.record_len
-        )
-        return min(top // PREFETCH_SHARE, MAX_PREFETCH)
+        top = sum(int(tier["capacity_bytes"]) for tier in tiers if tier["level"] == 0)
+        return min(top // self.record_len // PREFETCH_SHARE, MAX_PREFETCH)
 
     def prefetch(self, block_ids: Sequence[bytes], priority: Priority = "normal") -> int:
         return self._open().prefetch(block_ids, priority)
@@ -795,8 +749,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
 
     @cached_property
     def expire_after(self) -> float | None:
-        """Seconds without use after which no stage below memory has a block, None where one keeps
-        it."""
+        """Seconds without use after which no stage below memory has a block; None for never."""
         return self.settings.longest_life()
 
     def close(self) -> None:
@@ -814,8 +767,8 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         return self._core
 
     def _hand_over_log(self) -> None:
-        """Writes what the core logged for this store since then: no thread of the core takes the
-        GIL for it."""
+        """Write what the core logged for this store since the last call: no thread of the core
+        takes the GIL for it."""
         for level, message, fields in self._core.take_log():
             if level >= logging.WARNING:
                 self._last_warning = message
@@ -834,7 +787,7 @@ def _handle(task: Any) -> CoreTask:
 
 
 def _bytes(name: str, side: Any, rows: int, size: int) -> npt.NDArray[np.uint8]:
-    """The bytes of a side shard: ``size`` for each of so many rows, whatever the type of the
+    """The bytes of a side shard: ``size`` for each of ``rows`` rows, whatever the type of the
     array."""
     array = np.asarray(side)
     given = array.nbytes // len(array) if array.ndim and len(array) else size

@@ -1,16 +1,16 @@
 """Stores by name: which class a name stands for, and the first of several that answers.
 
-Nothing is imported before it is needed. There is one registry for the interfaces V1 and V0: what is
-registered with one factory can be created by the other, with an adapter in between where the class
-is of the other kind.
+Nothing is imported before it is needed. There is one registry for the interfaces V1 and V0: a store
+registered with one factory can be created by the other, behind an adapter where needed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from ucm.config.words import (
@@ -31,8 +31,7 @@ from ucm.store.v0 import UcmKVStoreBase, V0OverV1, V1OverV0, with_v0_words
 
 logger = logging.getLogger("ucm.store")
 
-#: A store of either interface; :meth:`UcmConnectorFactoryV1.create_connector` puts V1 in front of
-#: V0.
+#: A store of either interface.
 StoreClass = type[UcmKVStoreBaseV1] | type[UcmKVStoreBase]
 
 
@@ -46,17 +45,10 @@ class UcmConnectorFactoryV1:
     @classmethod
     def register_connector(cls, name: str, module_path: str, class_name: str) -> None:
         """Let ``name`` stand for ``class_name`` of ``module_path``, which is imported when first
-        used.
-
-        The same registration may be repeated. Raises :class:`~ucm.errors.ConfigError` when the name
-        stands for another class already, or is empty.
-        """
-        texts: tuple[tuple[str, object], ...] = (
-            ("name", name),
-            ("module path", module_path),
-            ("class name", class_name),
-        )
-        for what, text in texts:
+        used. The same registration may be repeated. Raises :class:`~ucm.errors.ConfigError` when
+        the name stands for another class already, or is empty."""
+        texts: list[object] = [name, module_path, class_name]
+        for what, text in zip(("name", "module path", "class name"), texts, strict=True):
             if not isinstance(text, str) or not text.strip():
                 raise ConfigError(
                     f"the {what} of a store is a text that is not empty, got {text!r}"
@@ -77,12 +69,10 @@ class UcmConnectorFactoryV1:
 
     @classmethod
     def resolve(cls, name: str, module_path: str | None = None) -> StoreClass:
-        """The class a name stands for, imported and checked but not constructed.
-
-        With ``module_path`` the class is ``name`` of that module. Raises
+        """The class a name stands for, imported and checked but not constructed; with
+        ``module_path`` the class ``name`` of that module. Raises
         :class:`~ucm.errors.UnknownConnectorError` for an unknown name, module or class, and
-        :class:`~ucm.errors.ConfigError` for a class that is no store.
-        """
+        :class:`~ucm.errors.ConfigError` for a class that is no store."""
         if module_path is not None:
             module, class_name = module_path, name
         else:
@@ -120,23 +110,14 @@ class UcmConnectorFactoryV1:
         cls, connector_name: str, config: Mapping[str, Any], module_path: str | None = None
     ) -> UcmKVStoreBaseV1:
         """A store by name, or of the class of that name in ``module_path``. Raises as
-        :meth:`resolve`.
-
-        What its constructor raises is passed on; anything but our own errors gets the store's name.
-        A store of the V0 interface is put behind :class:`~ucm.store.v0.V1OverV0`; it finds
-        its sizes under its own words too.
-        """
+        :meth:`resolve`, and what its constructor raises; errors that are not ours get the store's
+        name. A V0 store is put behind :class:`~ucm.store.v0.V1OverV0`; its sizes have V0's names
+        too."""
         store_class = cls.resolve(connector_name, module_path)
-        try:
+        with named_errors(connector_name):
             if issubclass(store_class, UcmKVStoreBaseV1):
                 return store_class(config)
             return V1OverV0(store_class(with_v0_words(config)), config)
-        except UcmError:
-            raise
-        except Exception as error:
-            raise ConfigError(
-                f"the store {connector_name} could not be made: {type(error).__name__}: {error}"
-            ) from error
 
     @classmethod
     def _unknown(cls, name: str) -> str:
@@ -150,12 +131,25 @@ class UcmConnectorFactoryV1:
         )
 
 
+@contextlib.contextmanager
+def named_errors(store: str) -> Iterator[None]:
+    """Our own errors as they are; any other becomes a ConfigError that names the store."""
+    try:
+        yield
+    except UcmError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"the store {store} could not be made: {type(error).__name__}: {error}"
+        ) from error
+
+
 def _classes(module: Any) -> list[str]:
     return [name for name, value in vars(module).items() if isinstance(value, type)]
 
 
 def why_unavailable(store: UcmKVStoreBaseV1) -> str:
-    """Why a store that was just opened is of no use, empty when it is."""
+    """Why a store that was just opened cannot be used, empty when it can."""
     try:
         return "" if store.healthy() else store.trouble() or "it says that it is unhealthy"
     except Exception as error:
@@ -167,8 +161,8 @@ def select_storage(config: Mapping[str, Any]) -> UcmKVStoreBaseV1:
     before it.
 
     ``config`` holds that list (or one entry at its top); every ``ucm_connector_config`` is what the
-    store's constructor takes, its sizes in bytes among it. Where none answers, it is the first one
-    that could be opened: it is retried by itself and answers with misses meanwhile. Raises
+    store's constructor takes, with its sizes in bytes. Where none answers, it is the first one that
+    could be opened: it retries by itself and answers with misses until then. Raises
     :class:`~ucm.errors.ConfigError` when none could be. The connector chooses by the same rule, but
     for all processes of an engine together.
     """
@@ -246,30 +240,20 @@ class UcmConnectorFactory:
         """A store of the V0 interface: a user's own as it is, any V1 store behind
         :class:`V0OverV1`.
 
-        ``config`` may be written in the original's words: ``kv_block_size`` and ``io_size``
-        (bytes), ``role`` scheduler or worker, ``device``. Raises as the V1 factory's
-        :meth:`create_connector`.
+        ``config`` may have the original's keys: ``kv_block_size`` and ``io_size`` (bytes), ``role``
+        scheduler or worker, ``device``. Raises as the V1 factory's :meth:`create_connector`.
         """
         found = UcmConnectorFactoryV1.resolve(connector_name, module_path)
         if not issubclass(found, UcmKVStoreBaseV1):
-            try:
+            with named_errors(connector_name):
                 return found(config)
-            except UcmError:
-                raise
-            except Exception as error:
-                raise ConfigError(
-                    f"the store {connector_name} could not be made: {type(error).__name__}: {error}"
-                ) from error
-        return V0OverV1(
-            UcmConnectorFactoryV1.create_connector(
-                connector_name, _in_our_words(connector_name, config), module_path
-            )
-        )
+        ours = _in_our_words(connector_name, config)
+        return V0OverV1(UcmConnectorFactoryV1.create_connector(connector_name, ours, module_path))
 
 
 def _in_our_words(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration as a V1 store reads it; what has no meaning for a store of ours is left
-    out, with one line."""
+    """The configuration as a V1 store reads it; keys without meaning are left out, with one
+    warning."""
     ours: dict[str, Any] = {}
     ignored = []
     for key, value in config.items():

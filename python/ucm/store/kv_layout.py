@@ -4,7 +4,7 @@ block as a configuration names them. Arithmetic only; torch is never imported.
 Every layer is a view ``[block, head, token, element]`` of one buffer in one of several physical
 orders; MLA has one head. Others keep several tensors for a layer: K and V, or the parts of MLA with
 and without a position. A block of a tensor is one or several contiguous runs of bytes, given by the
-strides. What has no ``data_ptr()`` is a NumPy array.
+strides. A tensor without ``data_ptr()`` is a NumPy array.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ucm.errors import InvalidInputError
 
 
 def address_of(tensor: Any, **where: int) -> int:
-    """The address of a contiguous tensor; ``where`` (row, column) goes into the error about one
-    that is not."""
+    """The address of a contiguous tensor; ``where`` (row, column) is context of the error
+    otherwise."""
     if hasattr(tensor, "data_ptr"):
         contiguous, address = tensor.is_contiguous(), tensor.data_ptr()
     elif isinstance(tensor, np.ndarray):
@@ -70,19 +70,15 @@ class BlockShape:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> BlockShape:
         """The shape that the keys ``tensor_size`` or ``tensor_size_list``, ``shard_size`` and
-        ``block_size`` name.
-
-        Raises :class:`~ucm.errors.InvalidInputError` when they are missing, or do not divide each
-        other.
-        """
+        ``block_size`` name. Raises :class:`~ucm.errors.InvalidInputError` when they are missing, or
+        do not divide each other."""
         layer = tuple(config.get("tensor_size_list") or ())
         if not layer and config.get("tensor_size"):
             layer = (config["tensor_size"],)
         shard, block = config.get("shard_size"), config.get("block_size")
         sizes = (*layer, shard, block)
-        if not layer or any(
-            not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes
-        ):
+        whole = [isinstance(size, int) and not isinstance(size, bool) for size in sizes]
+        if not layer or not all(whole) or min(sizes) < 1:
             raise InvalidInputError(
                 "a store needs its sizes in bytes: tensor_size or tensor_size_list, shard_size,"
                 " block_size",
@@ -101,8 +97,8 @@ class BlockShape:
 
 @dataclass(slots=True, frozen=True)
 class TensorView:
-    """One tensor of a layer: where block 0 begins, bytes from block to block, and the runs inside a
-    block."""
+    """One tensor of a layer: the address of block 0, the bytes from block to block, and the runs
+    inside a block."""
 
     base: int
     stride: int
@@ -135,8 +131,7 @@ class TensorView:
 
 
 def _runs(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """Offsets and common length, in elements, of the contiguous runs of a strided box, in address
-    order."""
+    """Offsets and common length, in elements, of the contiguous runs of a strided box, sorted."""
     run = 1
     outer: list[list[int]] = []
     for extent, stride in sorted(zip(shape, strides, strict=True), key=lambda dim: dim[1]):
@@ -154,18 +149,14 @@ def _runs(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...]
 
 
 class KVLayout:
-    """All layers of one worker, in model order; gives sizes for the store and addresses for a list
-    of blocks.
-
+    """All layers of one worker, in model order; gives sizes for the store and addresses of blocks.
     Piece *j* of block *n* begins at ``first[j] + n * stride[j]``. The tensors must outlive whatever
-    uses the addresses.
-    """
+    uses the addresses."""
 
     def __init__(self, caches: Mapping[str, Any], layers: Sequence[str] = ()) -> None:
         """``caches``: a tensor ``[block, ...]`` for each layer, by name, as vLLM registers them, or
-        several; ``layers``: names of those that are meant, all if empty. Raises
-        :class:`~ucm.errors.InvalidInputError` for a form that has no such addresses.
-        """
+        several; ``layers``: names of the layers that count, all if empty. Raises
+        :class:`~ucm.errors.InvalidInputError` for a form that has no such addresses."""
         names = [name for name in model_order(caches) if not layers or name in set(layers)]
         seen: set[tuple[tuple[int, int], ...]] = set()
         self.names: list[str] = []
@@ -194,14 +185,13 @@ class KVLayout:
             raise InvalidInputError(f"layers on different devices: {sorted(devices)}")
         self.num_blocks = blocks.pop()
         views = [view for layer in self.layers for view in layer]
-        self.first = np.array(
-            [v.base + offset for v in views for offset in v.offsets], dtype=np.uint64
-        )
+        offsets = [view.base + offset for view in views for offset in view.offsets]
+        self.first = np.array(offsets, dtype=np.uint64)
         self.stride = np.array([v.stride for v in views for _ in v.offsets], dtype=np.uint64)
 
     @property
     def device_type(self) -> str:
-        """What torch calls the kind of device that the tensors lie on."""
+        """torch's name of the kind of device that the tensors lie on."""
         return str(getattr(self.device, "type", "cpu"))
 
     @property
@@ -215,14 +205,12 @@ class KVLayout:
         return sum(view.run * len(view.offsets) for layer in self.layers for view in layer)
 
     def sizes(self) -> dict[str, Any]:
-        """The store's size keys. Layers of one form are told apart; otherwise the block counts as
-        one layer."""
+        """The store's size keys; where layers differ, the block counts as one layer."""
         per_layer = [[view.run for view in layer for _ in view.offsets] for layer in self.layers]
         uniform = all(sizes == per_layer[0] for sizes in per_layer)
+        every = [size for sizes in per_layer for size in sizes]
         return {
-            "tensor_size_list": per_layer[0]
-            if uniform
-            else [size for sizes in per_layer for size in sizes],
+            "tensor_size_list": per_layer[0] if uniform else every,
             "shard_size": self.block_bytes,
             "block_size": self.block_bytes,
         }
@@ -239,14 +227,13 @@ def block_numbers(blocks: Any) -> npt.NDArray[np.int64]:
     """Numbers of device blocks as one row of integers."""
     numbers = np.asarray(blocks)
     if numbers.ndim != 1 or (numbers.size and not np.issubdtype(numbers.dtype, np.integer)):
-        told = {"shape": numbers.shape, "dtype": str(numbers.dtype)}
-        raise InvalidInputError("device block numbers are integers in one row", context=told)
+        found = {"shape": numbers.shape, "dtype": str(numbers.dtype)}
+        raise InvalidInputError("device block numbers are integers in one row", context=found)
     return numbers.astype(np.int64, copy=False)
 
 
 def model_order(caches: Mapping[str, Any]) -> list[str]:
-    """Layer names sorted by the numbers in them, so that every process and version agrees on the
-    order."""
+    """Layer names sorted by the numbers in them: the same in every process and version."""
 
     def numbers(name: str) -> tuple[list[int], str]:
         return [int(text) for text in re.findall(r"\d+", name)], name

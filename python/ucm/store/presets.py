@@ -26,7 +26,6 @@ from ucm.errors import (
     ConfigError,
     InvalidInputError,
     NotFoundError,
-    TaskError,
     UcmError,
 )
 from ucm.store.engine import (
@@ -36,7 +35,15 @@ from ucm.store.engine import (
     read_pipeline_settings,
     read_stages,
 )
-from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1, Until
+from ucm.store.ucmstore_v1 import (
+    Task,
+    UcmKVStoreBaseV1,
+    Until,
+    checked_ids,
+    rows_failed,
+    same_rows,
+    wait_all,
+)
 
 
 def __getattr__(name: str) -> type[UcmPosixStore]:
@@ -48,15 +55,13 @@ def __getattr__(name: str) -> type[UcmPosixStore]:
         "store_name": name,
     }
     made = type(name, (UcmPosixStore,), members)
-    globals()[name] = made  # the next use does not come here
+    globals()[name] = made  # found at once by the next use
     return made
 
 
 class UcmCacheStore(UcmPosixStore):
-    """Blocks in memory that the processes of this host share; all are gone with the last of these.
-
-    With ``backend: {name, config}`` it is the cache above that store, a pipeline of the two.
-    """
+    """Blocks in memory that the processes of this host share; all are lost with the last of these.
+    With ``backend: {name, config}`` it is the cache above that store, a pipeline of the two."""
 
     store_name: ClassVar[str] = "UcmCacheStore"
 
@@ -70,8 +75,7 @@ class UcmCacheStore(UcmPosixStore):
 class PrefixTask(PosixTask):
     """A load of the first :attr:`blocks` blocks of a prefix."""
 
-    #: How many blocks, from the first on, are being loaded; 0: none is stored, and the task is
-    #: finished.
+    #: Blocks that are being loaded, from the first on; 0: none is stored, the task is finished.
     blocks: int = 0
 
 
@@ -90,9 +94,9 @@ class UcmPcStore(UcmPosixStore):
         """Load whole blocks from the first id on, as many as are stored without a gap.
 
         ``dst_addrs`` has shape (blocks * shards of a block, pieces per shard), the shards of a
-        block one after the other. ``timeout`` in seconds, the configured deadline if None. The task
-        says in :attr:`~PrefixTask.blocks` how many blocks it loads; memory of the others is not
-        touched.
+        block one after the other. ``timeout`` in seconds, the configured deadline if None.
+        :attr:`~PrefixTask.blocks` of the task is how many blocks it loads; memory of the others is
+        not touched.
         """
         shards = self.settings.block_size // self.settings.shard_size
         addrs = np.asarray(dst_addrs)
@@ -103,17 +107,15 @@ class UcmPcStore(UcmPosixStore):
             )
         blocks = self.lookup_on_prefix(prefix_hashes) + 1
         ids = [block_id for block_id in prefix_hashes[:blocks] for _ in range(shards)]
-        loading = self.load_data(
-            ids, list(range(shards)) * blocks, addrs[: blocks * shards], timeout
-        )
+        shard_index, rows = list(range(shards)) * blocks, addrs[: blocks * shards]
+        loading = self.load_data(ids, shard_index, rows, timeout)
         task = PrefixTask(loading.handle, loading.kind)
         task.blocks = blocks
         return task
 
 
 class UcmPipelineStore(UcmPosixStore):
-    """The stages that ``store_pipeline`` names, top first; every key of theirs as in
-    ``docs/configuration.md``."""
+    """The stages that ``store_pipeline`` names, top first, with their keys."""
 
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> EngineSettings:
@@ -133,26 +135,16 @@ class InstantTask(Task):
 
 
 class InstantStore(UcmKVStoreBaseV1):
-    """Waiting and checking for such tasks, and the checks of arguments."""
+    """Waiting for and checking of such tasks, and the checks of arguments."""
 
     has_staged_level = True
 
     def wait(self, task: Any, timeout: float | None = None, until: Until = "published") -> None:
         """Never waits. Raises :class:`~ucm.errors.TaskError` for a task that failed."""
-        del timeout, until
-        failed: TaskError | None = None
-        for one in task if isinstance(task, list | tuple) else [task]:
-            failures = _instant(one).failures
-            if failures:
-                first = min(failures)
-                one.error = TaskError(
-                    f"{len(failures)} rows of the {one.kind} failed, the first: {failures[first]}",
-                    failures=failures,
-                    context={"row": first},
-                )
-                failed = failed or one.error
-        if failed is not None:
-            raise failed
+        if isinstance(task, list | tuple):
+            wait_all(self, task, timeout, until)
+        elif failures := _instant(task).failures:
+            raise rows_failed(task, failures)
 
     def check(self, task: Any, until: Until = "published") -> bool:
         """Always."""
@@ -163,22 +155,11 @@ class InstantStore(UcmKVStoreBaseV1):
         """The ids, if each is one and the store is open."""
         if self._closed:
             raise ClosedError("the store is closed")
-        for block in block_ids:
-            if not isinstance(block, bytes) or len(block) != 16:
-                raise InvalidInputError(
-                    "a block id is 16 raw bytes (type bytes)", context={"got": repr(block)[:80]}
-                )
-        return block_ids
+        return checked_ids(block_ids)
 
     def rows(self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: Any) -> int:
         """The number of rows, if it is the same everywhere."""
-        rows = len(self.checked(block_ids))
-        if not rows == len(shard_index) == len(addrs):
-            raise InvalidInputError(
-                "block_ids, shard_index and the rows of addrs must be equally many",
-                context={"block_ids": rows, "shard_index": len(shard_index), "addrs": len(addrs)},
-            )
-        return rows
+        return same_rows(self.checked(block_ids), shard_index, addrs)
 
 
 def _instant(task: Any) -> InstantTask:
@@ -191,10 +172,7 @@ def _instant(task: Any) -> InstantTask:
 
 class UcmEmptyStore(InstantStore):
     """Never a hit; a load fails with :class:`~ucm.errors.NotFoundError`, a dump is accepted and
-    dropped.
-
-    Every key of the other stores is accepted and means nothing.
-    """
+    dropped. Every key of the other stores is accepted and means nothing."""
 
     def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
         return [False for _ in self.checked(block_ids)]
@@ -203,9 +181,8 @@ class UcmEmptyStore(InstantStore):
         self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: npt.NDArray[np.uint64]
     ) -> InstantTask:
         rows = self.rows(block_ids, shard_index, addrs)
-        return InstantTask(
-            "load", {row: NotFoundError("the empty store has no block") for row in range(rows)}
-        )
+        absent = NotFoundError("the empty store has no block")
+        return InstantTask("load", dict.fromkeys(range(rows), absent))
 
     def dump_data(
         self,
@@ -233,9 +210,8 @@ class UcmFakeStore(InstantStore):
             options = options_of("UcmFakeStore")(**given).model_dump()
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
-            raise ConfigError(
-                f"{first['loc'][0]}: {first['msg']}", context={"store": "UcmFakeStore"}
-            ) from None
+            text = f"{first['loc'][0]}: {first['msg']}"
+            raise ConfigError(text, context={"store": "UcmFakeStore"}) from None
         if not options["allow_wrong_tokens"]:
             raise ConfigError(
                 "UcmFakeStore loads nothing, so an engine that uses it answers with wrong tokens;"
@@ -244,12 +220,10 @@ class UcmFakeStore(InstantStore):
             )
         where = config.get("storage_backends") or ()
         root = where if isinstance(where, str | os.PathLike) else next(iter(where), None)
-        self._ids = IdRing(
-            options["buffer_number"], None if root is None else Path(root) / "ucm-fake-ids"
-        )
-        self._shards = max(
-            1, int(config.get("block_size", 1)) // int(config.get("shard_size") or 1)
-        )
+        path = None if root is None else Path(root) / "ucm-fake-ids"
+        self._ids = IdRing(options["buffer_number"], path)
+        shard = int(config.get("shard_size") or 1)
+        self._shards = max(1, int(config.get("block_size", 1)) // shard)
         self._incomplete: dict[bytes, set[int]] = {}
         self._limit = options["buffer_number"]
 
@@ -297,15 +271,14 @@ _ID = 16
 
 
 class IdRing:
-    """A bounded first-in-first-out set of 16-byte ids. Thread safe, and process safe over one
-    file."""
+    """A bounded first-in-first-out set of 16-byte ids; several processes may share one file."""
 
     def __init__(self, limit: int, path: Path | None = None) -> None:
-        """``limit``: most ids kept; all who share ``path`` give the same."""
+        """``limit``: most ids kept, the same for all who share ``path``."""
         self._limit = limit
         self._lock = threading.Lock()
         self._known: dict[bytes, None] = {}
-        self._seen = 0  # of all ids that ever came
+        self._seen = 0  # ids ever added
         size = _COUNT.size + limit * _ID
         if path is None:
             self._file = None
@@ -316,11 +289,7 @@ class IdRing:
             fcntl.flock(self._file, fcntl.LOCK_EX)
             try:
                 there = os.fstat(self._file).st_size
-                # to cut it would pull the memory from under those who map it
-                if there not in (
-                    0,
-                    size,
-                ):
+                if there not in (0, size):  # others map it: it must not be cut
                     raise ConfigError(
                         "all who share the ids of a UcmFakeStore give the same buffer_number",
                         context={"path": str(path), "bytes": there, "expected": size},
@@ -339,7 +308,7 @@ class IdRing:
             return [block in self._known for block in ids]
 
     def add(self, ids: Sequence[bytes]) -> None:
-        """Keep them; one that is kept already stays where it is."""
+        """Keep them; an id that is kept already stays in its place."""
         with self._lock:
             if self._file is not None:
                 fcntl.flock(self._file, fcntl.LOCK_EX)
@@ -365,7 +334,7 @@ class IdRing:
             del self._known[next(iter(self._known))]
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file."""
         with self._lock:
             self._known.clear()
             if self._file is not None:

@@ -1,69 +1,77 @@
-"""The public store interface, V1: what a store must do, and what it gets for free.
+"""The public store interface, V1: what a store must define, and what the base class adds.
 
 A block is named by 16 raw bytes and moved in *rows*: (block id, shard index, device addresses). A
 store written in Python defines :meth:`~UcmKVStoreBaseV1.lookup`,
 :meth:`~UcmKVStoreBaseV1.load_data`, :meth:`~UcmKVStoreBaseV1.dump_data` and
-:meth:`~UcmKVStoreBaseV1.wait`; the base class gives the rest.
+:meth:`~UcmKVStoreBaseV1.wait`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from ucm.errors import BusyError, ClosedError, InvalidInputError, UcmError, UnsupportedError
+from ucm.errors import (
+    BusyError,
+    ClosedError,
+    InvalidInputError,
+    TaskError,
+    UcmError,
+    UnsupportedError,
+)
 from ucm.store.kv_layout import KVLayout, address_of
 
 #: ``"published"``: visible to others and survives this process. ``"staged"``: device memory may be
 #: reused.
 Until = Literal["staged", "published"]
 
-#: What is kept beside the KV, by the name of the side shard: an array with a row of bytes for each
-#: row of the call.
+#: Bytes kept beside the KV, by the name of the side shard: an array with a row for each row of the
+#: call.
 Sides = Mapping[str, npt.NDArray[Any]]
 
-#: How soon a prefetched block will be asked for, the soonest first.
+#: How soon a prefetched block will be loaded, the soonest first.
 Priority = Literal["urgent", "next_batch", "normal", "speculative"]
+
+Tensors = Sequence[Sequence[Any]]
 
 
 class Asked(Protocol):
     """A lookup under way on a thread of a store."""
 
     def answer(self) -> tuple[bytes, str, float] | None:
-        """What :meth:`UcmKVStoreBaseV1.locate_on_prefix` says, and the seconds until that was
-        known; None while it is not. Never waits; raises what the lookup failed with."""
+        """The result of :meth:`UcmKVStoreBaseV1.locate_on_prefix`, and the seconds until it was
+        known; None before. Never waits; raises the error of the lookup."""
 
 
 class Task:
-    """A load or dump under way. Stores may subclass it or hand out any object of their own."""
+    """A load or dump under way. Stores may subclass it or return any object of their own."""
 
     _store: UcmKVStoreBaseV1 | None = None
     _completed = False
 
     def __init__(self, handle: Any = None, store: UcmKVStoreBaseV1 | None = None) -> None:
-        """``store`` is asked whether the task is finished; without one that is what was last
-        written into :attr:`completed`."""
+        """``store`` is polled for the end of the task; without one, :attr:`completed` is what was
+        last written into it."""
         self.handle = handle
         self.error: UcmError | None = None
         self._store = store
 
     @property
     def completed(self) -> bool:
-        """Whether it is finished, also when it failed. Asks its store each time until it is, and
-        never waits."""
+        """Whether it is finished, also when it failed. Polls its store, and never waits."""
         if not self._completed:
             try:
                 self._completed = self._is_over()
-            except (
-                UcmError
-            ) as error:  # busy says nothing; a store that was closed ended all its tasks
+            except UcmError as error:  # busy says nothing; a closed store ended all its tasks
                 self._completed = not error.retryable
         return self._completed
 
@@ -72,8 +80,8 @@ class Task:
         self._completed = completed
 
     def _is_over(self) -> bool:
-        """What a task that knows better than its store overrides."""
-        store, self._store = self._store, None  # what it does may look at `completed` itself
+        """Polls the store; overridden by tasks that know their end."""
+        store, self._store = self._store, None  # its check() may read `completed` itself
         if store is None:
             return False
         try:
@@ -83,7 +91,7 @@ class Task:
 
 
 class SidesTask(Task):
-    """Side shards being read. A store that has them at once hands them over here; others override
+    """Side shards being read. A store that has them at once passes them here; others override
     :meth:`result`."""
 
     def __init__(
@@ -98,8 +106,8 @@ class SidesTask(Task):
 
     def result(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
         """The bytes, of shape (ids, bytes of the side), and for each id whether they are there and
-        sound; the bytes of one that is not are zero. Raises :class:`~ucm.errors.InvalidInputError`
-        before the task is finished."""
+        sound; missing bytes are zero. Raises :class:`~ucm.errors.InvalidInputError` before the task
+        is finished."""
         if self._sides is None:
             raise InvalidInputError("the side shards are not there yet: wait for the task first")
         return self._sides
@@ -109,7 +117,7 @@ class UcmKVStoreBaseV1(ABC):
     """Base of every store. ``config`` is a plain dictionary; its keys are those of
     ``docs/configuration.md``."""
 
-    #: Where the KV lies, once somebody said so.
+    #: Where the KV lies, once it is registered.
     _kv: KVLayout | None = None
 
     #: A store that distinguishes the two levels of a dump sets this and overrides :meth:`check` and
@@ -119,8 +127,8 @@ class UcmKVStoreBaseV1(ABC):
     #: A store whose :meth:`load_data` takes ``timeout`` (seconds, keyword) sets this.
     takes_load_timeout: bool = False
 
-    #: Whether rows may name memory of an accelerator: of an engine whose KV lies on one, a store
-    #: that does not set this is left alone. One that does is told ``platform``.
+    #: Whether rows may name memory of an accelerator; a store that does not set this is not used
+    #: for KV on one. A store that sets it is passed ``platform``.
     serves_accelerators: bool = False
 
     #: Names of the tiers, the top one first, of a store that has several.
@@ -128,12 +136,10 @@ class UcmKVStoreBaseV1(ABC):
 
     #: Side shards that this store keeps beside the KV of a block, by name: the bytes of each for a
     #: whole block. A store with any takes ``sides``, a keyword of :meth:`dump_data`, and overrides
-    #: :meth:`load_sides` and :meth:`dump_sides`. Ask this before using sides; a store without them
-    #: needs none of the three.
+    #: :meth:`load_sides` and :meth:`dump_sides`.
     side_sizes: Mapping[str, int] = MappingProxyType({})
 
-    #: A store sets this whose processes each keep memory of their own, which :meth:`touch` of
-    #: another does not reach.
+    #: Set where each process has memory of its own, which :meth:`touch` of another does not reach.
     has_own_memory: bool = False
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -153,10 +159,7 @@ class UcmKVStoreBaseV1(ABC):
         self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: npt.NDArray[np.uint64]
     ) -> Task:
         """Start reading: row *i* fills the device pieces ``addrs[i]`` of shard ``shard_index[i]``.
-
-        ``addrs`` has shape (rows, pieces per row); the sizes are those the store was configured
-        with.
-        """
+        ``addrs`` has shape (rows, pieces per row); the sizes are those of the configuration."""
 
     @abstractmethod
     def dump_data(
@@ -167,34 +170,27 @@ class UcmKVStoreBaseV1(ABC):
         prerequisite_handle: int = 0,
     ) -> Task:
         """Start writing. ``prerequisite_handle`` is a device event to wait for before reading, 0
-        for none.
-
-        Raises :class:`~ucm.errors.BusyError` at once when no slot is free; the source is then
-        untouched. A store with :attr:`side_sizes` takes a keyword ``sides`` besides: as of
-        :meth:`dump`.
-        """
+        for none. Raises :class:`~ucm.errors.BusyError` at once when no slot is free; the source is
+        then untouched. A store with :attr:`side_sizes` takes a keyword ``sides`` too, as
+        :meth:`dump` does."""
 
     @abstractmethod
     def wait(self, task: Any, timeout: float | None = None, until: Until = "published") -> None:
-        """Wait for one task or a list of them, in seconds at most ``timeout`` (None: the store's
-        own deadline).
-
-        Repeatable. Raises :class:`~ucm.errors.TaskError` (with the failures by row) or another
-        :class:`~ucm.errors.UcmError`. A store that does not take ``timeout`` and ``until`` may
-        leave them out.
-        """
+        """Wait for one task or a list of them, at most ``timeout`` seconds (None: the store's own
+        deadline). Repeatable. Raises :class:`~ucm.errors.TaskError` (with the failures by row) or
+        another :class:`~ucm.errors.UcmError`. A store may leave out ``timeout`` and ``until``."""
 
     # What the base class gives
     # ------------------------------------------------------------------------------
 
     def register_kv_tensors(self, kv_caches: Mapping[str, Any]) -> None:
-        """Learn where a model's KV lies: for each layer, by name, a tensor whose first dimension
+        """Register where a model's KV lies: for each layer, by name, a tensor whose first dimension
         counts blocks."""
         self.register_kv(KVLayout(kv_caches))
 
     def register_kv(self, layout: KVLayout) -> None:
-        """Learn where the KV lies, so that :meth:`load_blocks` and :meth:`dump_blocks` need no
-        addresses. What is under way keeps what it began with; the tensors must stay until then."""
+        """Register where the KV lies, so that :meth:`load_blocks` and :meth:`dump_blocks` need no
+        addresses. Tasks under way keep the earlier layout; its tensors must stay until they end."""
         self._kv = layout
 
     def load_blocks(
@@ -203,9 +199,9 @@ class UcmKVStoreBaseV1(ABC):
         blocks: Sequence[int] | npt.NDArray[np.int64],
         timeout: float | None = None,
     ) -> Task:
-        """:meth:`load_data` of whole blocks, block *i* into the device block number ``blocks[i]``
-        of what was registered; ``timeout`` in seconds for stores that take one, their own deadline
-        if None."""
+        """:meth:`load_data` of whole blocks, block *i* into the registered device block number
+        ``blocks[i]``; ``timeout`` in seconds for stores that take one, their own deadline if
+        None."""
         shards, addresses = [0] * len(block_ids), self._registered().addresses(blocks)
         if timeout is not None and self.takes_load_timeout:
             return self.load_data(block_ids, shards, addresses, timeout=timeout)  # type: ignore[call-arg]
@@ -221,10 +217,9 @@ class UcmKVStoreBaseV1(ABC):
     ) -> Task:
         """:meth:`dump_data` of whole blocks, block *i* from the device block number ``blocks[i]``.
 
-        ``sides``: what is kept beside the KV, for each name of :attr:`side_sizes` an array whose
-        row *i* belongs to block *i*. Arrays lie in host memory and are copied before this returns.
-        A block that is stored already stays as it is, with the sides it has or without: see
-        :meth:`dump_sides`.
+        ``sides``: for each name of :attr:`side_sizes` an array whose row *i* belongs to block *i*.
+        Arrays lie in host memory and are copied before this returns. A stored block stays as it is,
+        with the sides it has or without: see :meth:`dump_sides`.
         """
         addresses = self._registered().addresses(blocks)
         return self._dump_rows(
@@ -239,7 +234,7 @@ class UcmKVStoreBaseV1(ABC):
         prerequisite_handle: int,
         sides: Sides | None,
     ) -> Task:
-        """:meth:`dump_data`, which is told of ``sides`` only where there are any."""
+        """:meth:`dump_data`, which is passed ``sides`` only where there are any."""
         if not sides:
             return self.dump_data(block_ids, shard_index, addrs, prerequisite_handle)
         if not self.side_sizes:
@@ -252,19 +247,17 @@ class UcmKVStoreBaseV1(ABC):
         """Start reading the side shard of that name of each block, without its KV; ``timeout`` in
         seconds, the deadline of a load if None.
 
-        Each is looked for in the record of its block, then in a record of its own
-        (:meth:`dump_sides`). One that is nowhere, or is not sound, or comes too late, fails
-        nothing: :meth:`SidesTask.result` says which are there.
+        Each is read from the record of its block, else from a record of its own
+        (:meth:`dump_sides`). One that is missing, not sound or late fails nothing:
+        :meth:`SidesTask.result` says which are there.
         """
         del block_ids, name, timeout
         raise _without_sides(self)
 
     def dump_sides(self, block_ids: Sequence[bytes], sides: Sides) -> Task:
-        """Start writing side shards of blocks that are stored without them: made again from their
-        KV, each becomes a record of its own, which :meth:`load_sides` finds. ``sides`` as of
-        :meth:`dump_blocks`, but some of the names will do. Raises :class:`~ucm.errors.BusyError` at
-        once when no slot is free.
-        """
+        """Start writing side shards of blocks that are stored without them: each becomes a record
+        of its own, which :meth:`load_sides` finds. ``sides`` as of :meth:`dump_blocks`, but not all
+        names are needed. Raises :class:`~ucm.errors.BusyError` at once when no slot is free."""
         del block_ids, sides
         raise _without_sides(self)
 
@@ -276,11 +269,8 @@ class UcmKVStoreBaseV1(ABC):
         return self._kv
 
     def check(self, task: Any, until: Until = "published") -> bool:
-        """Whether the task is finished (also when it failed), without waiting and without consuming
-        it.
-
-        Here: by waiting on one bounded thread of the store's own.
-        """
+        """Whether the task is finished (also when it failed), without waiting. By default a bounded
+        thread of the store's own waits for it."""
         del until  # a store without two levels has one answer
         if self._waiter is None:
             self._waiter = _Waiter(self)
@@ -288,11 +278,10 @@ class UcmKVStoreBaseV1(ABC):
 
     def lookup_on_prefix(self, block_ids: Sequence[bytes]) -> int:
         """Index of the last block of the present prefix, -1 when the first is absent; every counted
-        id checked."""
+        id is checked."""
         done, window = 0, 16
         while done < len(block_ids):
-            answer = self.lookup(block_ids[done : done + window])
-            for present in answer:
+            for present in self.lookup(block_ids[done : done + window]):
                 if not present:
                     return done - 1
                 done += 1
@@ -301,58 +290,54 @@ class UcmKVStoreBaseV1(ABC):
 
     def explain_on_prefix(self, block_ids: Sequence[bytes]) -> tuple[int, str]:
         """The same, and why the next block is no hit: a name of :class:`ucm.reasons.MissReason`.
-
-        Overridden by stores that know more than that a block is absent.
-        """
+        Overridden by stores that know other reasons than absent."""
         return self.lookup_on_prefix(block_ids), "absent"
 
     def locate_on_prefix(self, block_ids: Sequence[bytes]) -> tuple[bytes, str]:
         """The tier that each block of the present prefix would be loaded from, a byte each (0 is
-        the top one), and the reason of :meth:`explain_on_prefix`. How fast loads are is measured
+        the top one), and the reason of :meth:`explain_on_prefix`. The speed of loads is measured
         for each tier."""
         last, reason = self.explain_on_prefix(block_ids)
         return bytes(last + 1), reason
 
     def begin_locate_on_prefix(self, block_ids: Sequence[bytes]) -> Asked | None:  # noqa: ARG002 - see below
         """:meth:`locate_on_prefix` on a thread of the store, which does not need the interpreter;
-        never waits. None: this store has no such thread, call the other one from one of yours."""
+        never waits. None where the store has no such thread."""
         return None
 
     @property
     def answers_at_once(self) -> bool:
-        """Whether :meth:`locate_on_prefix` is answered from memory, without a system call, so that
-        it may be called where nothing may wait. May change."""
+        """Whether :meth:`locate_on_prefix` is answered from memory, without a system call. May
+        change."""
         return False
 
     def served(self, task: Any) -> Sequence[int]:  # noqa: ARG002 - for stores that have several tiers
-        """Blocks that a finished load brought from each tier, the top one first; none where that is
-        not known. Another process may have changed what :meth:`locate_on_prefix` said."""
+        """Blocks that a finished load read from each tier, the top one first; empty where that is
+        not known. :meth:`locate_on_prefix` may be outdated by then."""
         return ()
 
     def prefetch(self, block_ids: Sequence[bytes], priority: Priority = "normal") -> int | None:
-        """A hint that these blocks will be asked for; may be ignored.
+        """A hint that these blocks will be loaded; may be ignored.
 
         A store with stages brings them into its upper ones, the most urgent first and after all
-        loads, unless they are ``"urgent"``. It answers how many it has taken on, those included
-        that were waiting already; what finds no place in the queue is dropped. Without an upper
-        stage nothing is done and the answer is 0, here None.
+        loads, unless they are ``"urgent"``. Returns how many it accepted, waiting ones included;
+        blocks beyond its queue are dropped. 0 without an upper stage, None here.
         """
         del block_ids, priority
         return None
 
     def prefetch_room(self) -> int:
-        """How many blocks it makes sense to prefetch ahead of need; 0 where prefetching does
-        nothing."""
+        """Blocks that may be prefetched ahead of need; 0 where prefetching does nothing."""
         return 0
 
     def cancel_prefetch(self, block_ids: Sequence[bytes]) -> int:
-        """These blocks need not be brought up any more; counts those that were still waiting."""
+        """Cancel prefetches of these blocks; returns how many were still waiting."""
         del block_ids
         return 0
 
     def flush(self) -> None:
-        """Publishes soon what was dumped and waits for more to be published with it (a segment that
-        is open). Who waits for a dump with :meth:`wait` need not call it."""
+        """Publish soon what was dumped and waits for more to be published with it (an open
+        segment). Not needed before :meth:`wait`."""
 
     def describe(
         self,
@@ -364,18 +349,17 @@ class UcmKVStoreBaseV1(ABC):
         tenant: bytes | None = None,
     ) -> None:
         """What ids do not say, for the record's header: parent id, ordinal in the chain, number of
-        tokens; ``tenant``: the 32-byte tag of the tenant whose blocks they all are. A store that
-        overrides this without ``tenant`` is told the rest."""
+        tokens; ``tenant``: the 32-byte tag of the tenant of all these blocks. A store that
+        overrides this without ``tenant`` is not passed it."""
 
     def mark_bad(self, block_ids: Sequence[bytes]) -> None:
-        """A rank of this engine could not use these records. The next dump replaces them, even
-        where this store finds them stored and sound; until then they are no hits. Without it, such
-        a dump would change nothing."""
+        """A rank of this engine could not use these records. They are no hits until the next dump
+        replaces them, even where this store finds them sound."""
         self.distrust(block_ids)
 
     def clear_bad(self, block_ids: Sequence[bytes]) -> None:
-        """Another rank, which writes for this one too, replaces these records: a store that refused
-        them may read them again."""
+        """Another rank, which writes for this one too, replaces these records: they may be read
+        again."""
         self.trust(block_ids)
 
     def distrust(self, block_ids: Sequence[bytes]) -> None:
@@ -385,35 +369,29 @@ class UcmKVStoreBaseV1(ABC):
         """Older name of :meth:`clear_bad`, called for stores that define it."""
 
     def touch(self, block_ids: Sequence[bytes]) -> None:
-        """These blocks, in chain order, were used by a request, even if found elsewhere; keeps them
-        from removal."""
+        """These blocks, in chain order, were used by a request, even if found elsewhere: evict them
+        later."""
 
     def touch_own(self, block_ids: Sequence[bytes], first: int = 0) -> None:
-        """The same for what this process alone can touch, its memory and the segments it merges,
-        told by one whose :meth:`touch` does not reach them; ``first``: position of the first of
-        these blocks in its chain. Must be quick.
-        """
+        """The same for what only this process can touch, its memory and the segments it merges;
+        ``first``: position of the first of these blocks in its chain. Must be quick."""
 
     @property
     def wants_touch_own(self) -> bool:
-        """Whether :meth:`touch_own` does anything; may change until the store has answered once."""
+        """Whether :meth:`touch_own` does anything; may change until the first lookup."""
         return self.has_own_memory
 
     def load(
-        self,
-        block_ids: Sequence[bytes],
-        shard_index: Sequence[int],
-        tensors: Sequence[Sequence[Any]],
+        self, block_ids: Sequence[bytes], shard_index: Sequence[int], tensors: Tensors
     ) -> Task:
         """:meth:`load_data` into tensors: ``tensors[i][j]`` is piece *j* of row *i*."""
-        task: Task = self._own(self.load_data(block_ids, shard_index, _addresses(tensors)))
-        return task
+        return self._own(self.load_data(block_ids, shard_index, _addresses(tensors)))
 
     def dump(
         self,
         block_ids: Sequence[bytes],
         shard_index: Sequence[int],
-        tensors: Sequence[Sequence[Any]],
+        tensors: Tensors,
         prerequisite_handle: int = 0,
         *,
         sides: Sides | None = None,
@@ -421,24 +399,20 @@ class UcmKVStoreBaseV1(ABC):
         """:meth:`dump_data` from tensors: ``tensors[i][j]`` is piece *j* of row *i*.
 
         ``sides`` as of :meth:`dump_blocks`; where a block is split into shards, row *i* of an array
-        is the share of row *i* of the call: a side shard is the shares of all shards, one behind
-        the other.
+        is the share of row *i* of the call: a side shard is the shares of all shards in order.
         """
         rows = _addresses(tensors)
-        task: Task = self._own(
-            self._dump_rows(block_ids, shard_index, rows, prerequisite_handle, sides)
-        )
-        return task
+        return self._own(self._dump_rows(block_ids, shard_index, rows, prerequisite_handle, sides))
 
-    def _own(self, task: Any) -> Any:
-        """The task, which asks this store from now on unless it was made with one."""
-        if isinstance(task, Task) and task._store is None:
+    def _own(self, task: Task) -> Task:
+        """The task, which polls this store from now on unless it was made with one."""
+        if getattr(task, "_store", self) is None:  # a store may return an object of its own
             task._store = self
         return task
 
     def cc_store(self) -> int:
-        """Address of the C table of this store (``ucm_store.h``, see ``docs/stores.md``), 0 where
-        there is none."""
+        """Address of the C table of this store (``ucm_store.h``, see ``docs/stores.md``), 0 without
+        one."""
         return 0
 
     def stats(self) -> dict[str, Any]:
@@ -446,19 +420,19 @@ class UcmKVStoreBaseV1(ABC):
         return {}
 
     def healthy(self) -> bool:
-        """Whether loads and dumps have a chance now, without waiting. A store that says no must
-        come to say yes again when :meth:`lookup` found its medium well; it is asked to look now and
-        then."""
+        """Whether loads and dumps can succeed now, without waiting. A store that returns False must
+        return True again after a :meth:`lookup` found its medium well; lookups go on from time to
+        time."""
         return True
 
     def early(self) -> tuple[list[bytes], list[bytes]]:
-        """Block ids that this store can read before others can see them (held in its memory, in a
-        file that is not published yet): those gained and those lost since the last call. Lost means
-        gone, or published so long ago that others have found them."""
+        """Block ids that this store can read before others can (in its memory, in a file that is
+        not published yet): those added and those removed since the last call. Removed means
+        evicted, or published so long ago that others have found them."""
         return [], []
 
     def trouble(self) -> str:
-        """Why :meth:`healthy` says no, in words for a log; empty when that is not known."""
+        """Why :meth:`healthy` is False, for a log; empty when that is not known."""
         return ""
 
     def free_dump_slots(self) -> int | None:
@@ -486,7 +460,56 @@ def _without_sides(store: UcmKVStoreBaseV1) -> UnsupportedError:
     )
 
 
-def _addresses(tensors: Sequence[Sequence[Any]]) -> npt.NDArray[np.uint64]:
+def wait_all(
+    store: UcmKVStoreBaseV1,
+    tasks: Sequence[Any],
+    timeout: float | None,
+    until: Until,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Wait for several tasks within one ``timeout`` (seconds); raises the first failure once all
+    have been waited for."""
+    end = None if timeout is None else clock() + timeout
+    failed: UcmError | None = None
+    for task in tasks:
+        try:
+            store.wait(task, None if end is None else max(0.0, end - clock()), until)
+        except UcmError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
+
+
+def rows_failed(task: Any, failures: Mapping[int, Any]) -> TaskError:
+    """The error of a task of which rows failed; ``task.error`` is it from now on."""
+    first = min(failures)
+    text = f"{len(failures)} rows of the {task.kind} failed, the first: {failures[first]}"
+    error = task.error = TaskError(text, failures=dict(failures), context={"row": first})
+    return error
+
+
+def checked_ids(block_ids: Sequence[Any]) -> Sequence[bytes]:
+    """The ids, if each is 16 raw bytes."""
+    for block in block_ids:
+        if not isinstance(block, bytes) or len(block) != 16:
+            raise InvalidInputError(
+                "a block id is 16 raw bytes (type bytes)", context={"got": repr(block)[:80]}
+            )
+    return block_ids
+
+
+def same_rows(block_ids: Sequence[Any], shard_index: Sequence[int], addrs: Any) -> int:
+    """The number of rows, if it is the same everywhere."""
+    rows = len(block_ids)
+    if not rows == len(shard_index) == len(addrs):
+        raise InvalidInputError(
+            "block_ids, shard_index and the rows of addrs must be equally many",
+            context={"block_ids": rows, "shard_index": len(shard_index), "addrs": len(addrs)},
+        )
+    return rows
+
+
+def _addresses(tensors: Tensors) -> npt.NDArray[np.uint64]:
     """Addresses of a matrix of tensors (anything with ``data_ptr()``, or NumPy arrays)."""
     widths = {len(row) for row in tensors}
     if len(widths) > 1:
@@ -526,26 +549,21 @@ class _Waiter:
             try:
                 self._queue.put_nowait(task)
             except queue.Full:
-                raise BusyError(
-                    "too many tasks are being waited for", context={"limit": self.LIMIT}
-                ) from None
+                limit = {"limit": self.LIMIT}
+                raise BusyError("too many tasks are being waited for", context=limit) from None
             self._states[id(task)] = (task, False)
             return False
 
     def close(self) -> None:
         with self._lock:
             self._states.clear()
-        try:
+        with contextlib.suppress(queue.Full):
             self._queue.put_nowait(_STOP)
-        except queue.Full:
-            pass
 
     def _run(self) -> None:
         while (task := self._queue.get()) is not _STOP:
-            try:
+            with contextlib.suppress(Exception):  # raised again by the caller's wait()
                 self._store.wait(task)
-            except Exception:  # noqa: S110 - told again to the caller of wait()
-                pass
             with self._lock:
                 if id(task) in self._states:
                     self._states[id(task)] = (task, True)
@@ -555,10 +573,8 @@ _STOP = object()
 
 
 def _mark(task: Any) -> None:
-    try:
+    with contextlib.suppress(AttributeError):
         task.completed = True
-    except AttributeError:
-        pass
 
 
 __all__ = [

@@ -10,17 +10,16 @@ dumped, V0 when it is committed. So a dump is kept in memory until the commit, w
 block to the V1 store, waits until it is published and raises when it was not. That memory is
 bounded: ``create`` answers -50004 (try again) while it is full, and a block that is neither
 committed nor dropped for five minutes is dropped. Addresses are host memory. A row covers whole
-shards of its block: offset and size are multiples of ``shard_size`` (``io_size`` in the words of
-V0).
+shards of its block: offset and size are multiples of ``shard_size`` (``io_size`` in V0).
 
 :class:`V1OverV0` puts V1 in front of a V0 store, so that one written against the original works
-wherever a V1 store does, the vLLM connector included. V0 calls may block without a deadline, so
-they run on two threads of this adapter, one for loads and one for dumps, and never touch the
-caller's memory: a dump is copied before it is queued (its source is free at once), a load is read
-into memory of the adapter and copied when it is complete in time. A late one fails, and not one
-byte of it reaches the caller afterwards. Both directions are bounded; a dump without room is
-refused as busy. A block is created with its first shard and committed with its last; after the
-commit the adapter looks it up, and a block that is not found was not published.
+wherever a V1 store does. V0 calls may block without a deadline, so they run on two threads of this
+adapter, one for loads and one for dumps, and never touch the caller's memory: a dump is copied
+before it is queued, a load is read into memory of the adapter and copied when it is complete in
+time. A late one fails, and no byte of it reaches the caller afterwards. Both directions are
+bounded; a dump without room is refused as busy. A block is created with its first shard and
+committed with its last; the adapter then looks it up, and a block that is not found was not
+published.
 """
 
 from __future__ import annotations
@@ -56,26 +55,33 @@ from ucm.errors import (
     UnsupportedError,
 )
 from ucm.store.kv_layout import BlockShape, address_of, bytes_of, on_host
-from ucm.store.ucmstore_v1 import Priority, Task, UcmKVStoreBaseV1, Until
+from ucm.store.ucmstore_v1 import (
+    Priority,
+    Task,
+    UcmKVStoreBaseV1,
+    Until,
+    checked_ids,
+    rows_failed,
+    same_rows,
+    wait_all,
+)
 
 __all__ = ["DUPLICATE_KEY", "OK", "Task", "UcmKVStoreBase", "V0OverV1", "V1OverV0", "block_id"]
 
-#: What ``create``, ``wait`` and ``check`` answer when all is well; any other number is an error
+Ints = Sequence[int]
+
+#: What ``create``, ``wait`` and ``check`` return for success; any other number is an error
 #: (``UcmError.code``).
 OK = 0
-#: ``create``: the block is stored already, or somebody is writing it. There is nothing to do for
-#: this block.
+#: ``create``: the block is stored already, or is being written.
 DUPLICATE_KEY = -50003
 
 _HEX_ID = re.compile(r"[0-9a-fA-F]{32}")
 
 
 def block_id(name: str | bytes) -> bytes:
-    """The 16 bytes that a V0 block id names: 32 hexadecimal digits, or the 16 bytes themselves.
-
-    Any other text is an :class:`~ucm.errors.InvalidInputError`: it would have to be hashed, and
-    only the caller knows what else its ids must be told apart from.
-    """
+    """The 16 bytes that a V0 block id names: 32 hexadecimal digits, or the 16 bytes themselves. Any
+    other text is an :class:`~ucm.errors.InvalidInputError`: only the caller can hash it safely."""
     if isinstance(name, bytes) and len(name) == 16:
         return name
     if isinstance(name, str) and _HEX_ID.fullmatch(name):
@@ -111,36 +117,24 @@ class UcmKVStoreBase(ABC):
         """Whether each block is stored and committed."""
 
     def prefetch(self, block_ids: Sequence[str]) -> None:
-        """A hint that these blocks will be asked for; may be ignored."""
+        """A hint that these blocks will be loaded; may be ignored."""
 
     def load(self, block_ids: Sequence[str], offset: Sequence[int], tensors: Sequence[Any]) -> Any:
         """Start reading: row *i* fills ``tensors[i]`` from byte ``offset[i]`` of block
-        ``block_ids[i]`` on."""
+        ``block_ids[i]``."""
         return self.fetch_data(block_ids, offset, *_spans(tensors))
 
     def dump(self, block_ids: Sequence[str], offset: Sequence[int], tensors: Sequence[Any]) -> Any:
         """Start writing: row *i* puts ``tensors[i]`` at byte ``offset[i]`` of block
-        ``block_ids[i]``, which was created. The tensors must stay as they are until the task was
-        waited for."""
+        ``block_ids[i]``, which was created. The tensors must not change before the task was waited
+        for."""
         return self.dump_data(block_ids, offset, *_spans(tensors))
 
-    def fetch_data(
-        self,
-        block_ids: Sequence[str],
-        offset: Sequence[int],
-        addr: Sequence[int],
-        size: Sequence[int],
-    ) -> Any:
+    def fetch_data(self, block_ids: Sequence[str], offset: Ints, addr: Ints, size: Ints) -> Any:
         """:meth:`load` into raw memory: ``size[i]`` bytes to address ``addr[i]``."""
         raise NotImplementedError("this store takes tensors, not addresses")
 
-    def dump_data(
-        self,
-        block_ids: Sequence[str],
-        offset: Sequence[int],
-        addr: Sequence[int],
-        size: Sequence[int],
-    ) -> Any:
+    def dump_data(self, block_ids: Sequence[str], offset: Ints, addr: Ints, size: Ints) -> Any:
         """:meth:`dump` from raw memory: ``size[i]`` bytes from address ``addr[i]``."""
         raise NotImplementedError("this store takes tensors, not addresses")
 
@@ -153,21 +147,19 @@ class UcmKVStoreBase(ABC):
         """Publish created blocks, or drop them; one answer for all or one for each."""
 
     def check(self, task: Any) -> tuple[int, bool]:
-        """(0 or an error's code, whether the task is finished). Here: by waiting; a store that
-        knows overrides it."""
+        """(0 or an error's code, whether the task is finished). By default it waits for the
+        task."""
         return self.wait(task), True
 
 
 def _spans(tensors: Sequence[Any]) -> tuple[list[int], list[int]]:
-    return [address_of(tensor, row=row) for row, tensor in enumerate(tensors)], [
-        bytes_of(t) for t in tensors
-    ]
+    addresses = [address_of(tensor, row=row) for row, tensor in enumerate(tensors)]
+    return addresses, [bytes_of(tensor) for tensor in tensors]
 
 
-#: A block that was created and neither committed nor dropped is dropped after this many seconds, as
-#: in the original.
+#: Seconds after which a block that is neither committed nor dropped is dropped, as in the original.
 FORGOTTEN_S = 300.0
-#: Bytes of created blocks at one time, unless told otherwise.
+#: Default bound of the bytes of created blocks.
 BUFFER_BYTES = 256 << 20
 
 
@@ -226,13 +218,13 @@ class V0OverV1(UcmKVStoreBase):
         return [bool(found) for found in self.v1.lookup(_ids(block_ids))]
 
     def prefetch(self, block_ids: Sequence[str]) -> None:
-        """A hint that these blocks will be asked for."""
+        """A hint that these blocks will be loaded."""
         self.v1.prefetch(_ids(block_ids))
 
     def create(self, block_ids: Sequence[str]) -> list[int]:
-        """Reserve blocks: 0; -50003 when stored already or created here and not committed; -50004
-        when the memory for created blocks is spoken for; -50013 when the store is unhealthy; what
-        the lookup failed with."""
+        """Reserve blocks: 0; -50003 when stored already, or created here and not committed; -50004
+        when the memory for created blocks is full; -50013 when the store is unhealthy; or the error
+        of the lookup."""
         ids = _ids(block_ids)
         try:
             if not self.v1.healthy():
@@ -242,9 +234,7 @@ class V0OverV1(UcmKVStoreBase):
             return [error.code] * len(ids)
         with self._lock:
             self._sweep()
-            return [
-                self._reserve(block, bool(there)) for block, there in zip(ids, stored, strict=True)
-            ]
+            return [self._reserve(*one) for one in zip(ids, map(bool, stored), strict=True)]
 
     def _reserve(self, block: bytes, stored: bool) -> int:
         if stored or block in self._created:
@@ -255,7 +245,7 @@ class V0OverV1(UcmKVStoreBase):
         return OK
 
     def _sweep(self) -> None:
-        """Forget what no one commits, and what the V1 store no longer reads."""
+        """Drop blocks that were created long ago, and memory that the V1 store no longer reads."""
         now = self._clock()
         for block, created in list(self._created.items()):
             if now - created.since > FORGOTTEN_S and not created.committing:
@@ -273,27 +263,19 @@ class V0OverV1(UcmKVStoreBase):
     # Moving bytes
     # -------------------------------------------------------------------------------------------
 
-    def load(self, block_ids: Sequence[str], offset: Sequence[int], tensors: Sequence[Any]) -> Task:
+    def load(self, block_ids: Sequence[str], offset: Ints, tensors: Sequence[Any]) -> Any:
         """As in V0; the tensors lie in host memory."""
         _on_host(tensors)
-        task: Task = super().load(block_ids, offset, tensors)
-        return task
+        return super().load(block_ids, offset, tensors)
 
-    def dump(self, block_ids: Sequence[str], offset: Sequence[int], tensors: Sequence[Any]) -> Task:
+    def dump(self, block_ids: Sequence[str], offset: Ints, tensors: Sequence[Any]) -> Any:
         """As in V0; the tensors lie in host memory and are free again when this returns."""
         _on_host(tensors)
-        task: Task = super().dump(block_ids, offset, tensors)
-        return task
+        return super().dump(block_ids, offset, tensors)
 
-    def fetch_data(
-        self,
-        block_ids: Sequence[str],
-        offset: Sequence[int],
-        addr: Sequence[int],
-        size: Sequence[int],
-    ) -> Task:
-        """Start reading straight into the caller's memory, which is written until the task was
-        waited for."""
+    def fetch_data(self, block_ids: Sequence[str], offset: Ints, addr: Ints, size: Ints) -> Task:
+        """Start reading into the caller's memory, which is written until the task was waited
+        for."""
         blocks: list[bytes] = []
         shards: list[int] = []
         rows: list[list[int]] = []
@@ -301,19 +283,12 @@ class V0OverV1(UcmKVStoreBase):
             for number in range(count):
                 blocks.append(block)
                 shards.append(first + number)
-                rows.append(
-                    [address + number * self._shape.shard + piece for piece in self._offsets]
-                )
+                base = address + number * self._shape.shard
+                rows.append([base + piece for piece in self._offsets])
         matrix = np.array(rows, dtype=np.uint64).reshape(len(rows), len(self._offsets))
         return _Fetch(self.v1.load_data(blocks, shards, matrix), self.v1)
 
-    def dump_data(
-        self,
-        block_ids: Sequence[str],
-        offset: Sequence[int],
-        addr: Sequence[int],
-        size: Sequence[int],
-    ) -> Task:
+    def dump_data(self, block_ids: Sequence[str], offset: Ints, addr: Ints, size: Ints) -> Task:
         """Keep these parts for the commit; the source is free again when this returns.
 
         Raises :class:`~ucm.errors.NotFoundError` for a block that is not created; then nothing of
@@ -327,10 +302,7 @@ class V0OverV1(UcmKVStoreBase):
                         "this block is not created, or its commit has begun: create() it first",
                         context={"row": number, "block_id": block.hex()},
                     )
-            targets = [
-                (self._created[block], first, count, address)
-                for block, first, count, address in rows
-            ]
+            targets = [(self._created[one[0]], *one[1:]) for one in rows]
             for created, *_ in targets:
                 if created.memory is None:
                     created.memory = np.empty(self._shape.block, np.uint8)
@@ -346,27 +318,21 @@ class V0OverV1(UcmKVStoreBase):
         return done
 
     def _rows(
-        self,
-        block_ids: Sequence[str],
-        offset: Sequence[int],
-        addr: Sequence[int],
-        size: Sequence[int],
+        self, block_ids: Sequence[str], offset: Ints, addr: Ints, size: Ints
     ) -> Iterator[tuple[bytes, int, int, int]]:
         """(block, first shard, number of shards, address) of each row."""
-        if not len(block_ids) == len(offset) == len(addr) == len(size):
+        lengths = {
+            "block_ids": len(block_ids),
+            "offset": len(offset),
+            "addr": len(addr),
+            "size": len(size),
+        }
+        if len(set(lengths.values())) != 1:
             raise InvalidInputError(
-                "block_ids, offset, addr and size must be equally many",
-                context={
-                    "block_ids": len(block_ids),
-                    "offset": len(offset),
-                    "addr": len(addr),
-                    "size": len(size),
-                },
+                "block_ids, offset, addr and size must be equally many", context=lengths
             )
-        shape = self._shape
-        for row, (block, at, address, length) in enumerate(
-            zip(_ids(block_ids), offset, addr, size, strict=True)
-        ):
+        shape, rows = self._shape, zip(_ids(block_ids), offset, addr, size, strict=True)
+        for row, (block, at, address, length) in enumerate(rows):
             first, odd = divmod(int(at), shape.shard)
             count, rest = divmod(int(length), shape.shard)
             if odd or rest or first < 0 or count < 1 or first + count > shape.shards:
@@ -386,7 +352,7 @@ class V0OverV1(UcmKVStoreBase):
             yield block, first, count, int(address)
 
     def wait(self, task: Any) -> int:
-        """0, or the code of the first row that failed; ``task.error`` has the whole story.
+        """0, or the code of the first row that failed; ``task.error`` has all of them.
         Repeatable."""
         if isinstance(task, list | tuple):
             return next((code for code in [self.wait(one) for one in task] if code), OK)
@@ -417,7 +383,7 @@ class V0OverV1(UcmKVStoreBase):
 
         Returns when every block with True is published. Raises :class:`~ucm.errors.TaskError` that
         names those that are not, by their index in ``block_ids``; they stay created and may be
-        committed again. Committing a block that is stored already does nothing.
+        committed again. Committing a stored block does nothing.
         """
         ids = _ids(block_ids)
         flags = [is_success] * len(ids) if isinstance(is_success, bool | int) else list(is_success)
@@ -448,9 +414,8 @@ class V0OverV1(UcmKVStoreBase):
                     created.committing = True
                     todo.append((index, block, created))
         if unknown:
-            for index, stored in zip(
-                unknown, self.v1.lookup([ids[i] for i in unknown]), strict=True
-            ):
+            found = self.v1.lookup([ids[index] for index in unknown])
+            for index, stored in zip(unknown, found, strict=True):
                 if not stored:
                     failures[index] = NotFoundError("this block is neither created nor stored")
         ended = False
@@ -475,7 +440,7 @@ class V0OverV1(UcmKVStoreBase):
     def _publish(
         self, todo: list[tuple[int, bytes, _Created]], failures: dict[int, UcmError]
     ) -> None:
-        """Dump whole blocks, as many at a time as the store has room for, and wait until they are
+        """Dump whole blocks, as many at a time as the store has room for, until they are
         published."""
         at = 0
         while at < len(todo):
@@ -484,8 +449,7 @@ class V0OverV1(UcmKVStoreBase):
             at += len(batch)
             failed = self._dump(batch)
             good = [number for number in range(len(batch)) if number not in failed]
-            # A dump may be well and the block still not there: what counts is what the next lookup
-            # says.
+            # A dump may succeed and the block still be absent: the next lookup decides.
             try:
                 found = self.v1.lookup([batch[number][1] for number in good])
             except UcmError as error:
@@ -500,41 +464,31 @@ class V0OverV1(UcmKVStoreBase):
     def _dump(self, batch: list[tuple[int, bytes, _Created]]) -> dict[int, UcmError]:
         """Why blocks of the batch were not published, by their index in it."""
         size, shards = self._shape.shard, self._shape.shards
-        bases = [
-            created.memory.ctypes.data for _, _, created in batch if created.memory is not None
-        ]
-        pieces = np.array(
-            [shard * size + piece for shard in range(shards) for piece in self._offsets], np.uint64
-        )
-        matrix = (np.array(bases, np.uint64)[:, None] + pieces[None, :]).reshape(
-            len(bases) * shards, -1
-        )
+        bases = np.array([made.memory.ctypes.data for *_, made in batch if made.memory is not None])
+        pieces = [shard * size + piece for shard in range(shards) for piece in self._offsets]
+        matrix = bases.astype(np.uint64)[:, None] + np.array(pieces, np.uint64)[None, :]
         task: Any = None
         try:
             task = self.v1.dump_data(
                 [block for _, block, _ in batch for _ in range(shards)],
                 list(range(shards)) * len(batch),
-                matrix,
+                matrix.reshape(len(batch) * shards, -1),
             )
             self.v1.wait(task)
         except TaskError as error:
             if error.failures:
-                return {
-                    row // shards: why for row, why in sorted(error.failures.items(), reverse=True)
-                }
+                rows = sorted(error.failures.items(), reverse=True)
+                return {row // shards: why for row, why in rows}
             return dict.fromkeys(range(len(batch)), error)
         except BaseException as error:
-            if task is not None:  # not over yet, as far as is known: it may go on reading
+            if task is not None:  # it may go on reading
                 with self._lock:
                     self._read.append((task, [created for _, _, created in batch]))
             if not isinstance(error, Exception):
-                raise  # the user's: who waits is interrupted
-            why = (
-                error
-                if isinstance(error, UcmError)
-                else InternalError(f"the store failed: {error!r}")
-            )
-            return dict.fromkeys(range(len(batch)), why)
+                raise  # an interrupt of the waiting thread
+            why = InternalError(f"the store failed: {error!r}")
+            ours = error if isinstance(error, UcmError) else why
+            return dict.fromkeys(range(len(batch)), ours)
         return {}
 
     def close(self) -> None:
@@ -586,8 +540,8 @@ class V0Task(Task):
         return self.over()
 
     def deliver(self, rows: range, work: Callable[[], None]) -> bool:
-        """Do ``work``, which ends these rows well, unless the task has ended. Nothing ends it
-        meanwhile."""
+        """Do ``work``, which completes these rows, unless the task has ended; it cannot end before
+        this returns."""
         with self._lock:
             if self._ended.is_set():
                 return False
@@ -602,7 +556,7 @@ class V0Task(Task):
                 self._failures.update(dict.fromkeys(rows, error))
 
     def end(self, error: UcmError | None = None) -> None:
-        """The work is over; rows that neither arrived nor failed fail with ``error``."""
+        """The work is over; rows that neither succeeded nor failed fail with ``error``."""
         with self._lock:
             if self._ended.is_set():
                 return
@@ -613,7 +567,7 @@ class V0Task(Task):
             self._ended.set()
 
     def over(self) -> bool:
-        """Whether it has ended; at its deadline it does."""
+        """Whether it has ended; it ends at its deadline."""
         if not self._ended.is_set() and self._clock() >= self.deadline:
             self.end(DeadlineError(f"the {self.kind} of a V0 store did not end in time"))
         return self._ended.is_set()
@@ -656,26 +610,25 @@ class Lane:
 
     @property
     def stuck(self) -> bool:
-        """Whether the store is at a call that should have ended."""
+        """Whether a call of the store is past its deadline."""
         running = self._running
         return running is not None and self._clock() > running.deadline
 
     def close(self) -> None:
-        """No more jobs. What waits fails, and so does what runs: what its call still brings is
-        thrown away."""
+        """No more jobs. Those waiting and running fail; later results of a running call are
+        dropped."""
+        closed = ClosedError("the store was closed")
         with self._lock:
             self._closed = True
             running = self._running
-            while True:
-                try:
-                    waiting = self._jobs.get_nowait()
-                except queue.Empty:
-                    break
-                if waiting is not None:
-                    waiting[0].end(ClosedError("the store was closed"))
+            try:
+                while (waiting := self._jobs.get_nowait()) is not None:
+                    waiting[0].end(closed)
+            except queue.Empty:
+                pass
             self._jobs.put_nowait(None)
         if running is not None:
-            running.end(ClosedError("the store was closed"))
+            running.end(closed)
 
     def _run(self) -> None:
         while (item := self._jobs.get()) is not None:
@@ -689,21 +642,19 @@ class Lane:
                 job()
                 task.end()
             except Exception as error:
-                task.end(
-                    error
-                    if isinstance(error, UcmError)
-                    else StoreIOError(f"the V0 store failed: {error!r}")
-                )
+                failed = StoreIOError(f"the V0 store failed: {error!r}")
+                task.end(error if isinstance(error, UcmError) else failed)
             self._running = None
             del item, task, job
 
 
-#: Blocks whose shards are still to come, at one time.
+#: Most blocks at one time of which shards are missing.
 INCOMPLETE = 4096
-#: Bytes of dumps copied and not written yet, where nobody says how many.
+#: Default bound of the bytes of dumps that are copied and not written yet.
 _ROOM = 256 << 20
 
 Addresses = npt.NDArray[np.uint64]
+Bytes = npt.NDArray[np.uint8]
 
 _BY_CODE: dict[int, type[UcmError]] = {cls.code: cls for cls in BY_KIND.values()} | {
     InvalidInputError.code: InvalidInputError,
@@ -725,8 +676,7 @@ class _Settings(StoreSettings):
 
 
 def with_v0_words(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of a V1 store with the keys that V0 stores read beside it, unless they are
-    there."""
+    """The configuration of a V1 store with the keys that V0 stores read, unless they are there."""
     lookups_only = config.get("device_id", 0) == -1
     words = {
         "kv_block_size": config.get("block_size"),
@@ -741,8 +691,8 @@ class V1OverV0(UcmKVStoreBaseV1):
     """A V0 store where a V1 store is wanted. Record ids become 32 hex digits.
 
     ``config`` names the sizes, and may hold ``deadlines`` (``load_unknown_s``, ``dump_s``) and
-    ``staging_capacity``: the bytes of dumps on their way at one time, and of the memory loads pass
-    through; one block always fits.
+    ``staging_capacity``: the most bytes of dumps under way, and of the memory for loads; one block
+    always fits.
     """
 
     has_staged_level = True
@@ -765,20 +715,16 @@ class V1OverV0(UcmKVStoreBaseV1):
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
             raise ConfigError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-        self._allowances = {
-            "load": settings.deadlines.load_unknown_s,
-            "dump": settings.deadlines.dump_s,
-        }
+        deadlines = settings.deadlines
+        self._allowances = {"load": deadlines.load_unknown_s, "dump": deadlines.dump_s}
         self._clock = clock
-        self._pieces = list(
-            zip(np.cumsum([0, *self._shape.pieces]).tolist(), self._shape.pieces, strict=False)
-        )
+        starts = np.cumsum([0, *self._shape.pieces]).tolist()
+        self._pieces = list(zip(starts, self._shape.pieces, strict=False))
         self._room = max(settings.staging_capacity or _ROOM, self._shape.block)
         self._per_load = max(1, self._room // self._shape.shard)
         self._lock = threading.Lock()
         self._on_their_way = 0  # bytes of dumps
-        # of the dump thread alone: block -> shards still to come
-        self._incomplete: dict[bytes, set[int]] = {}
+        self._incomplete: dict[bytes, set[int]] = {}  # of the dump thread: block -> missing shards
         self._loads, self._dumps = Lane("ucm-v0-load", clock), Lane("ucm-v0-dump", clock)
         self._tensors_only = type(store).fetch_data is UcmKVStoreBase.fetch_data
 
@@ -810,13 +756,8 @@ class V1OverV0(UcmKVStoreBaseV1):
                 rows = range(first, min(first + self._per_load, len(names)))
                 if task.over():
                     return
-                self._load(
-                    task,
-                    rows,
-                    names[rows.start : rows.stop],
-                    offsets[rows.start : rows.stop],
-                    matrix,
-                )
+                part = slice(rows.start, rows.stop)
+                self._load(task, rows, names[part], offsets[part], matrix)
 
         self._loads.submit(task, job)
         return task
@@ -857,16 +798,14 @@ class V1OverV0(UcmKVStoreBaseV1):
         size = len(names) * self._shape.shard
         with self._lock:
             if size and self._on_their_way and self._on_their_way + size > self._room:
-                raise BusyError(
-                    "no room for this dump", context={"bytes": size, "limit": self._room}
-                )
+                limits = {"bytes": size, "limit": self._room}
+                raise BusyError("no room for this dump", context=limits)
             self._on_their_way += size
         memory = np.empty((len(names), self._shape.shard), np.uint8)
         for row, addresses in enumerate(matrix.tolist()):
+            base = memory.ctypes.data + row * self._shape.shard
             for (offset, length), address in zip(self._pieces, addresses, strict=True):
-                ctypes.memmove(
-                    memory.ctypes.data + row * self._shape.shard + offset, address, length
-                )
+                ctypes.memmove(base + offset, address, length)
         task = self._task("dump", len(names), None)
         ids, shards = list(block_ids), [int(shard) for shard in shard_index]
 
@@ -893,34 +832,21 @@ class V1OverV0(UcmKVStoreBaseV1):
         shards: list[int],
         names: list[str],
         offsets: list[int],
-        memory: npt.NDArray[np.uint8],
+        memory: Bytes,
     ) -> None:
         refused = self._create(list(dict.fromkeys(ids)))
         for row, block in enumerate(ids):
             if (why := refused.get(block)) is not None:
                 task.fail([row], why)
-        rows = [
-            row
-            for row, block in enumerate(ids)
-            if block in self._incomplete and block not in refused
-        ]
-        stored = [
-            row
-            for row, block in enumerate(ids)
-            if block not in self._incomplete and block not in refused
-        ]
+        taken = [row for row, block in enumerate(ids) if block not in refused]
+        rows = [row for row in taken if ids[row] in self._incomplete]
         mine = list(dict.fromkeys(ids[row] for row in rows))
         why_not: UcmError | None = None
         if rows:
+            mine_only = memory if len(rows) == len(ids) else memory[rows]
+            mine_at = [offsets[row] for row in rows]
             try:
-                mine_only = memory if len(rows) == len(ids) else memory[rows]
-                code = self._move(
-                    "dump_data",
-                    "dump",
-                    [names[r] for r in rows],
-                    [offsets[r] for r in rows],
-                    mine_only,
-                )
+                code = self._move("dump_data", "dump", [names[r] for r in rows], mine_at, mine_only)
                 why_not = None if code == OK else error_of(code, "dump")
             except Exception as error:
                 why_not = _as_ours(error, "dump")
@@ -929,19 +855,16 @@ class V1OverV0(UcmKVStoreBaseV1):
                 self._incomplete[ids[row]].discard(shards[row])
         whole = [block for block in mine if why_not is None and not self._incomplete[block]]
         unpublished = self._commit(whole, mine if why_not is not None else [])
-        for row in rows:
-            failed = why_not or unpublished.get(ids[row])
+        for row in taken:
+            failed = (why_not or unpublished.get(ids[row])) if row in set(rows) else None
             if failed is not None:
                 task.fail([row], failed)
-        well = {row for row in rows if why_not is None and ids[row] not in unpublished} | set(
-            stored
-        )
-        for row in well:
-            task.deliver(range(row, row + 1), lambda: None)
+            else:
+                task.deliver(range(row, row + 1), lambda: None)
 
     def _create(self, blocks: list[bytes]) -> dict[bytes, UcmError]:
-        """Create those that are not begun. Why some cannot be dumped; those that are stored already
-        are in neither."""
+        """Create new blocks. Returns why some cannot be dumped; stored ones are neither created nor
+        refused."""
         new = [block for block in blocks if block not in self._incomplete]
         if not new:
             return {}
@@ -958,9 +881,8 @@ class V1OverV0(UcmKVStoreBaseV1):
         taken = [block for block, code in zip(new, codes, strict=True) if code == DUPLICATE_KEY]
         for block, there in zip(taken, self.lookup(taken) if taken else [], strict=True):
             if not there:
-                refused[block] = BusyError(
-                    "somebody else is writing this block", context={"block_id": block.hex()}
-                )
+                where = {"block_id": block.hex()}
+                refused[block] = BusyError("another process is writing this block", context=where)
         return refused
 
     def _commit(self, whole: list[bytes], broken: list[bytes]) -> dict[bytes, UcmError]:
@@ -988,21 +910,15 @@ class V1OverV0(UcmKVStoreBaseV1):
     # ----------------------------------------------------------------------------------------------
 
     def _move(
-        self,
-        raw: str,
-        tensors: str,
-        names: list[str],
-        offsets: list[int],
-        memory: npt.NDArray[np.uint8],
+        self, raw: str, tensors: str, names: list[str], offsets: list[int], memory: Bytes
     ) -> int:
-        """Call the store by addresses, or by tensors where that is all it knows, and wait; its
+        """Call the store by addresses, or by tensors where it takes only these, and wait; its
         code."""
         if not self._tensors_only:
-            addresses = [memory.ctypes.data + row * self._shape.shard for row in range(len(names))]
+            shard = self._shape.shard
+            addresses = [memory.ctypes.data + row * shard for row in range(len(names))]
             try:
-                task = getattr(self.v0, raw)(
-                    names, offsets, addresses, [self._shape.shard] * len(names)
-                )
+                task = getattr(self.v0, raw)(names, offsets, addresses, [shard] * len(names))
                 return int(self.v0.wait(task) or OK)
             except NotImplementedError:
                 self._tensors_only = True
@@ -1022,27 +938,18 @@ class V1OverV0(UcmKVStoreBaseV1):
         matrix = np.array(addrs, dtype=np.uint64)
         if matrix.size == 0:
             matrix = matrix.reshape(0, len(self._pieces))
-        if len(block_ids) != len(matrix) or len(shard_index) != len(matrix):
-            raise InvalidInputError(
-                "block_ids, shard_index and the rows of addrs must be equally many",
-                context={
-                    "block_ids": len(block_ids),
-                    "shard_index": len(shard_index),
-                    "addrs": len(matrix),
-                },
-            )
+        rows = same_rows(block_ids, shard_index, matrix)
         if matrix.ndim != 2 or matrix.shape[1] != len(self._pieces):
             raise InvalidInputError(
                 "addrs must have one column per tensor of a shard",
                 context={"shape": matrix.shape, "expected": len(self._pieces)},
             )
-        if len(matrix) and not matrix.all():
+        if rows and not matrix.all():
             raise InvalidInputError("an address is null")
         for row, shard in enumerate(shard_index):
             if not 0 <= shard < self._shape.shards:
-                raise InvalidInputError(
-                    "shard index out of range", context={"row": row, "shard": shard}
-                )
+                where = {"row": row, "shard": shard}
+                raise InvalidInputError("shard index out of range", context=where)
         return _names(block_ids), [int(shard) * self._shape.shard for shard in shard_index], matrix
 
     def _task(self, kind: str, rows: int, timeout: float | None) -> V0Task:
@@ -1052,29 +959,11 @@ class V1OverV0(UcmKVStoreBaseV1):
     def wait(self, task: Any, timeout: float | None = None, until: Until = "published") -> None:
         """As in the base class. A dump is staged when :meth:`dump_data` returns."""
         if isinstance(task, list | tuple):
-            self._wait_all(task, timeout, until)
-            return
+            return wait_all(self, task, timeout, until, self._clock)
         mine = _mine(task)
         staged = until == "staged" and mine.kind == "dump"
         if not staged and (failures := mine.outcome(timeout)):
-            first = min(failures)
-            mine.error = TaskError(
-                f"{len(failures)} rows of the {mine.kind} failed, the first: {failures[first]}",
-                failures=dict(failures),
-                context={"row": first},
-            )
-            raise mine.error
-
-    def _wait_all(self, tasks: Sequence[Any], timeout: float | None, until: Until) -> None:
-        end = None if timeout is None else self._clock() + timeout
-        failed: UcmError | None = None
-        for task in tasks:
-            try:
-                self.wait(task, None if end is None else max(0.0, end - self._clock()), until)
-            except UcmError as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
+            raise rows_failed(mine, failures)
 
     def check(self, task: Any, until: Until = "published") -> bool:
         """Whether it has ended; never waits."""
@@ -1082,7 +971,7 @@ class V1OverV0(UcmKVStoreBaseV1):
         return (until == "staged" and mine.kind == "dump") or mine.over()
 
     def healthy(self) -> bool:
-        """False while the V0 store is at a call that should have ended long ago."""
+        """False while a call of the V0 store is past its deadline."""
         return not (self._loads.stuck or self._dumps.stuck)
 
     def free_dump_slots(self) -> int:
@@ -1090,14 +979,13 @@ class V1OverV0(UcmKVStoreBaseV1):
         return max(0, self._room - self._on_their_way) // self._shape.block
 
     def stats(self) -> dict[str, Any]:
-        """What is on its way, and what the V0 store says of itself if it has a ``stats``."""
+        """Dumps under way, and the V0 store's own ``stats`` if it has any."""
         own = {"dump_bytes_waiting": self._on_their_way, "healthy": self.healthy()}
         more = getattr(self.v0, "stats", None)
         return own | (dict(more()) if callable(more) else {})
 
     def close(self) -> None:
-        """End the threads and close the V0 store if it can be closed. What waits in the queues
-        fails."""
+        """End the threads and close the V0 store if it can be closed. Queued tasks fail."""
         if self._closed:
             return
         super().close()
@@ -1108,12 +996,7 @@ class V1OverV0(UcmKVStoreBaseV1):
 
 
 def _names(block_ids: Sequence[Any]) -> list[str]:
-    for block in block_ids:
-        if not isinstance(block, bytes) or len(block) != 16:
-            raise InvalidInputError(
-                "a block id is 16 raw bytes (type bytes)", context={"got": repr(block)[:80]}
-            )
-    return [block.hex() for block in block_ids]
+    return [block.hex() for block in checked_ids(block_ids)]
 
 
 def _mine(task: Any) -> V0Task:
