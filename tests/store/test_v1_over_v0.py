@@ -312,7 +312,7 @@ def test_a_block_that_another_writes_is_busy_not_stored(made: Callable[..., V1Ov
     v0 = UsersV0({})
     v0.created.add(ids(1)[0].hex())
     store = made(v0)
-    with pytest.raises(TaskError, match="somebody else"):
+    with pytest.raises(TaskError, match="another process"):
         store.wait(store.dump_data(ids(1), [0], Memory(1, 0).rows))
 
 

@@ -19,7 +19,7 @@ from ucm.integration.vllm.connector.identity.engine_identity import (
     FIELDS,
     attention_backends,
     block_tokens,
-    difference,
+    differences,
     engine_identity,
     identity_digest,
     identity_text,
@@ -50,7 +50,7 @@ LONG = {
 
 
 def paths(lines: list[str]) -> set[str]:
-    """The fields named by a difference."""
+    """The fields named by a differences."""
     return {line.split(" ")[0].split(".")[0].split("[")[0] for line in lines}
 
 
@@ -124,7 +124,7 @@ def test_what_shapes_the_bytes_changes_the_digest(
 ) -> None:
     base, other = engines.identity_of(tiny, "w"), engines.identity_of(tiny, "w", **args)
     assert identity_digest(base) != identity_digest(other)
-    assert paths(difference(base, other)) == fields
+    assert paths(differences(base, other)) == fields
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_the_context_limit_counts_where_the_rope_looks_at_it(engines: Any, tiny:
         engines.identity_of(tiny, "w", max_model_len=limit, hf_overrides={"rope_parameters": LONG})
         for limit in (1024, 4096)
     ]
-    assert paths(difference(*identities)) == {"position"}
+    assert paths(differences(*identities)) == {"position"}
     assert [identity["position"]["max_model_len"] for identity in identities] == [1024, 4096]
 
 
@@ -169,7 +169,7 @@ def test_the_layout_changes_the_digest(engines: Any, tiny: Path) -> None:
     scheduler, _ = engines.kv_configs(config)
     here = engine_identity(config, scheduler, "w")
     scheduler.kv_cache_layout = "LBNHC"
-    assert paths(difference(here, engine_identity(config, scheduler, "w"))) == {"kv_layout"}
+    assert paths(differences(here, engine_identity(config, scheduler, "w"))) == {"kv_layout"}
 
 
 def test_another_instruction_set_changes_the_digest(
@@ -182,7 +182,7 @@ def test_another_instruction_set_changes_the_digest(
     # as older versions had it
     monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda dtype, block_size: there_isa)
     there = engines.identity_of(tiny, "w")
-    assert [line.split(" is ")[0] for line in difference(here, there)] == [
+    assert [line.split(" is ")[0] for line in differences(here, there)] == [
         "kv_packing.groups[0].isa"
     ]
 
@@ -198,7 +198,7 @@ def test_another_build_of_the_engine_changes_the_digest(
     assert here["kv_packing"]["engine"] == f"vllm {vllm.__version__}"
     other = version.format(vllm.__version__.split("+")[0])
     monkeypatch.setattr(vllm, "__version__", other)
-    assert difference(here, engines.identity_of(tiny, "w")) == [
+    assert differences(here, engines.identity_of(tiny, "w")) == [
         f'kv_packing.engine is "{here["kv_packing"]["engine"]}" here and "vllm {other}" there'
     ]
 
@@ -216,7 +216,7 @@ def test_transformers_counts_where_it_computes_the_model(
     assert backend["model_config"]["transformers"] == version
     monkeypatch.setattr(transformers, "__version__", "99.0")
     assert identity_text(engines.identity_of(tiny, "w")) == identity_text(own)
-    assert difference(backend, engines.identity_of(tiny, "w", model_impl="transformers")) == [
+    assert differences(backend, engines.identity_of(tiny, "w", model_impl="transformers")) == [
         f'model_config.transformers is "{version}" here and "99.0" there'
     ]
 
@@ -234,7 +234,7 @@ def test_a_drafting_model_counts(engines: Any, tiny: Path, tmp_path: Path) -> No
             draft_model_config=draft, method="eagle", enable_adaptive_verification=False
         )
         found.append(engine_identity(config, scheduler, "w"))
-    assert difference(*found) == [
+    assert differences(*found) == [
         "model_config.draft.hf.rms_norm_eps is 1e-05 here and 1e-06 there"
     ]
 
@@ -304,7 +304,7 @@ def test_both_halves_agree(engines: Any, tiny: Path, args: dict[str, Any]) -> No
     here = identity_without_weights(engine_identity(config, scheduler, "sha256:00"))
     for worker in workers:
         there = identity_without_weights(engine_identity(copy.deepcopy(config), worker, ""))
-        assert difference(here, there) == []
+        assert differences(here, there) == []
 
 
 def test_groups_that_keep_one_spec_per_layer_agree(engines: Any, tiny: Path) -> None:
@@ -321,7 +321,7 @@ def test_groups_that_keep_one_spec_per_layer_agree(engines: Any, tiny: Path) -> 
         scheduler, (worker,) = engines.kv_configs(config, [specs])
         assert hasattr(worker.kv_cache_groups[0].kv_cache_spec, "kv_cache_specs")
         here, there = (engine_identity(config, each, "w") for each in (scheduler, worker))
-        assert difference(here, there) == []
+        assert differences(here, there) == []
         texts.append(identity_text(here))
     assert texts[0] != texts[1]
 
@@ -429,7 +429,7 @@ def test_weights_are_filled_in_and_left_out(engines: Any, tiny: Path) -> None:
     early, late = engines.identity_of(tiny, ""), engines.identity_of(tiny, "sha256:ab")
     assert identity_text(with_weights(early, "sha256:ab")) == identity_text(late)
     assert identity_without_weights(early) == identity_without_weights(late)
-    assert difference(early, late) == ['weights is "" here and "sha256:ab" there']
+    assert differences(early, late) == ['weights is "" here and "sha256:ab" there']
 
 
 def test_blocks_over_context_parallel_ranks_hold_more_tokens(engines: Any, tiny: Path) -> None:
@@ -451,7 +451,7 @@ def test_scales_that_follow_from_the_first_request_have_no_identity(
 def test_adapter_settings_count_only_where_they_change_the_result(engines: Any, tiny: Path) -> None:
     base = engines.identity_of(tiny, "w")
     assert (
-        difference(base, engines.identity_of(tiny, "w", enable_lora=True, max_lora_rank=16)) == []
+        differences(base, engines.identity_of(tiny, "w", enable_lora=True, max_lora_rank=16)) == []
     )
     other = engines.identity_of(tiny, "w", enable_lora=True, lora_dtype="float16")
     assert other["model_config"]["lora"] == {"dtype": "float16"}

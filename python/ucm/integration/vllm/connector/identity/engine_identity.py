@@ -1,20 +1,17 @@
-"""The identity of an engine: every fact that shapes the bytes of its KV blocks, spelled out, and
-its digest.
+"""The identity of an engine: every fact that shapes the bytes of its KV blocks, and its digest.
 
 Two engines share blocks exactly when the JSON texts of their identities are equal. The scheduler
-side computes it, each worker computes its own without the weights, and :func:`difference` names the
-parts that differ. Nothing in it depends on the environment as such, on paths, on object addresses,
-on the process or on the order of a dictionary; a setting that may matter is part of the identity: a
-needless miss is a recomputation, a wrong hit is a wrong answer.
+side computes it, each worker computes its own without the weights, and :func:`differences` names
+the parts that differ. Nothing in it depends on the environment as such, on paths, on object
+addresses, on the process or on the order of a dictionary; a setting that may matter is part of the
+identity: a needless miss is a recomputation, a wrong hit is a wrong answer.
 
 How KV bytes are laid out (dtype, attention backend, packing, layout, groups) is computed from the
-configuration alone, because the scheduler side has no layers when the ranks are processes of their
-own. Where layers are in reach, their own backend is used; a worker whose layers differ from what
-the scheduler side expected is a difference in the handshake. An attention backend or a KV cache
-spec from outside vLLM counts as another one, since its packing is not known. A class that stores
-the very bytes of the one it is derived from says so in its own body,
-``ucm_packs_like = <that class>``, and is described as that class. The claim is not inherited: a
-class derived from it has to make it again.
+configuration alone, because the scheduler side has no layers when the ranks are other processes.
+Where layers are in reach, their own backend is used; a difference is found in the handshake. An
+attention backend or a KV cache spec from outside vLLM counts as another one, since its packing is
+not known. A class that stores the very bytes of the one it is derived from says so in its own body,
+``ucm_packs_like = <that class>``, and is described as that class; the claim is not inherited.
 
 :class:`LiveIdentity` is the identity of what an engine computes now. As long as memory holds what
 was loaded, the weights are named by their files. When vLLM was ordered to read other files since
@@ -68,20 +65,17 @@ _SHOWN = 120
 
 
 def text_of(value: Any) -> str:
-    """The one JSON text of a plain value: no spaces, ASCII only. Keys stay in the order they
-    have."""
+    """The one JSON text of a plain value: no spaces, ASCII only, keys in their order."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """``value`` as JSON values, nested dictionaries sorted by key.
-
-    Raises :class:`~ucm.errors.InvalidInputError` for an object that has no stable description.
-    """
+    """``value`` as JSON values, nested dictionaries sorted by key. Raises
+    :class:`~ucm.errors.InvalidInputError` for an object that has no stable description."""
     if depth > MAX_DEPTH:
-        raise InvalidInputError(
-            "a configuration value is nested too deeply to describe", context={"limit": MAX_DEPTH}
-        )
+        limit = {"limit": MAX_DEPTH}
+        wrong = "a configuration value is nested too deeply to describe"
+        raise InvalidInputError(wrong, context=limit)
     if isinstance(value, enum.Enum):  # before int and str: many enums are both
         return value.name
     if value is None or isinstance(value, bool | int | str):
@@ -89,7 +83,8 @@ def plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
     if isinstance(value, Mapping):
-        return _sorted({_key(key): plain(item, depth + 1) for key, item in value.items()})
+        described = {_key(key): plain(item, depth + 1) for key, item in value.items()}
+        return dict(sorted(described.items()))
     if isinstance(value, list | tuple):
         return [plain(item, depth + 1) for item in value]
     if isinstance(value, set | frozenset):
@@ -104,7 +99,8 @@ def plain(value: Any, depth: int = 0) -> Any:
 
 
 def differences(a: Any, b: Any, path: str = "") -> list[str]:
-    """Where two plain values differ: one sentence each, with the dotted path and both values."""
+    """Where two plain values differ: one sentence each, with the dotted path and both values, that
+    of ``a`` ("here") and that of ``b`` ("there")."""
     where = path or "the value"
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         found: list[str] = []
@@ -118,20 +114,12 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
     if isinstance(a, list) and isinstance(b, list):
         if len(a) != len(b):
             return [f"{where} has {len(a)} items here and {len(b)} there"]
-        return [
-            line
-            for i, pair in enumerate(zip(a, b, strict=True))
-            for line in differences(*pair, f"{where}[{i}]")
-        ]
-    # 1 and 1.0 and true are equal in Python, but their JSON texts, and with them the digests, are
-    # not.
+        pairs = enumerate(zip(a, b, strict=True))
+        return [line for i, pair in pairs for line in differences(*pair, f"{where}[{i}]")]
+    # 1, 1.0 and true are equal in Python, but not as JSON texts, which are what is hashed.
     if text_of(a) == text_of(b):
         return []
     return [f"{where} is {_short(a)} here and {_short(b)} there"]
-
-
-def _sorted(mapping: dict[str, Any]) -> dict[str, Any]:
-    return {key: mapping[key] for key in sorted(mapping)}
 
 
 def _key(key: Any) -> str:
@@ -185,33 +173,26 @@ def _short(value: Any) -> str:
 #: Attribute by which a class claims the packing of one that it is derived from.
 CLAIM = "ucm_packs_like"
 
-#: Features of a processor by which packing may differ within one instruction set's name (not on
-#: x86).
+#: Features of a processor by which packing may differ within one instruction set (not on x86).
 _FEATURES = ("bf16", "i8mm", "sve", "sve2", "v", "zvl128b", "zvl256b")
 
 
 def transferable_groups(kv_cache_config: Any) -> list[Any]:
     """The KV groups whose blocks hold lasting state, in vLLM's order."""
-    return [
-        group
-        for group in kv_cache_config.kv_cache_groups
-        if getattr(group, "enable_kv_transfer", True)
-    ]
+    groups = kv_cache_config.kv_cache_groups
+    return [group for group in groups if getattr(group, "enable_kv_transfer", True)]
 
 
 def layer_specs(spec: Any) -> list[Any]:
-    """The specs a group's spec stands for: one per layer where vLLM keeps them apart, else the spec
+    """The specs of a group's spec: one per layer where vLLM keeps them apart, else the spec
     itself."""
     inner = getattr(spec, "kv_cache_specs", None)
     return list(inner.values()) if isinstance(inner, dict) else [spec]
 
 
 def packed_as(kind: type) -> type:
-    """The class whose bytes this backend or spec stores: itself, unless it claims those of one it
-    is derived from.
-
-    Raises :class:`~ucm.errors.InvalidInputError` for a claim to pack like something else.
-    """
+    """The class whose bytes this backend or spec stores: itself, unless it claims those of a base.
+    Raises :class:`~ucm.errors.InvalidInputError` for a claim to pack like something else."""
     while (base := vars(kind).get(CLAIM)) is not None:
         if not (isinstance(base, type) and base is not kind and issubclass(kind, base)):
             raise InvalidInputError(
@@ -228,24 +209,22 @@ def spec_kind(spec: Any) -> str:
 
 
 def _spec(group: Any) -> Any:
-    # vLLM's scheduler sees only the first spec of a group that keeps one per layer, so that one
-    # describes it here; the block strides of kv_groups() tell the layers apart.
+    # vLLM's scheduler sees only the first spec of a group that keeps one per layer. It describes
+    # the group here; the block strides of kv_groups() tell the layers apart.
     return layer_specs(group.kv_cache_spec)[0]
 
 
 def kv_dtype(vllm_config: VllmConfig, groups: Sequence[Any]) -> dict[str, Any]:
-    """What one number of the cache is: the name by which vLLM chose it, its storage and how it is
-    quantised."""
+    """What one number of the cache is: vLLM's name for it, its storage and how it is quantised."""
     cache, model_dtype = vllm_config.cache_config, plain(vllm_config.model_config.dtype)
-    # A backend may settle the name in the worker only; the spec carries that to the scheduler.
-    names = {
-        getattr(_spec(group), "cache_dtype_str", None) or cache.cache_dtype for group in groups
-    }
+    specs = [_spec(group) for group in groups]
+    # A backend may choose the name in the worker only; the spec carries that to the scheduler.
+    names = {getattr(spec, "cache_dtype_str", None) or cache.cache_dtype for spec in specs}
     described: dict[str, Any] = {
         "names": sorted(model_dtype if name == "auto" else name for name in names),
-        "quantised": [plain(getattr(_spec(group), "kv_quant_mode", None)) for group in groups],
+        "quantised": [plain(getattr(spec, "kv_quant_mode", None)) for spec in specs],
         "skip_layers": sorted(getattr(cache, "kv_cache_dtype_skip_layers", None) or []),
-        "storage": [plain(getattr(_spec(group), "dtype", None)) for group in groups],
+        "storage": [plain(getattr(spec, "dtype", None)) for spec in specs],
     }
     indexer = getattr(getattr(vllm_config, "attention_config", None), "indexer_kv_dtype", "auto")
     if indexer != "auto":
@@ -255,87 +234,74 @@ def kv_dtype(vllm_config: VllmConfig, groups: Sequence[Any]) -> dict[str, Any]:
 
 def attention_backends(vllm_config: VllmConfig, groups: Sequence[Any]) -> list[list[str]]:
     """Names of the attention backends of each group, sorted."""
-    return [
-        sorted(_actual(vllm_config, group) or {_expected(vllm_config, group)}) for group in groups
-    ]
+    every = ((_actual(vllm_config, group), group) for group in groups)
+    return [sorted(names or {_expected(vllm_config, group)}) for names, group in every]
 
 
 def _actual(vllm_config: Any, group: Any) -> set[str]:
     layers = getattr(vllm_config.compilation_config, "static_forward_context", None) or {}
     names = set()
     for name in group.layer_names:
-        ask = getattr(layers.get(name), "get_attn_backend", None)
-        if not callable(ask):
+        get_backend = getattr(layers.get(name), "get_attn_backend", None)
+        if not callable(get_backend):
             return set()
-        names.add(_backend_name(ask()))
+        names.add(_backend_name(get_backend()))
     return names
 
 
 def _expected(vllm_config: Any, group: Any) -> str:
-    """What vLLM's own selection gives for this group, without its layers."""
+    """vLLM's own selection for this group, without its layers."""
     from vllm.config import set_current_vllm_config
     from vllm.v1.attention.selector import get_attn_backend
 
     spec, model = _spec(group), vllm_config.model_config
+    cache_dtype = getattr(spec, "cache_dtype_str", None) or vllm_config.cache_config.cache_dtype
     wanted = {
         "head_size": getattr(spec, "head_size", None),
         "dtype": model.dtype,
-        "kv_cache_dtype": (
-            getattr(spec, "cache_dtype_str", None) or vllm_config.cache_config.cache_dtype
-        ),
+        "kv_cache_dtype": cache_dtype,
         "use_mla": bool(getattr(model, "use_mla", False)),
         "use_sparse": hasattr(model.hf_text_config, "index_topk"),
         "use_mm_prefix": bool(getattr(model, "is_mm_prefix_lm", False)),
         "has_sliding_window": getattr(spec, "sliding_window", None) is not None,
         "num_heads": model.get_num_attention_heads(vllm_config.parallel_config),
     }
-    known = inspect.signature(get_attn_backend).parameters
     try:
         with set_current_vllm_config(vllm_config):
-            return _backend_name(
-                get_attn_backend(**{key: value for key, value in wanted.items() if key in known})
-            )
-    except (
-        AssertionError,
-        ImportError,
-        NotImplementedError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
-        # The engine runs, so the workers know better; their answer will differ from this one and be
-        # named.
+            return _backend_name(get_attn_backend(**_accepted(get_attn_backend, wanted)))
+    except (AssertionError, ImportError, RuntimeError, TypeError, ValueError) as error:
+        # The engine runs, so the workers know better; the handshake names the difference.
         return f"not known to the scheduler ({type(error).__name__})"
 
 
+def _accepted(function: Callable[..., Any], wanted: dict[str, Any]) -> dict[str, Any]:
+    """Those of the arguments that this version's function has."""
+    known = inspect.signature(function).parameters
+    return {key: value for key, value in wanted.items() if key in known}
+
+
 def _backend_name(backend: Any) -> str:
-    # A backend from outside vLLM may keep the name of the one it replaces, and still pack
-    # differently.
+    # A backend from outside vLLM may have the name of the one it replaces and pack differently.
     backend = packed_as(backend)
     name = str(backend.get_name())
-    return (
-        name
-        if backend.__module__.startswith("vllm.")
-        else f"{name} ({backend.__module__}.{backend.__qualname__})"
-    )
+    if backend.__module__.startswith("vllm."):
+        return name
+    return f"{name} ({backend.__module__}.{backend.__qualname__})"
 
 
 def kv_packing(vllm_config: VllmConfig, groups: Sequence[Any]) -> dict[str, Any]:
     """How a backend arranges the numbers inside one block, which no shape shows."""
     from vllm.platforms import current_platform
 
+    on_cpu = bool(current_platform.is_cpu())
     described: dict[str, Any] = {
         # Any build may mend a model or change a kernel without a change of shape.
         "engine": f"vllm {installed()}",
-        "groups": [
-            _group_packing(vllm_config, group, bool(current_platform.is_cpu())) for group in groups
-        ],
+        "groups": [_group_packing(vllm_config, group, on_cpu) for group in groups],
         "platform": plain(getattr(current_platform, "_enum", None)) or current_platform.device_type,
     }
-    if any(
-        plain(getattr(_spec(group), "kv_quant_mode", None)) not in (None, "NONE")
-        for group in groups
-    ):
+    modes = {plain(getattr(_spec(group), "kv_quant_mode", None)) for group in groups}
+    if modes - {None, "NONE"}:
         with contextlib.suppress(AttributeError, NotImplementedError):
             described["fp8"] = plain(current_platform.fp8_dtype())
     return described
@@ -364,7 +330,6 @@ def _cpu_packing(vllm_config: Any, spec: Any) -> dict[str, Any]:
         from vllm.v1.attention.backends import cpu_attn
 
         choose = getattr(cpu_attn, "_get_attn_isa", None)
-        known = inspect.signature(choose).parameters if choose is not None else {}
         wanted = {
             "dtype": vllm_config.model_config.dtype,
             "block_size": spec.block_size,
@@ -372,11 +337,7 @@ def _cpu_packing(vllm_config: Any, spec: Any) -> dict[str, Any]:
             "kv_cache_dtype": vllm_config.cache_config.cache_dtype,
         }
         try:
-            described["isa"] = (
-                choose(**{key: value for key, value in wanted.items() if key in known})
-                if choose
-                else ""
-            )
+            described["isa"] = choose(**_accepted(choose, wanted)) if choose else ""
         except NotImplementedError as error:
             described["isa"] = f"unsupported: {error}"
     return described
@@ -401,9 +362,8 @@ def _number(spec: Any, name: str) -> int | None:
 
 def kv_layout(kv_cache_config: Any, cache_config: Any) -> str:
     """The physical order of the axes, as vLLM names it; empty for versions that have none."""
-    layout = getattr(kv_cache_config, "kv_cache_layout", None) or getattr(
-        cache_config, "kv_cache_layout", None
-    )
+    own = getattr(kv_cache_config, "kv_cache_layout", None)
+    layout = own or getattr(cache_config, "kv_cache_layout", None)
     return str(plain(layout)) if layout else ""
 
 
@@ -411,23 +371,19 @@ def kv_groups(
     vllm_config: VllmConfig, kv_cache_config: Any, groups: Sequence[Any]
 ) -> list[dict[str, Any]]:
     """Every KV group: kind, fields of its spec, and its layers in order with the bytes between two
-    blocks of each.
-
-    With several pipeline ranks the scheduler side sees the layers of the first rank only; the
-    layers of a group are then left out, and ``pipeline_parallel.layers`` says who holds which.
-    """
+    blocks of each. With several pipeline ranks the scheduler side sees the layers of the first
+    only: they are left out, and ``pipeline_parallel.layers`` says which rank has how many."""
     one_rank = vllm_config.parallel_config.pipeline_parallel_size == 1
     strides = _block_strides(kv_cache_config)
     described = []
     for group in groups:
         spec = _spec(group)
+        fields = {name: value for name, value in _fields(spec).items() if name != "block_size"}
         entry: dict[str, Any] = {
             "block_tokens": spec.block_size,
             "draft": bool(getattr(group, "is_eagle_group", False)),
             "kind": spec_kind(spec),
-            "spec": plain(
-                {name: value for name, value in _fields(spec).items() if name != "block_size"}
-            ),
+            "spec": plain(fields),
         }
         if one_rank:
             entry["layers"] = list(group.layer_names)
@@ -442,8 +398,8 @@ def _fields(spec: Any) -> dict[str, Any]:
 
 
 def _block_strides(kv_cache_config: Any) -> dict[str, int | None]:
-    """Bytes from one block of a layer to its next, which unlike sizes and offsets do not depend on
-    their number."""
+    """Bytes from one block of a layer to its next; sizes and offsets depend on the number of
+    blocks."""
     found: dict[str, int | None] = {}
     for tensor in kv_cache_config.kv_cache_tensors:
         for name in getattr(tensor, "layers", None) or getattr(tensor, "shared_by", []):
@@ -478,29 +434,19 @@ FIELDS = (
 )
 
 #: Keys of a model's configuration that say where it is from or how it is run, never what its KV
-#: is. Those that start with an underscore are left out too (names, commit hashes, implementation
-#: choices of transformers).
+#: is. Those that start with an underscore are left out too.
 _NOT_OF_THE_MODEL = frozenset(
-    {
-        "dtype",
-        "id2label",
-        "label2id",
-        "name_or_path",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    }
+    {"dtype", "id2label", "label2id", "name_or_path", "torch_dtype", "transformers_version"}
+    | {"use_cache"}
 )
 
-#: Rope types whose rotation does not look at the engine's own limit of the context.
+#: Rope types whose rotation does not depend on the engine's own limit of the context.
 _ROPE_OF_CONFIG_ONLY = frozenset({"default", "linear", "llama3", "mrope", "proportional", "yarn"})
 
-#: Start of the names of model types that change their attention with the engine's limit of the
-#: context.
+#: Start of the names of model types whose attention depends on the engine's limit of the context.
 _LIMIT_SENSITIVE = ("llama4", "mllama4")
 
-#: Settings of multimodal input that change what the language model is fed; the items themselves are
-#: in the keys.
+#: Settings of multimodal input that change what the model is fed; the items are in the keys.
 _MULTIMODAL = (
     "language_model_only",
     "media_io_kwargs",
@@ -516,16 +462,10 @@ def engine_identity(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights: str
 ) -> dict[str, Any]:
     """The identity, its fields in the order of :data:`FIELDS`, nested objects sorted by key.
-
-    ``weights`` is what :class:`~.weights.WeightsDigest` says, or ``""`` in a worker.
-    Raises :class:`~ucm.errors.InvalidInputError` when a part of the configuration has no stable
-    description.
-    """
-    model, cache, parallel = (
-        vllm_config.model_config,
-        vllm_config.cache_config,
-        vllm_config.parallel_config,
-    )
+    ``weights`` is the text of :class:`~.weights.WeightsDigest`, or ``""`` in a worker. Raises
+    :class:`~ucm.errors.InvalidInputError` when a part of the configuration has no stable
+    description."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
     groups = transferable_groups(kv_cache_config)
     identity: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
@@ -538,7 +478,7 @@ def engine_identity(
         "kv_dtype": kv_dtype(vllm_config, groups),
         "attention_backend": attention_backends(vllm_config, groups),
         "kv_packing": kv_packing(vllm_config, groups),
-        "kv_layout": kv_layout(kv_cache_config, cache),
+        "kv_layout": kv_layout(kv_cache_config, vllm_config.cache_config),
         "kv_groups": kv_groups(vllm_config, kv_cache_config, groups),
         "block_tokens": block_tokens(vllm_config, kv_cache_config),
         "tensor_parallel": {
@@ -569,8 +509,7 @@ def identity_digest(identity: dict[str, Any]) -> bytes:
 
 
 def namespace(identity: dict[str, Any]) -> str:
-    """Name of the directory of this identity below a root: the first 32 hex digits of its
-    digest."""
+    """Name of the directory of this identity below a root: 32 hex digits of its digest."""
     return identity_digest(identity).hex()[:32]
 
 
@@ -580,21 +519,13 @@ def with_weights(identity: dict[str, Any], weights: str) -> dict[str, Any]:
 
 
 def identity_without_weights(identity: dict[str, Any]) -> dict[str, Any]:
-    """What every process of an engine can compute on its own, for comparing the sides."""
+    """The part that every process of an engine can compute, for comparing the sides."""
     return {name: value for name, value in identity.items() if name != "weights"}
 
 
-def difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """The fields in which two identities differ, in words; empty when they are the same.
-
-    Every line names a dotted path, the value of ``a`` ("here") and that of ``b`` ("there").
-    """
-    return differences(a, b)
-
-
 def unidentifiable(vllm_config: VllmConfig) -> str:
-    """Why blocks of this engine cannot be named by the blocks before them, as a sentence; empty
-    when they can."""
+    """Why blocks of this engine cannot be named by the blocks before them, as a sentence; else
+    empty."""
     if getattr(vllm_config.model_config, "is_diffusion", False):
         return (
             "this model rewrites tokens it has already computed, so blocks have no lasting content"
@@ -608,8 +539,8 @@ def unidentifiable(vllm_config: VllmConfig) -> str:
 
 
 def block_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
-    """Tokens of one block of the store: those of a vLLM block, over all ranks that share the tokens
-    of a context."""
+    """Tokens of one block of the store: those of a vLLM block, over all ranks that share a
+    context."""
     parallel = vllm_config.parallel_config
     ranks = getattr(parallel, "decode_context_parallel_size", 1)
     sizes = []
@@ -622,13 +553,11 @@ def block_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int
 
 def _architecture(model: Any) -> str:
     named = getattr(model, "architecture", None) or getattr(model, "_architecture", None)
-    if named:
-        return str(named)
-    return str((getattr(model.hf_config, "architectures", None) or ["unknown"])[0])
+    return str(named or (getattr(model.hf_config, "architectures", None) or ["unknown"])[0])
 
 
 def _model_config(vllm_config: Any) -> dict[str, Any]:
-    """The effective configuration, after every override, and what else of the settings changes the
+    """The effective configuration, after every override, and other settings that change the
     computation."""
     model = vllm_config.model_config
     described: dict[str, Any] = {
@@ -638,13 +567,13 @@ def _model_config(vllm_config: Any) -> dict[str, Any]:
     }
     if model.hf_text_config is not model.hf_config:
         described["hf_text"] = _hf(model.hf_text_config)
-    # Named only where they differ from the default, so that a setting vLLM adds later does not
-    # empty every store.
+    # Named only where they differ from the default: a setting that vLLM adds empties no store.
+    implementation = getattr(model, "model_impl", "auto")
     optional = {
         "additional": getattr(vllm_config, "additional_config", None),
         "class_overrides": getattr(model, "model_class_overrides", None),
         "disable_sliding_window": getattr(model, "disable_sliding_window", False),
-        "implementation": _unless(getattr(model, "model_impl", "auto"), "auto"),
+        "implementation": None if implementation == "auto" else implementation,
         "lora": _lora(vllm_config),
         "quantization_settings": getattr(model, "quantization_config", None),
         "transformers": _transformers(model),
@@ -660,9 +589,7 @@ def _model_config(vllm_config: Any) -> dict[str, Any]:
     multimodal = getattr(model, "multimodal_config", None)
     if multimodal is not None:
         optional["multimodal"] = {name: getattr(multimodal, name, None) for name in _MULTIMODAL}
-        optional["multimodal_items"] = (
-            "by content"  # in the keys; earlier versions had vLLM's names there
-        )
+        optional["multimodal_items"] = "by content"  # earlier versions had vLLM's names in the keys
         optional["image_processor"] = _hf(getattr(model, "hf_image_processor_config", None) or {})
     described.update({name: value for name, value in optional.items() if value})
     return described
@@ -670,26 +597,23 @@ def _model_config(vllm_config: Any) -> dict[str, Any]:
 
 def _transformers(model: Any) -> str | None:
     """The version of transformers, where its code computes the model."""
-    ask = getattr(model, "using_transformers_backend", None)
-    return (
-        str(importlib.import_module("transformers").__version__)
-        if callable(ask) and ask()
-        else None
-    )
+    used = getattr(model, "using_transformers_backend", None)
+    if not (callable(used) and used()):
+        return None
+    return str(importlib.import_module("transformers").__version__)
 
 
 def _hf(config: Any) -> Any:
     described = plain(config)
     if not isinstance(described, dict):
         return described
-    return _without_names(
-        {key: value for key, value in described.items() if key not in _NOT_OF_THE_MODEL}
-    )
+    kept = {key: value for key, value in described.items() if key not in _NOT_OF_THE_MODEL}
+    return _without_names(kept)
 
 
 def _without_names(value: Any) -> Any:
-    """Drops, at any depth, what says where a configuration was read from or by which version of a
-    library."""
+    """Without keys, at any depth, that name the source of a configuration or a library's
+    version."""
     if isinstance(value, list):
         return [_without_names(item) for item in value]
     if isinstance(value, dict):
@@ -702,8 +626,8 @@ def _without_names(value: Any) -> Any:
 
 
 def _lora(vllm_config: Any) -> dict[str, Any]:
-    """What decides how an adapter is applied; empty where that follows from the adapter and the
-    model's dtype."""
+    """How an adapter is applied; empty where that follows from the adapter and the model's
+    dtype."""
     lora = getattr(vllm_config, "lora_config", None)
     if lora is None:
         return {}
@@ -721,8 +645,7 @@ def _lora(vllm_config: Any) -> dict[str, Any]:
 
 
 def _position(model: Any) -> dict[str, Any]:
-    """How positions enter the keys, and the engine's own limit of the context where the rule looks
-    at it."""
+    """How positions enter the keys, with the engine's own limit of the context where it matters."""
     text = model.hf_text_config
     names = [
         "alibi",
@@ -734,21 +657,18 @@ def _position(model: Any) -> dict[str, Any]:
         "rotary_pct",
     ]
     # transformers 5 has one, with the others as aliases of it; 4 has the others only.
-    names += (
-        ["rope_parameters"] if hasattr(text, "rope_parameters") else ["rope_scaling", "rope_theta"]
-    )
+    pair = ["rope_scaling", "rope_theta"]
+    names += ["rope_parameters"] if hasattr(text, "rope_parameters") else pair
     described = {name: value for name in names if (value := getattr(text, name, None)) is not None}
-    model_type = str(getattr(text, "model_type", ""))
-    if not _rope_types(described) <= _ROPE_OF_CONFIG_ONLY or model_type.startswith(
-        _LIMIT_SENSITIVE
-    ):
+    limited = str(getattr(text, "model_type", "")).startswith(_LIMIT_SENSITIVE)
+    if limited or not _rope_types(described) <= _ROPE_OF_CONFIG_ONLY:
         described["max_model_len"] = model.max_model_len
     return described
 
 
 def _rope_types(value: Any) -> set[str]:
-    """Every rope type named at any depth (models with several attention kinds nest their
-    parameters)."""
+    """Every rope type named at any depth: models with several attention kinds nest their
+    parameters."""
     found: set[str] = set()
     if isinstance(value, dict):
         for key, item in value.items():
@@ -760,8 +680,7 @@ def _rope_types(value: Any) -> set[str]:
 
 
 def _layers_per_rank(vllm_config: Any) -> list[int]:
-    """How many layers each pipeline rank holds: with the same count another split may hold other
-    layers."""
+    """How many layers each pipeline rank holds."""
     size = vllm_config.parallel_config.pipeline_parallel_size
     total = getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", None)
     if size == 1 or not isinstance(total, int):
@@ -769,10 +688,6 @@ def _layers_per_rank(vllm_config: Any) -> list[int]:
     split = importlib.import_module("vllm.distributed.utils").get_pp_indices
     bounds = [split(total, rank, size) for rank in range(size)]
     return [end - start for start, end in bounds]
-
-
-def _unless(value: Any, default: Any) -> Any:
-    return None if value == default else value
 
 
 # The identity of now
@@ -783,8 +698,7 @@ _RANDOM = re.compile(r" reset:[0-9a-f]{32}|(?<=\"private:)[0-9a-f]{32}")
 
 
 def lasting(text: str) -> str:
-    """The text of an identity without its random words: what processes that differ in these alone
-    share."""
+    """The text of an identity without its random words."""
     return _RANDOM.sub("", text)
 
 
@@ -795,27 +709,25 @@ class UnknowableError(UcmError):
 
 
 class LiveIdentity:
-    """The identity of what one engine computes now; seen from its scheduler side."""
+    """The identity of what one engine computes now; kept by its scheduler side."""
 
     def __init__(
         self, own: dict[str, Any], source: WeightSource, mode: str, root: str | None
     ) -> None:
-        """``own`` is without weights; ``mode`` and ``root`` as :class:`WeightsDigest` takes
-        them."""
+        """``own`` is without weights; ``mode`` and ``root`` as of :class:`WeightsDigest`."""
         self._own, self._mode, self._root = own, mode, root
         self._weights = WeightsDigest(source, mode, root)
         self._renewed = False
         self._private = ""
-        self._word = ""  # joins the weights once what was stored before is to be forgotten
+        self._word = ""  # joins the weights once stored blocks are to be forgotten
         self._forgotten = False  # since the last comparison of the weights
 
     def wait(self) -> WeightsState:
-        """What is known of the weights, after some seconds of waiting for it."""
+        """The state of the weights' digest, after some seconds of waiting for it."""
         return self._weights.wait()
 
     def text(self) -> str | None:
-        """As JSON; None while pending; raises :class:`UnknowableError` when it never will be
-        known."""
+        """As JSON; None while pending. Raises :class:`UnknowableError` when it cannot be known."""
         weights = self._private or self._named()
         if weights is None:
             return None
@@ -841,13 +753,12 @@ class LiveIdentity:
 
     def _make_private(self, why: str) -> str:
         self._private = f"private:{secrets.token_hex(16)}"
-        info_once(
-            "the weights in memory have no name (%s): their KV is kept for this process alone", why
-        )
+        text = "the weights in memory have no name (%s): their KV is kept for this process alone"
+        info_once(text, why)
         return self._private
 
     def why_invalid(self) -> str:
-        """Why the identity no longer holds, empty while it does; looks at the files again without
+        """Why the identity no longer holds, empty while it does; compares the files without
         waiting."""
         if self._private:
             return ""
@@ -855,17 +766,12 @@ class LiveIdentity:
         return "" if state.kind in ("known", "pending") else state.reason
 
     def forget(self) -> None:
-        """Give this engine's KV a random name from the next :meth:`update` on, so that nothing
-        stored before is found.
-
-        The name lasts as long as this process: an engine that is started later has the name of its
-        weights again.
-        """
+        """Give this engine's KV a random name from the next :meth:`update` on, for the life of this
+        process: nothing stored before is found."""
         self._word, self._forgotten = f"reset:{secrets.token_hex(16)}", True
 
     def update(self, reports: list[WeightsReport]) -> bool:
-        """Every rank has compared the weights in its memory: whether the identity is another one
-        now."""
+        """Every rank has compared the weights in its memory: whether the identity has changed."""
         forgotten, self._forgotten = self._forgotten, False
         return self._compared(reports) or forgotten
 

@@ -8,26 +8,27 @@ described exactly raises :class:`UnkeyableError` and is computed without the cac
 
 vLLM knows an adapter by its name, number and path, and loads it once; :class:`AdapterDigests` uses
 the SHA-256 over its files. If these changed since the engine started, or one number stands for two
-paths, the content that the engine holds is not known, and requests of that adapter are neither
-looked up nor stored.
+paths, the content in the engine is not known, and requests of that adapter are neither looked up
+nor stored.
 
-vLLM names a multimodal item by a hash it computed or by a text that a client chose, and caches
-under that name: the encoder's output, and blocks of its prefix cache. If a client uses one name for
-two contents, the KV of every request with that name may be wrong, whatever the request's own data
-are. :class:`Items` remembers which content each name was used for, and requests with an ambiguous
-name are not stored.
+vLLM names a multimodal item by a hash it computed or by a text of the client, and caches under that
+name the encoder's output and blocks of its prefix cache. If a client uses one name for two
+contents, the KV of every request with that name may be wrong. :class:`Items` remembers which
+content each name was used for, and requests with an ambiguous name are not stored.
 
-:class:`TenantTags` makes the tag that stands in a record's header for the ``cache_salt`` of the
-request that wrote it. The salt itself is part of the keys, so tenants with different salts never
-share a block; the tag only lets records be counted by tenant. With a key it is HMAC-SHA256 of the
-salt: a reader of the store cannot test guesses of a salt against it. Without one it is SHA-256.
+:class:`TenantTags` makes the tag in a record's header for the ``cache_salt`` of its request. The
+salt itself is part of the keys, so tenants with different salts never share a block; the tag only
+lets records be counted by tenant. With a key it is HMAC-SHA256 of the salt, against which guesses
+of a salt cannot be tested; else SHA-256.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import hashlib
 import hmac
+import itertools
 import os
 import queue
 import struct
@@ -35,7 +36,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ucm.config.fields import read_secret
@@ -59,12 +60,9 @@ if TYPE_CHECKING:
 
 
 class UnkeyableError(UnsupportedError):
-    """A request whose blocks have no name: it is computed as usual, and nothing of it is looked up
-    or stored.
-
-    ``reason`` is what its blocks are missed for: ``identity_pending`` where asking again later may
-    help.
-    """
+    """A request whose blocks have no name: it is computed as usual, and neither looked up nor
+    stored. ``reason`` is that of its misses: ``identity_pending`` where a later attempt may
+    succeed."""
 
     def __init__(
         self,
@@ -78,7 +76,7 @@ class UnkeyableError(UnsupportedError):
 
     @property
     def pending(self) -> bool:
-        """Whether asking again later may help."""
+        """Whether a later attempt may succeed."""
         return self.reason == MissReason.IDENTITY_PENDING
 
 
@@ -87,10 +85,8 @@ class UnkeyableError(UnsupportedError):
 
 #: Bytes of a tag.
 TENANT_TAG = 32
-#: Fewest bytes of a key.
-LEAST_TENANT_KEY = 16
-#: Most bytes that are read of a file that holds a key.
-_MOST_TENANT_KEY = 4096
+#: Fewest bytes of a key, and most that are read of its file.
+LEAST_TENANT_KEY, _MOST_TENANT_KEY = 16, 4096
 #: Separates these digests from others of the same bytes.
 _TENANT_LABEL = b"UCMTENANT"
 
@@ -105,11 +101,9 @@ class TenantTags:
     def configured(
         cls, key_file: str | None, environ: Mapping[str, str] = os.environ
     ) -> TenantTags:
-        """With the key of this file, else of ``UCM_TENANT_KEY``, else without one.
-
-        Raises :class:`~ucm.errors.ConfigError` for a file that cannot be read or that other users
-        may read, and for a key that is too short.
-        """
+        """With the key of this file, else of ``UCM_TENANT_KEY``, else without one. Raises
+        :class:`~ucm.errors.ConfigError` for a file that cannot be read or that other users may
+        read, and for a key that is too short."""
         key = environ.get(TENANT_KEY_VARIABLE, "").strip().encode("utf-8", "surrogateescape")
         origin = f"environment {TENANT_KEY_VARIABLE}"
         if key_file is not None:
@@ -130,9 +124,7 @@ class TenantTags:
     def of(self, request: Any) -> bytes:
         """The tag of this request, empty where it has no salt."""
         salt = getattr(request, "cache_salt", None)
-        if not salt:
-            return b""
-        return self.of_salt(str(salt))
+        return self.of_salt(str(salt)) if salt else b""
 
     def of_salt(self, salt: str) -> bytes:
         """The tag of this salt."""
@@ -145,20 +137,18 @@ class TenantTags:
 # Multimodal items
 # --------------------------------------------------------------------------------------------------
 
-#: Names remembered, the least recently used go first. vLLM itself forgets a name once its blocks
-#: and its encoder output are evicted; that many distinct items push both out of any device.
+#: Most names remembered, least recently used first out. vLLM itself forgets a name once its blocks
+#: and its encoder output are evicted, which that many distinct items cause on any device.
 NAMES = 1 << 17
 
-#: Contents of one name that wait for their digest; a name with more counts as one that stands for
-#: several.
+#: Most contents of one name without a digest; a name with more counts as ambiguous.
 _WAITING_ITEMS = 16
 
 _ITEM_LABEL = b"UCMITEM"
 
 
 class _Content:
-    """The data of one item, which vLLM may share between requests, and its digest once it is
-    known."""
+    """The data of one item, which requests may share, and its digest once it is known."""
 
     __slots__ = ("digest", "lock", "ref")
 
@@ -169,10 +159,10 @@ class _Content:
 
 
 class Items:
-    """Digests of the items of one engine, each computed once, and what its names stand for.
+    """Digests of the items of one engine, each computed once, and the contents of each name.
 
     :meth:`digest` may be called from several threads, the rest from the scheduler's. ``submit``
-    runs a function on another thread, or answers False.
+    runs a function on another thread, or returns False.
     """
 
     def __init__(
@@ -185,12 +175,9 @@ class Items:
         self._names: OrderedDict[bytes, list[tuple[_Content, str]] | None] = OrderedDict()
 
     def digest(self, item: Any) -> bytes:
-        """SHA-256 of what one item of ``mm_features`` feeds to the model, 32 bytes; hashes its data
-        the first time.
-
-        Raises :class:`UnkeyableError` (``unsupported``) when its data are not in this process or
-        are of a kind that cannot be described.
-        """
+        """SHA-256 of what one item of ``mm_features`` feeds to the model, 32 bytes; computed the
+        first time. Raises :class:`UnkeyableError` (``unsupported``) when its data are not in this
+        process or cannot be described."""
         data = item.data
         if not _at_hand(data):
             raise UnkeyableError(
@@ -209,11 +196,8 @@ class Items:
         return hashlib.sha256(found + b"".join(_described(mask))).digest()
 
     def used(self, items: Iterable[Any], beside: str = "") -> None:
-        """A step computes with these items; tell it of every request before blocks of the step are
-        offered.
-
-        ``beside`` is what else vLLM's encoder output of them depends on.
-        """
+        """A step computes with these items; to be called for every request before blocks of the
+        step are offered. ``beside``: other inputs of vLLM's encoder output of them."""
         for item in items:
             name = _name_digest(item.identifier)
             if name not in self._names:
@@ -233,8 +217,8 @@ class Items:
                 self._hash_soon(item, content)
 
     def current(self, items: Iterable[Any]) -> bool | None:
-        """Whether the name of each item stands for one content alone; None while that is being
-        found out."""
+        """Whether the name of each item stands for one content alone; None while a digest is
+        computed."""
         answers = [self._stands_for_one(_name_digest(item.identifier)) for item in items]
         if False in answers:
             return False
@@ -242,11 +226,10 @@ class Items:
 
     def _stands_for_one(self, name: bytes) -> bool | None:
         known = self._names.get(name)
-        if known is None:  # for several; or it was forgotten, and with it for how many
+        if known is None:  # ambiguous, or forgotten
             return False
-        if len(known) > _WAITING_ITEMS or any(
-            not content.digest and content.ref() is None for content, _ in known
-        ):
+        lost = any(not content.digest and content.ref() is None for content, _ in known)
+        if lost or len(known) > _WAITING_ITEMS:
             self._names[name] = None  # its content can no longer be compared
             return False
         if any(not content.digest for content, _ in known):
@@ -258,7 +241,7 @@ class Items:
         return True
 
     def _hash_soon(self, item: Any, content: _Content) -> None:
-        """Not left to the request's lookup: it may have none, and its data may go with it."""
+        """Does not wait for the request's lookup: there may be none, and the data may be freed."""
         if self._submit is not None and not content.digest:
             self._submit(lambda: self._try_digest(item))
 
@@ -285,18 +268,16 @@ class Items:
 
 
 def _name_digest(name: object) -> bytes:
-    """A name of vLLM's, which may be as long as its client liked, in 16 bytes."""
+    """A name of vLLM's, of any length, in 16 bytes."""
     return hashlib.blake2b(str(name).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _at_hand(data: Any) -> bool:
     """Whether these are the data themselves: they may be left out, or be an address in a shared
     memory of workers."""
-    return (
-        bool(data)
-        and "address" not in data
-        and all(_field_value(data, name) is not None for name in data)
-    )
+    if not data or "address" in data:
+        return False
+    return all(_field_value(data, name) is not None for name in data)
 
 
 def _field_value(data: Any, name: str) -> Any:
@@ -304,13 +285,10 @@ def _field_value(data: Any, name: str) -> Any:
 
 
 def _digest_data(data: Any) -> bytes:
-    """SHA-256 over the fields by name, each with types, shapes and bytes, so that different data
-    never look alike."""
+    """SHA-256 over the fields by name, each with types, shapes and bytes."""
     digest = hashlib.sha256(_ITEM_LABEL)
     for name in sorted(data):
-        for piece in _described(name):
-            digest.update(piece)
-        for piece in _described(_field_value(data, name)):
+        for piece in itertools.chain(_described(name), _described(_field_value(data, name))):
             digest.update(piece)
     return digest.digest()
 
@@ -324,14 +302,10 @@ def _described(value: Any) -> Iterable[bytes | memoryview]:
         yield b"N"
     elif isinstance(value, torch.Tensor):
         content = value.detach().to("cpu").contiguous()
-        yield _framed_text(b"T", str(content.dtype)) + struct.pack(
-            f"<I{content.dim()}Q", content.dim(), *content.shape
-        )
+        yield _framed_text(b"T", str(content.dtype)) + _framed_shape(content.shape)
         yield content.reshape(-1).view(torch.uint8).numpy().data
     elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        yield _framed_text(b"A", value.dtype.str) + struct.pack(
-            f"<I{value.ndim}Q", value.ndim, *value.shape
-        )
+        yield _framed_text(b"A", value.dtype.str) + _framed_shape(value.shape)
         yield np.ascontiguousarray(value).tobytes()
     elif isinstance(value, list | tuple):
         yield struct.pack("<cQ", b"L", len(value))
@@ -355,6 +329,10 @@ def _described(value: Any) -> Iterable[bytes | memoryview]:
         )
 
 
+def _framed_shape(shape: Sequence[int]) -> bytes:
+    return struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+
+
 def _framed_text(kind: bytes, text: str) -> bytes:
     encoded = text.encode("utf-8", "surrogatepass")
     return kind + struct.pack("<Q", len(encoded)) + encoded
@@ -366,15 +344,14 @@ def _framed_text(kind: bytes, text: str) -> bytes:
 #: The files of an adapter that vLLM reads.
 ADAPTER_FILES = ("adapter_config.json", "adapter_model*", "new_embeddings*")
 
-#: How long the first question about an adapter may wait for its digest, in seconds. Later ones
-#: never wait.
+#: Seconds that the first request of an adapter may wait for its digest. Later ones never wait.
 FIRST_WAIT_S = 0.5
 
 #: Most adapters that are remembered; requests of further ones are not cached.
 LIMIT = 16384
 
-#: At most this often, in seconds, the files of an adapter in use are looked at again for lookups; a
-#: look that takes longer says that nothing is known.
+#: Seconds between two checks of the files of an adapter in use, for lookups; while a check takes
+#: longer, nothing is known.
 RECHECK_S = 1.0
 
 _ADAPTER_LABEL = b"UCMADAPTER"
@@ -384,12 +361,9 @@ def adapter_digest(
     path: str, root: str | None = None, *, now_ns: Callable[[], int] = time.time_ns
 ) -> bytes:
     """SHA-256 over the files of the adapter at a local ``path``, 32 bytes; reads them, which may
-    take long.
-
-    ``root`` is a directory in which digests are remembered. Raises
+    take long. ``root`` is a directory in which digests are remembered. Raises
     :class:`~ucm.errors.NotFoundError` when there is no adapter, :class:`OSError`, and
-    :class:`~.weights.FileChangedError`.
-    """
+    :class:`~.weights.FileChangedError`."""
     return _digest_files(path, DigestMemory(root, now_ns), now_ns)[0]
 
 
@@ -397,9 +371,8 @@ def _digest_files(
     path: str, memory: DigestMemory, now_ns: Callable[[], int]
 ) -> tuple[bytes, dict[str, FileStamp]]:
     directory = os.path.expanduser(path)
-    names = sorted(
-        {name for pattern in ADAPTER_FILES for name in fnmatch.filter(_listed(directory), pattern)}
-    )
+    listed = _listed(directory)
+    names = sorted({name for one in ADAPTER_FILES for name in fnmatch.filter(listed, one)})
     if not any(name.startswith("adapter_model") for name in names):
         raise NotFoundError("no adapter_model file lies there", context={"path": path})
     stamps, parts = {}, []
@@ -416,10 +389,8 @@ def _digest_files(
             memory.learn(file, stamp, content, started_ns)
         stamps[file] = stamp
         parts.append((name, stamp.size, content))
-    try:
+    with contextlib.suppress(OSError):  # it is hashed again next time
         memory.save()
-    except OSError:
-        pass  # it is hashed again next time
     return combined(_ADAPTER_LABEL, parts), stamps
 
 
@@ -435,7 +406,7 @@ def _listed(directory: str) -> list[str]:
 
 
 class _Adapter:
-    """What is known about one adapter number."""
+    """The state of one adapter number."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -444,19 +415,18 @@ class _Adapter:
         self.stamps: dict[str, FileStamp] = {}
         self.problem = ""  # why it has no name and never will
         self.waited = False
-        self.checked = float("-inf")  # when the last look began that found the files unchanged
-        self.asked: float | None = None  # when the look was asked for that has not ended yet
+        self.checked = float("-inf")  # when the last check began that found the files unchanged
+        self.asked: float | None = None  # when the check under way was requested
 
 
 class AdapterDigests:
-    """Digests of the adapters of one engine, computed on one thread and looked after on another.
+    """Digests of the adapters of one engine, computed on one thread; another compares their files,
+    so that no adapter that takes long to hash delays it.
 
-    Questions are answered from memory; one adapter that takes long to hash holds up no look at
-    another.
-
-    Files must be older than ``since_ns`` (the engine's start unless given): the moment at which
-    vLLM loads an adapter is not reported to connectors. ``trust_new_files`` lifts that for servers
-    that add adapters while they run and never write to a path again."""
+    Files must be older than ``since_ns`` (the engine's start unless given): connectors do not learn
+    when vLLM loads an adapter. ``trust_new_files`` lifts that for servers that add adapters while
+    they run and never write to a path again.
+    """
 
     def __init__(
         self,
@@ -476,11 +446,8 @@ class AdapterDigests:
         self._looking = _AdapterThread("ucm-adapter-files")
 
     def payload(self, lora_request: Any) -> bytes:
-        """What stands in the key for this adapter. Raises :class:`UnkeyableError`.
-
-        The first question about an adapter waits :data:`FIRST_WAIT_S` at most, later ones not at
-        all.
-        """
+        """The bytes for this adapter in the key. The first call for an adapter waits
+        :data:`FIRST_WAIT_S` at most, later ones not at all. Raises :class:`UnkeyableError`."""
         adapter = self._adapter(lora_request)
         if not adapter.ready.is_set():
             first, adapter.waited = not adapter.waited, True
@@ -495,17 +462,13 @@ class AdapterDigests:
         if asked is not None and now - asked >= RECHECK_S:
             raise _pending("whether the adapter's files changed takes long to find out", adapter)
         # The same file means two things to vLLM depending on this flag of the request.
-        return adapter.digest + (
-            b"\x01" if getattr(lora_request, "is_3d_lora_weight", False) else b""
-        )
+        is_3d = getattr(lora_request, "is_3d_lora_weight", False)
+        return adapter.digest + (b"\x01" if is_3d else b"")
 
     def current(self, lora_request: Any, since: float) -> bool | None:
-        """Whether a look at the adapter's files that began after ``since`` (of the clock) found
-        them unchanged.
-
-        False is final. None: no such look has ended, one is under way; ask again. Never waits. What
-        the adapter computed before ``since`` then has the name that :meth:`payload` gave.
-        """
+        """Whether a check of the adapter's files that began after ``since`` (of the clock) found
+        them unchanged. False is final; None while no such check has ended: one is under way. Never
+        waits. True: KV computed before ``since`` has the name that :meth:`payload` returned."""
         try:
             adapter = self._adapter(lora_request)
         except UnkeyableError:
@@ -529,22 +492,19 @@ class AdapterDigests:
             adapter = self._adapters.get(number)
             if adapter is None:
                 if len(self._adapters) >= LIMIT:
-                    raise UnkeyableError(
-                        "too many adapters to keep track of", context={"limit": LIMIT}
-                    )
+                    limit = {"limit": LIMIT}
+                    raise UnkeyableError("too many adapters to keep track of", context=limit)
                 adapter = self._adapters[number] = _Adapter(path)
                 self._hashing.submit(lambda: self._hash(adapter))
             elif adapter.path != path and not adapter.problem:
-                adapter.problem = (
-                    f"adapter number {number} stands for two paths, {adapter.path} and {path}"
-                )
+                paths = f"{adapter.path} and {path}"
+                adapter.problem = f"adapter number {number} stands for two paths, {paths}"
             return adapter
 
     def _hash(self, adapter: _Adapter) -> None:
         try:
-            digest, stamps = _digest_files(
-                adapter.path, DigestMemory(self._root, self._now_ns), self._now_ns
-            )
+            memory = DigestMemory(self._root, self._now_ns)
+            digest, stamps = _digest_files(adapter.path, memory, self._now_ns)
             newest = max(stamp.ctime_ns for stamp in stamps.values())
             if newest > self._since_ns - CLOCK_SLACK_NS and not self._trust_new_files:
                 adapter.problem = adapter.problem or "the adapter changed after the engine started"
@@ -569,10 +529,8 @@ class AdapterDigests:
                 changed = FileStamp.of(os.stat(path)) != stamp
             except OSError:
                 changed = True
-            if changed:
-                adapter.problem = (
-                    adapter.problem or f"the adapter changed while the engine runs: {path}"
-                )
+            if changed and not adapter.problem:
+                adapter.problem = f"the adapter changed while the engine runs: {path}"
         if not adapter.problem:
             adapter.checked = began
         adapter.asked = None
@@ -617,8 +575,8 @@ Frame = tuple[int, int, bytes]
 
 
 class ExtraKeys:
-    """Makes the frames of requests. :meth:`of` may be called from several threads, the rest from
-    the scheduler's."""
+    """Makes the frames of requests. :meth:`of` is thread safe, the rest is for the scheduler's
+    thread."""
 
     def __init__(
         self,
@@ -629,9 +587,9 @@ class ExtraKeys:
         foreign_encoder: bool = False,
         adapted_encoder: bool = False,
     ) -> None:
-        """``items`` remembers what multimodal items are; ``foreign_encoder``: other engines hand
-        over what their encoders made of an item, by its name, so its data say nothing here;
-        ``adapted_encoder``: adapters change what the encoder makes of it."""
+        """``items`` remembers multimodal items; ``foreign_encoder``: other engines pass the
+        encoder's output of an item by its name, so its data say nothing here; ``adapted_encoder``:
+        adapters change the encoder's output."""
         self._block_tokens = block_tokens
         self._adapters = adapters
         self._known = items or Items()
@@ -643,17 +601,13 @@ class ExtraKeys:
     ) -> ExtraKeys:
         """As the constructor, with what the engine's configuration says."""
         foreign = getattr(vllm_config, "ec_transfer_config", None) is not None
-        adapted = bool(
-            getattr(getattr(vllm_config, "lora_config", None), "enable_tower_connector_lora", False)
-        )
+        lora = getattr(vllm_config, "lora_config", None)
+        adapted = bool(getattr(lora, "enable_tower_connector_lora", False))
         return cls(block_tokens, adapters, items, foreign_encoder=foreign, adapted_encoder=adapted)
 
     def of(self, request: Request, start: int = 0, end: int | None = None) -> list[Frame]:
         """The frames of blocks ``start`` up to ``end`` (all full ones unless given), sorted by
-        block and tag.
-
-        Raises :class:`UnkeyableError`.
-        """
+        block and tag. Raises :class:`UnkeyableError`."""
         if end is None:
             end = request.num_tokens // self._block_tokens
         _refuse_unkeyable(request)
@@ -668,42 +622,28 @@ class ExtraKeys:
 
     @staticmethod
     def only_tokens(request: Request) -> bool:
-        """Whether a request has nothing that could take long to name: no adapter, no items, no
-        embeddings."""
-        return (
-            request.lora_request is None
-            and not request.mm_features
-            and request.prompt_embeds is None
-        )
+        """Whether a request has no adapter, items or embeddings, which may take long to name."""
+        beside = request.lora_request, request.prompt_embeds
+        return not request.mm_features and all(one is None for one in beside)
 
     def current(self, request: Request, since: float) -> bool | None:
-        """Whether what :meth:`of` said still held at ``since`` (monotonic, in seconds); never
-        waits.
-
-        None when that is not known yet: ask again. False is final. Ask before storing blocks of the
-        request.
-        """
+        """Whether the result of :meth:`of` still held at ``since`` (monotonic, in seconds); never
+        waits. None when that is not known yet; False is final. To be called before blocks of the
+        request are stored."""
         if request.lora_request is not None:
-            adapter = (
-                self._adapters.current(request.lora_request, since)
-                if self._adapters is not None
-                else False
-            )
+            known = self._adapters
+            adapter = False if known is None else known.current(request.lora_request, since)
             if not adapter:
                 return adapter
         return self._known.current(request.mm_features) if request.mm_features else True
 
     def used(self, request: Any, computed: int = 0) -> None:
         """A step computes with the items of a request that end past its first ``computed`` tokens.
-
-        Tell it of every request, cached or not, before blocks of the step are offered.
-        """
+        To be called for every request, cached or not, before blocks of the step are offered."""
         items = [item for item in request.mm_features or () if sum(_tokens_of(item)) > computed]
         if items:
-            lora = request.lora_request
-            self._known.used(
-                items, str(lora.lora_path) if lora is not None and self._adapted_encoder else ""
-            )
+            lora = request.lora_request if self._adapted_encoder else None
+            self._known.used(items, "" if lora is None else str(lora.lora_path))
 
     def _whole_request(self, request: Any) -> Iterator[Frame]:
         if request.lora_request is not None:
@@ -719,14 +659,10 @@ class ExtraKeys:
             offset, length = int(item.mm_position.offset), int(item.mm_position.length)
             first, last = offset // size, (offset + max(length, 1) - 1) // size
             touched = range(max(first, start), min(last + 1, end))
-            if touched:
-                content = self._content(item)
-                for block in touched:
-                    yield (
-                        block,
-                        MULTIMODAL,
-                        struct.pack("<qQ", offset - block * size, length) + content,
-                    )
+            content = self._content(item) if touched else b""
+            for block in touched:
+                place = struct.pack("<qQ", offset - block * size, length)
+                yield block, MULTIMODAL, place + content
 
     def _content(self, item: Any) -> bytes:
         if self._foreign_encoder:
@@ -735,9 +671,8 @@ class ExtraKeys:
                 " alone",
                 reason=MissReason.UNSUPPORTED,
             )
-        return f"{getattr(item, 'modality', '')}\0".encode(
-            "utf-8", "surrogatepass"
-        ) + self._known.digest(item)
+        modality = f"{getattr(item, 'modality', '')}\0"
+        return modality.encode("utf-8", "surrogatepass") + self._known.digest(item)
 
     def _embeds(self, request: Any, start: int, end: int) -> Iterator[Frame]:
         embeds = request.prompt_embeds
@@ -764,17 +699,15 @@ def _tokens_of(item: Any) -> tuple[int, int]:
 
 
 def _digest_rows(embeds: Any, rows: list[int], first: int) -> bytes:
-    """SHA-256 over the dtype, the width, the places within the block and the bytes of some rows."""
+    """SHA-256 over dtype, width, places within the block and bytes of some rows."""
     import torch
 
-    content = (
-        embeds[rows[0] : rows[-1] + 1] if len(rows) == rows[-1] - rows[0] + 1 else embeds[rows]
-    )
+    whole = len(rows) == rows[-1] - rows[0] + 1
+    content = embeds[rows[0] : rows[-1] + 1] if whole else embeds[rows]
     content = content.detach().to("cpu").contiguous()
     places = struct.pack(f"<{len(rows)}I", *(row - first for row in rows))
-    digest = hashlib.sha256(
-        f"{content.dtype} {tuple(content.shape[1:])} {len(rows)}\0".encode() + places
-    )
+    head = f"{content.dtype} {tuple(content.shape[1:])} {len(rows)}\0"
+    digest = hashlib.sha256(head.encode() + places)
     digest.update(memoryview(content.view(torch.uint8).numpy()).cast("B"))
     return digest.digest()
 
@@ -785,9 +718,8 @@ class KeyMaker:
     def __init__(
         self, identity: str, block_tokens: int, hash_method: str, extra: ExtraKeys
     ) -> None:
-        self._hasher = BlockHasher(
-            hashlib.sha256(identity.encode()).digest(), block_tokens, hash_method
-        )
+        seed = hashlib.sha256(identity.encode()).digest()
+        self._hasher = BlockHasher(seed, block_tokens, hash_method)
         self._extra = extra
         self.block_tokens = block_tokens
 
@@ -797,28 +729,21 @@ class KeyMaker:
         return self.more(request, [])
 
     def at_once(self, request: Request, tokens: int) -> bool:
-        """Whether :meth:`first` needs no file, and takes little: nothing but tokens, and not more
-        than that."""
+        """Whether :meth:`first` is quick: only tokens, at most ``tokens`` of them."""
         return request.num_tokens <= tokens and self._extra.only_tokens(request)
 
     def current(self, request: Request, since: float) -> bool | None:
-        """Whether the keys say what the request computed before ``since`` (monotonic, in seconds).
-
-        Asked before its blocks are stored; never waits. None when that is not known yet; False is
-        final.
-        """
+        """Whether the keys name what the request computed before ``since``: see
+        :meth:`ExtraKeys.current`."""
         return self._extra.current(request, since)
 
     def more(self, request: Request, keys: list[bytes]) -> list[bytes]:
-        """Keys of the full blocks after those of ``keys``.
-
-        Raises :class:`UnkeyableError` for a request that has no keys.
-        """
+        """Keys of the full blocks after those of ``keys``. Raises :class:`UnkeyableError` for a
+        request that has no keys."""
         tokens = request._all_token_ids
         start, end = len(keys), len(tokens) // self.block_tokens
         if end <= start:
             return []
         extra = self._extra.of(request, start, end)
-        return self._hasher.hash_blocks(
-            tokens, parent=keys[-1] if keys else None, start=start, extra=extra
-        )
+        parent = keys[-1] if keys else None
+        return self._hasher.hash_blocks(tokens, parent=parent, start=start, extra=extra)

@@ -1,36 +1,38 @@
 """Which weights an engine computes with: their files, the digest of every byte, and whether the
 memory of each rank still holds them.
 
-:class:`WeightSource` names the files, found in the way vLLM finds them, without a network: a local
+:class:`WeightSource` names the files, found as vLLM finds them but without a network: a local
 directory as it is, a hub name in the local cache at the revision that vLLM resolved; with the few
 other files that change what is computed (a quantisation's own configuration, the model's code when
 the user allowed it to run).
 
-:class:`WeightsDigest` hashes them on threads of its own, at the lowest priority. Its answer is one
-of four states: pending, known (the text for the identity), unknown (a file changed since the engine
-started, so the content of the memory is not known) or off (there is nothing to read and nothing was
-declared). Blocks are stored and found only in the state *known*. A digest of a file is remembered
-while the file's metadata is unchanged (:class:`DigestMemory`).
+:class:`WeightsDigest` hashes them on threads of its own, at the lowest priority. Its state is
+pending, known (the text for the identity), unknown (a file changed since the engine started, so the
+content of the memory is not known) or off (there is nothing to read and nothing was declared).
+Blocks are stored and found only in the state *known*. A file's digest is remembered while its
+metadata is unchanged (:class:`DigestMemory`).
 
 vLLM can replace the weights of a running engine in many ways (``reload_weights``, weight transfer,
 sleep level 2, a worker extension that writes them) and reports none to connectors. So
 :class:`ModelMemory` takes a fingerprint on each rank right after loading, compares when the
-scheduler side requests it, and answers with a :class:`WeightsReport`. The fingerprint is a SHA-256
-over samples of every parameter and persistent buffer: small ones whole, of others
-:data:`MEMORY_SAMPLES` bytes at even distances. Training, merging and loading change every sample of
-a tensor they touch; an edit of single numbers that misses all samples of a large tensor is not
-detected. Some kernels pack a weight into an object of their own and leave an empty parameter behind
-(oneDNN on a CPU): such an object counts as unchanged while it is the same object.
+scheduler side requests it, and returns a :class:`WeightsReport`. The fingerprint is a SHA-256 over
+samples of every parameter and persistent buffer: small ones whole, of others :data:`MEMORY_SAMPLES`
+bytes at even distances. Training, merging and loading change every sample of a tensor; an edit of
+single numbers that misses all samples of a large tensor is not detected. Some kernels pack a weight
+into an object of their own and leave an empty parameter behind (oneDNN on a CPU): such an object
+counts as unchanged while it is the same object.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import gc
 import hashlib
 import json
 import os
 import queue
+import re
 import struct
 import threading
 import time
@@ -57,14 +59,9 @@ if TYPE_CHECKING:
 #: wins.
 _ANY = ("*.safetensors", "*.bin", "*.pt")
 _PATTERNS: dict[str, tuple[str, ...]] = {
-    "auto": _ANY,
-    "hf": _ANY,
-    "bitsandbytes": _ANY,
-    "safetensors": ("*.safetensors",),
-    "fastsafetensors": ("*.safetensors",),
-    "instanttensor": ("*.safetensors",),
-    "runai_streamer": ("*.safetensors",),
-    "runai_streamer_sharded": ("*.safetensors",),
+    **dict.fromkeys(("auto", "hf", "bitsandbytes"), _ANY),
+    **dict.fromkeys(("safetensors", "fastsafetensors", "instanttensor"), _ANY[:1]),
+    **dict.fromkeys(("runai_streamer", "runai_streamer_sharded"), _ANY[:1]),
     "sharded_state": ("*.safetensors", "*.pt"),
     "mistral": ("consolidated*.safetensors",),
     "npcache": ("*.bin", "*.pt"),
@@ -72,8 +69,7 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
     "gguf": ("*.gguf",),
 }
 
-#: Indices that say which safetensors files belong together, with the pattern of the files they
-#: speak of.
+#: Indices that say which safetensors files belong together, with the pattern of these files.
 _INDICES = (
     ("consolidated.safetensors.index.json", "consolidated*.safetensors"),
     ("model.safetensors.index.json", "*.safetensors"),
@@ -97,6 +93,9 @@ _SECOND_MODELS = ("audio_model_id", "text_model_id")
 
 #: Ways to draft that use a model, or parts of one, without KV.
 _DRAFTS_WITHOUT_KV = ("medusa", "mlp_speculator")
+
+#: Names of a hub cache's blobs: a SHA-1 of git, or a SHA-256.
+_BLOB = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 
 _DECLARE = "set identity.weights to declared:<text>, with another text whenever the weights change"
 
@@ -129,25 +128,22 @@ class WeightFile:
 def weight_source(vllm_config: VllmConfig) -> WeightSource:
     """Where this engine's weights come from. Reads no file."""
     model, load = vllm_config.model_config, vllm_config.load_config
-    draft = draft_model(vllm_config)
-    drafted = None
+    draft, drafted = draft_model(vllm_config), None
     if draft is not None:
-        drafted = _source(
-            draft, getattr(vllm_config.speculative_config, "draft_load_config", None) or load
-        )
+        own = getattr(vllm_config.speculative_config, "draft_load_config", None)
+        drafted = _source(draft, own or load)
     return _source(model, load, drafted)
 
 
 def models_of(vllm_config: VllmConfig) -> list[str]:
-    """The models of an engine, directories or names as vLLM was given them; one that drafts too."""
+    """The models of an engine, directories or names as vLLM was given them; the draft model too."""
     speculative: Any = getattr(vllm_config, "speculative_config", None)
     drafts = [getattr(speculative, "model", None)] if speculative is not None else []
     return [str(model) for model in (vllm_config.model_config.model, *drafts) if model]
 
 
 def draft_model(vllm_config: VllmConfig) -> Any:
-    """vLLM's ModelConfig of a model of its own whose layers draft tokens and keep KV beside the
-    main one's, or None."""
+    """vLLM's ModelConfig of a model of its own whose layers draft tokens and keep KV, or None."""
     speculative: Any = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
     if (
@@ -162,14 +158,13 @@ def draft_model(vllm_config: VllmConfig) -> Any:
 def _source(model: Any, load: Any, draft: WeightSource | None = None) -> WeightSource:
     architectures = getattr(model.hf_config, "architectures", None) or []
     second = [(key, getattr(model.hf_config, key, None)) for key in _SECOND_MODELS]
+    below = [name for arch in architectures for name in _SUBDIRECTORIES.get(arch, ())]
     return WeightSource(
         model=model.model,
         load_format=str(load.load_format),
         revision=model.revision,
         download_dir=load.download_dir,
-        subdirectories=tuple(
-            name for arch in architectures for name in _SUBDIRECTORIES.get(arch, ())
-        ),
+        subdirectories=tuple(below),
         second_models=tuple((key, str(value)) for key, value in second if value),
         with_code=bool(model.trust_remote_code),
         draft=draft,
@@ -194,34 +189,25 @@ def _unknowable(model: Any, load: Any) -> str:
 
 
 def find_weight_files(source: WeightSource) -> list[WeightFile]:
-    """The files, sorted by name. Raises :class:`~ucm.errors.NotFoundError` with a sentence when
-    there are none."""
+    """The files, sorted by name. Raises :class:`~ucm.errors.NotFoundError` when there are none."""
     root = _locate(source.model, source.revision, source.download_dir)
     if os.path.isfile(root):
         return [WeightFile(os.path.basename(root), root)]
+    entries = os.listdir(root) if source.subdirectories else []
+    below = [name for each in source.subdirectories for name in fnmatch.filter(entries, each)]
     found: list[WeightFile] = []
-    below = [
-        name
-        for pattern in source.subdirectories
-        for name in fnmatch.filter(os.listdir(root), pattern)
-    ]
     for where in ("", *below):
-        directory = os.path.join(root, where)
-        prefix = f"{where}/" if where else ""
+        directory, prefix = os.path.join(root, where), f"{where}/" if where else ""
         names = _chosen(directory, source.load_format) + _companions(directory, source.with_code)
         found += [WeightFile(prefix + name, os.path.join(directory, name)) for name in names]
-    for key, name in source.second_models:
-        directory = _locate(name, None, source.download_dir)
-        found += [
-            WeightFile(f"{key}/{file}", os.path.join(directory, file))
-            for file in _chosen(directory, "auto")
-        ]
+    for key, model in source.second_models:
+        directory = _locate(model, None, source.download_dir)
+        names = _chosen(directory, "auto")
+        found += [WeightFile(f"{key}/{name}", os.path.join(directory, name)) for name in names]
     if source.draft is not None:
-        found += [
-            WeightFile(f"draft/{file.name}", file.path) for file in find_weight_files(source.draft)
-        ]
-    weights = [file for file in found if not file.name.endswith((".json", ".py"))]
-    if not weights:
+        drafts = find_weight_files(source.draft)
+        found += [WeightFile(f"draft/{file.name}", file.path) for file in drafts]
+    if all(file.name.endswith((".json", ".py")) for file in found):
         patterns = ", ".join(_PATTERNS[source.load_format])
         raise NotFoundError(
             f"no weight file ({patterns}) lies in {root}; {_DECLARE}",
@@ -232,24 +218,14 @@ def find_weight_files(source: WeightSource) -> list[WeightFile]:
 
 def is_content_addressed(path: str) -> bool:
     """Whether the path leads to a hub cache's blob, whose name is made from its content."""
-    real = os.path.realpath(path)
-    name = os.path.basename(real)
-    return (
-        os.path.basename(os.path.dirname(real)) == "blobs"
-        and len(name) in (40, 64)
-        and _is_hex(name)
-    )
+    directory, name = os.path.split(os.path.realpath(path))
+    return os.path.basename(directory) == "blobs" and bool(_BLOB.fullmatch(name))
 
 
 def blob_sha256(path: str) -> bytes | None:
-    """The SHA-256 that a hub cache uses as the name of this file, None for any other file. The name
-    is not checked."""
+    """The SHA-256 in the name of a hub cache's blob, None for any other file; not checked."""
     name = os.path.basename(os.path.realpath(path))
     return bytes.fromhex(name) if len(name) == 64 and is_content_addressed(path) else None
-
-
-def _is_hex(name: str) -> bool:
-    return all(letter in "0123456789abcdef" for letter in name)
 
 
 def _locate(model: str, revision: str | None, download_dir: str | None) -> str:
@@ -258,11 +234,10 @@ def _locate(model: str, revision: str | None, download_dir: str | None) -> str:
     from huggingface_hub import snapshot_download
 
     try:
-        return str(
-            snapshot_download(
-                model, revision=revision, cache_dir=download_dir, local_files_only=True
-            )
+        found = snapshot_download(
+            model, revision=revision, cache_dir=download_dir, local_files_only=True
         )
+        return str(found)
     except (OSError, ValueError) as error:  # the hub's own errors are both
         raise NotFoundError(
             f"{model} is neither a local path nor in the local hub cache; {_DECLARE}",
@@ -316,8 +291,7 @@ CHUNK = 4 << 20
 #: used.
 SETTLED_NS = 2_000_000_000
 
-#: Name of the file below a store's root in which digests are remembered, and how many it holds at
-#: most.
+#: File below a store's root in which digests are remembered, and how many it holds at most.
 MEMORY_NAME = "ucm-digests.json"
 MEMORY_LIMIT = 4096
 
@@ -349,14 +323,11 @@ class FileStamp:
 def hash_file(
     path: str, sampled: bool = False, progress: Callable[[int], None] | None = None
 ) -> tuple[bytes, FileStamp]:
-    """SHA-256 of a file's content, or of its samples, and the stamp it had all the while.
+    """SHA-256 of a file's content, or of its samples, and its stamp, which did not change.
 
-    Hashed by threads of the core, of the lowest priority: a thread of Python must keep its own, for
-    one that has the interpreter and no processor holds up the engine, on a busy machine for a
-    second.
-
-    ``progress`` is called with the bytes of each piece read. Raises :class:`FileChangedError` and
-    :class:`OSError`.
+    Threads of the core hash it at the lowest priority: a Python thread that holds the interpreter
+    without a processor would delay the engine. ``progress`` is called with the bytes of each piece
+    read. Raises :class:`FileChangedError` and :class:`OSError`.
     """
     with open(path, "rb", buffering=0) as file:
         before = FileStamp.of(os.fstat(file.fileno()))
@@ -392,8 +363,7 @@ def _feed(
 
 
 def combined(label: bytes, files: Iterable[tuple[str, int, bytes]]) -> bytes:
-    """SHA-256 over the sorted (name, size in bytes, digest) of several files; ``label`` says what
-    they are."""
+    """SHA-256 over the sorted (name, size in bytes, digest) of several files, after ``label``."""
     digest = hashlib.sha256(label)
     for name, size, content in sorted(files):
         encoded = name.encode("utf-8", "surrogateescape")
@@ -402,30 +372,23 @@ def combined(label: bytes, files: Iterable[tuple[str, int, bytes]]) -> bytes:
 
 
 class DigestMemory:
-    """Digests remembered in one small JSON file, by path, inode, size, mtime and ctime.
-
-    Losing it, or an entry to another process that writes at the same time, costs a hash and nothing
-    else.
-    """
+    """Digests remembered in one small JSON file, by path, inode, size, mtime and ctime. A lost
+    entry costs a hash and nothing else."""
 
     def __init__(self, root: str | None, now_ns: Callable[[], int] = time.time_ns) -> None:
-        self._file = (
-            RootFile(root, MEMORY_NAME, "files", MEMORY_LIMIT) if root is not None else None
-        )
+        self._file = None if root is None else RootFile(root, MEMORY_NAME, "files", MEMORY_LIMIT)
         self._now_ns = now_ns
         self._known = {} if self._file is None else self._file.read_soon()
         self._new: dict[str, dict[str, Any]] = {}
         self._lock = threading.Lock()
 
     def settled(self, stamp: FileStamp) -> bool:
-        """Whether a file with this stamp could not have been written again without a new ctime.
-
-        A ctime in whole seconds is coarse or made up by a read-only image, and says too little.
-        """
+        """Whether a file with this stamp could not have been written again without a new ctime. A
+        ctime in whole seconds is coarse or made up by a read-only image, and is not enough."""
         return stamp.ctime_ns + SETTLED_NS <= self._now_ns() and stamp.ctime_ns % 1_000_000_000 != 0
 
     def recall(self, path: str, stamp: FileStamp) -> bytes | None:
-        """The content digest of a file with this stamp, when it is known for sure."""
+        """The content digest of a file with this stamp, where it is certain."""
         entry = self._known.get(os.path.abspath(path))
         if entry is None or not self.settled(stamp) or entry.get("stamp") != _numbers(stamp):
             return None
@@ -436,21 +399,16 @@ class DigestMemory:
         return digest if len(digest) == 32 else None
 
     def learn(self, path: str, stamp: FileStamp, digest: bytes, started_ns: int) -> None:
-        """Remember a digest whose computation began at ``started_ns``; a file too young then is not
-        remembered."""
+        """Remember a digest whose computation began at ``started_ns``, unless the file was too
+        young then."""
         if stamp.ctime_ns + SETTLED_NS <= started_ns and self.settled(stamp):
             with self._lock:
-                self._new[os.path.abspath(path)] = {
-                    "sha256": digest.hex(),
-                    "stamp": _numbers(stamp),
-                }
+                entry = {"sha256": digest.hex(), "stamp": _numbers(stamp)}
+                self._new[os.path.abspath(path)] = entry
 
     def save(self) -> None:
-        """Write what was learnt, together with what others have written since. Raises
-        :class:`OSError`.
-
-        Kept for the next call while the root is not marked or does not answer.
-        """
+        """Write new digests, together with those that others have written since. Kept for the next
+        call while the root is not marked or does not answer. Raises :class:`OSError`."""
         with self._lock:
             if self._file is None or not self._new:
                 return
@@ -459,10 +417,8 @@ class DigestMemory:
         if known is None:
             return
         with self._lock:
-            self._known, self._new = (
-                known,
-                {path: it for path, it in self._new.items() if new.get(path) != it},
-            )
+            self._known = known
+            self._new = {path: it for path, it in self._new.items() if new.get(path) != it}
 
 
 def _numbers(stamp: FileStamp) -> list[int]:
@@ -488,10 +444,7 @@ DECLARED = "declared:"
 
 def engine_start_ns() -> int:
     """Unix time in ns before which a file must have been written to be what the engine loaded: this
-    process's start.
-
-    A file server whose clock runs behind ours hides changes of its files by as much.
-    """
+    process's start. A file server whose clock runs behind ours hides changes by as much."""
     return min(_process_start_ns(), _IMPORTED_NS)
 
 
@@ -522,12 +475,12 @@ PENDING = WeightsState("pending")
 
 
 class WeightsDigest:
-    """Finds, hashes and watches the weight files of one engine. Safe to ask from any thread.
+    """Finds, hashes and watches the weight files of one engine. Thread safe.
 
     ``mode`` is ``full`` (SHA-256 of every file), ``sampled`` (64 pieces of each: an edit that
-    misses them all goes unseen, so this is probabilistic) or ``declared:<text>`` (not checked; no
-    file is read). ``root`` is the directory in which digests are remembered, None for nowhere.
-    ``since_ns`` is :func:`engine_start_ns` unless given.
+    misses them all is not seen) or ``declared:<text>`` (no file is read). ``root`` is the directory
+    in which digests are remembered, None for nowhere. ``since_ns`` is :func:`engine_start_ns`
+    unless given.
     """
 
     def __init__(
@@ -553,14 +506,12 @@ class WeightsDigest:
         self._requests: queue.SimpleQueue[bool] = queue.SimpleQueue()
         if mode.startswith(DECLARED):
             if not mode[len(DECLARED) :].strip():
-                raise ConfigError(
-                    "identity.weights: declared: needs a text that names these weights"
-                )
+                wrong = "declared: needs a text that names these weights"
+                raise ConfigError(f"identity.weights: {wrong}")
             self._state = WeightsState("known", mode)
         elif mode not in ("full", "sampled"):
-            raise ConfigError(
-                f"identity.weights is {mode!r}; write full, sampled or declared:<text>"
-            )
+            wrong = f"is {mode!r}; write full, sampled or declared:<text>"
+            raise ConfigError(f"identity.weights {wrong}")
         elif source.unknowable:
             self._state = WeightsState("off", reason=source.unknowable)
         else:
@@ -576,11 +527,9 @@ class WeightsDigest:
 
     @property
     def value(self) -> str | None:
-        """The text for the identity, None while it is pending.
-
-        Raises :class:`~ucm.errors.UnsupportedError` with the reason when it is not, or no longer,
-        to be known.
-        """
+        """The text for the identity, None while it is pending. Raises
+        :class:`~ucm.errors.UnsupportedError` with the reason when it cannot, or can no longer, be
+        known."""
         state = self._state
         if state.kind in ("unknown", "off"):
             raise UnsupportedError(state.reason, context={"model": self._source.model})
@@ -592,19 +541,16 @@ class WeightsDigest:
         return self._state
 
     def wait(self, timeout: float = CONSTRUCTOR_WAIT_S) -> WeightsState:
-        """The state, after at most ``timeout`` seconds of waiting for it to be no longer
-        pending."""
+        """The state, after at most ``timeout`` seconds of waiting while it is pending."""
         with self._changed:
             self._changed.wait_for(lambda: self._state.kind != "pending", timeout)
             return self._state
 
     def recheck(self, timeout: float = 1.0) -> WeightsState:
-        """Look at the files again (their stamps only): unknown from now on when one of them
-        changed.
+        """Compare the stamps of the files: unknown from now on when one of them changed.
 
-        Call it when the store has been opened: what was learnt before its root existed is then
-        remembered. Waits at most ``timeout`` seconds, 0 for not at all; an answer that is late
-        shows in :attr:`state`.
+        Call it when the store has been opened: digests computed before its root existed are then
+        remembered. Waits at most ``timeout`` seconds; a late result shows in :attr:`state`.
         """
         with self._changed:
             if self._state.kind != "known" or not self._stamps or self._closed:
@@ -634,9 +580,8 @@ class WeightsDigest:
         except FileChangedError as error:
             state = WeightsState("unknown", reason=f"{error.message}: {error.context.get('path')}")
         except Exception as error:  # whatever it is, without a digest there is no identity
-            state = WeightsState(
-                "off", reason=f"the weight files of {self._source.model} cannot be read: {error}"
-            )
+            reason = f"the weight files of {self._source.model} cannot be read: {error}"
+            state = WeightsState("off", reason=reason)
         self._settle(state)
         while self._requests.get():
             reason = self._what_changed()
@@ -660,7 +605,7 @@ class WeightsDigest:
                 if FileStamp.of(os.stat(path)) == stamp:
                     continue
             except OSError as error:
-                return f"the weight file {path} cannot be looked at any more: {error.strerror}"
+                return f"the weight file {path} cannot be read any more: {error.strerror}"
             return (
                 f"the weight file {path} changed while the engine runs, so a restart would compute"
                 " something else"
@@ -670,9 +615,8 @@ class WeightsDigest:
     def _digest(self, files: list[WeightFile]) -> str:
         for file in files:
             stamp = FileStamp.of(os.stat(file.path))
-            if stamp.ctime_ns > self._since_ns - CLOCK_SLACK_NS and not is_content_addressed(
-                file.path
-            ):
+            young = stamp.ctime_ns > self._since_ns - CLOCK_SLACK_NS
+            if young and not is_content_addressed(file.path):
                 raise FileChangedError(
                     "a weight file changed after the engine started, so it may not be what was"
                     " loaded",
@@ -680,10 +624,9 @@ class WeightsDigest:
                 )
             self._stamps[file.path] = stamp
         digests = self._full(files) if not self._sampled else self._hash_all(files)
-        total = combined(
-            _LABEL,
-            ((file.name, self._stamps[file.path].size, digests[file.path]) for file in files),
-        )
+        stamps = self._stamps
+        parts = [(file.name, stamps[file.path].size, digests[file.path]) for file in files]
+        total = combined(_LABEL, parts)
         return f"{'sampled' if self._sampled else 'sha256'}:{total.hex()}"
 
     def _full(self, files: list[WeightFile]) -> dict[str, bytes]:
@@ -759,9 +702,7 @@ class _Work:
     def wait(self) -> dict[str, bytes]:
         began = time.monotonic()
         with self._turn:
-            while not self._turn.wait_for(
-                lambda: self._error is not None or not self._missing, PROGRESS_S
-            ):
+            while not self._turn.wait_for(lambda: self._error or not self._missing, PROGRESS_S):
                 if self._closed():
                     raise _ClosedError
                 self._log(time.monotonic() - began)
@@ -795,19 +736,17 @@ class _Work:
 # Weights in memory
 # --------------------------------------------------------------------------------------------------
 
-#: A tensor of at most this many bytes is fingerprinted whole.
-WHOLE = 64 << 10
-#: Bytes that are looked at of a larger one, at least.
-MEMORY_SAMPLES = 1024
+#: A tensor of at most this many bytes is fingerprinted whole; of a larger one at least so many
+#: bytes are read.
+WHOLE, MEMORY_SAMPLES = 64 << 10, 1024
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsReport:
-    """What a rank says about the weights in its memory."""
+    """What a rank reports of the weights in its memory."""
 
-    generation: int  # the one it was asked for
-    # since it was last asked, or since they were loaded; None: it cannot tell
-    unchanged: bool | None
+    generation: int  # that of the request
+    unchanged: bool | None  # since the last request, or since loading; None: not known
     named: WeightSource | None  # the files vLLM names since then, if it names others
     since_ns: int  # Unix time at which memory was last found to hold what it held before
 
@@ -821,15 +760,12 @@ class Fingerprint:
 
     def equals(self, other: Fingerprint) -> bool:
         """Whether both are of the same weights, as far as this shows."""
-        return (
-            self.digest == other.digest
-            and self.packed == other.packed
-            and all(holder() is not None for holder in self.packed)
-        )
+        same = self.digest == other.digest and self.packed == other.packed
+        return same and all(holder() is not None for holder in self.packed)
 
 
 class ModelMemory:
-    """The weights of one rank. Every method takes milliseconds, and is called between two forward
+    """The weights of one rank. Every method takes milliseconds and is called between forward
     passes."""
 
     def __init__(
@@ -838,8 +774,8 @@ class ModelMemory:
         source: Callable[[], WeightSource],
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """``layers``: the attention layers whose KV is stored; ``source``: where vLLM says that the
-        weights were read from last."""
+        """``layers``: the attention layers whose KV is stored; ``source``: the files that vLLM read
+        last."""
         self._layers, self._source, self._now_ns = layers, source, now_ns
         self._models: list[weakref.ref[torch.nn.Module]] = []
         self._known: Fingerprint | None = None
@@ -847,17 +783,16 @@ class ModelMemory:
         self._seen_ns = 0  # when memory was last found to hold what is known
 
     def remember(self) -> None:
-        """The weights have just been loaded: what is in memory now is what the files say."""
+        """The weights have just been loaded: memory holds the content of the files."""
         try:
             self._models = [weakref.ref(model) for model in _models_with(self._layers())]
             self._known, self._known_source = self._look(), self._source()
         except Exception as error:  # later changes cannot be detected, which compare() says
-            logger.warning("the model's weights cannot be looked at in memory: %r", error)
+            logger.warning("the model's weights cannot be read in memory: %r", error)
         self._seen_ns = self._now_ns()
 
     def compare(self, generation: int) -> WeightsReport:
-        """Compare what is in memory with what is known, and know the present from now on. Never
-        raises."""
+        """Compare memory with the last fingerprint, and take a new one. Never raises."""
         before, since = self._known, self._seen_ns
         named, self._known = None, None
         try:
@@ -866,7 +801,7 @@ class ModelMemory:
             named = source if source != self._known_source else None
             self._known_source = source
         except Exception as error:
-            logger.warning("the model's weights cannot be looked at in memory: %r", error)
+            logger.warning("the model's weights cannot be read in memory: %r", error)
         self._seen_ns = self._now_ns()
         now = self._known
         if before is None or now is None:
@@ -881,12 +816,9 @@ class ModelMemory:
 
 
 def _models_with(layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """The whole models that these layers are part of: modules that hold one of them and that no
-    other module holds.
-
-    A layer does not know what holds it, and vLLM hands its connector layers only, so all living
-    modules are looked at.
-    """
+    """The whole models that these layers are part of: modules that contain one of them and that no
+    other module holds. vLLM passes its connector layers only, so all living modules are
+    searched."""
     modules = [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
     inner = {id(child) for module in modules for child in module._modules.values()}
     wanted = {id(layer) for layer in layers}
@@ -895,8 +827,8 @@ def _models_with(layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
 
 
 def fingerprint(models: Sequence[torch.nn.Module]) -> Fingerprint | None:
-    """The fingerprint of these models, in the order of their tensors' names; None where they hide
-    weights."""
+    """The fingerprint of these models, in the order of their tensors' names; None where weights are
+    hidden."""
     digest = hashlib.sha256()
     samples: list[torch.Tensor] = []
     packed: list[weakref.ref[Any]] = []
@@ -904,9 +836,8 @@ def fingerprint(models: Sequence[torch.nn.Module]) -> Fingerprint | None:
         for name, module in model.named_modules():
             empty = False
             for key, tensor in _tensors(module):
-                digest.update(
-                    f"{number} {name} {key} {tensor.dtype} {tuple(tensor.shape)}\0".encode()
-                )
+                text = f"{number} {name} {key} {tensor.dtype} {tuple(tensor.shape)}\0"
+                digest.update(text.encode())
                 if tensor.numel():
                     samples.append(_samples(tensor))
                 empty = empty or not tensor.numel()
@@ -933,27 +864,21 @@ def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _samples(tensor: torch.Tensor) -> torch.Tensor:
     """Bytes of the memory that a tensor spans, whatever its strides."""
-    span = 1 + sum(
-        (extent - 1) * abs(stride)
-        for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    extents = zip(tensor.shape, tensor.stride(), strict=True)
+    span = 1 + sum((extent - 1) * abs(stride) for extent, stride in extents)
     size = span * tensor.element_size()
     first = tensor.storage_offset() * tensor.element_size()
     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    # An odd step meets high and low bytes of the numbers in turn.
+    # An odd step reads high and low bytes of the numbers in turn.
     step = 1 if size <= WHOLE else (size // MEMORY_SAMPLES - 1) | 1
     return memory[first : first + size : step]
 
 
 def _holders(module: torch.nn.Module) -> list[weakref.ref[Any]]:
-    """The functions and objects in which a module may keep a weight that its empty parameter stands
-    for."""
+    """The functions and objects in which a module may keep the weight of an empty parameter."""
     found = []
     for value in vars(module).values():
         if callable(value) and not isinstance(value, type | torch.nn.Module):
-            try:
+            with contextlib.suppress(TypeError):  # an object that says nothing about the weight
                 found.append(weakref.ref(value))
-            except TypeError:
-                # a bound method's object, a builtin: says nothing about this module's weight
-                continue
     return found

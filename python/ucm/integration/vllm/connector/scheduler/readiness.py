@@ -31,7 +31,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from ucm.integration.vllm.connector.guard import IDLE, Background, logger, throttle
-from ucm.integration.vllm.connector.identity.engine_identity import difference
+from ucm.integration.vllm.connector.identity.engine_identity import differences
 from ucm.integration.vllm.connector.identity.weights import WeightsReport
 from ucm.integration.vllm.connector.metadata import Handshake, RankReport, StoreSetup
 from ucm.integration.vllm.connector.stores import ConfiguredStore
@@ -374,7 +374,7 @@ class Readiness:
                 return self.off(
                     f"{where} is configured for other stores ({theirs}) than the scheduler ({ours})"
                 )
-            if differing := difference(self._own_identity, handshake.identity):
+            if differing := differences(self._own_identity, handshake.identity):
                 return self.off(
                     f"{where} and the scheduler disagree on the identity: {'; '.join(differing)}"
                 )
