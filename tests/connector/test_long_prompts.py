@@ -24,7 +24,7 @@ from ucm.integration.vllm.connector.identity.weights import WeightsReport  # noq
 from ucm.integration.vllm.connector.metadata import UCMConnectorMetadata  # noqa: E402
 from ucm.integration.vllm.connector.platforms import Platform  # noqa: E402
 from ucm.integration.vllm.connector.stores import ConfiguredStore  # noqa: E402
-from ucm.integration.vllm.connector.worker.worker import UCMConnectorWorker  # noqa: E402
+from ucm.integration.vllm.connector.worker.worker import Rank, UCMConnectorWorker  # noqa: E402
 from ucm.store.factory_v1 import UcmConnectorFactoryV1  # noqa: E402
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1  # noqa: E402
 
@@ -101,16 +101,18 @@ class Engine:
         stores = [ConfiguredStore("Store", f"Store on {root}", keys, make)]
         self.device = device
         self.rig = Rig(opened=False, stores=stores, blocks=DEVICE_BLOCKS, admission="always")
-        self.worker = UCMConnectorWorker(
-            rank=0,
+        rank = Rank(
+            number=0,
             part=(0, 0, 0),
             writer=True,
             layers=list(device.caches),
             block_tokens=BLOCK,
-            wanted_block_size=None,
             identity=lambda: {"dtype": "float32"},
-            platform=Platform("cuda", ("cpu",), "cpu", device.mark),
-            stores=stores,
+        )
+        self.worker = UCMConnectorWorker(
+            rank,
+            Platform("cuda", ("cpu",), "cpu", device.mark),
+            stores,
             memory=Weights(),  # type: ignore[arg-type]
         )
         self.worker.register_kv_caches(device.caches)

@@ -39,7 +39,7 @@ from ucm.integration.vllm.connector.metadata import (  # noqa: E402
     split_keys,
 )
 from ucm.integration.vllm.connector.platforms import PLATFORMS, Platform  # noqa: E402
-from ucm.integration.vllm.connector.worker.worker import ROOM_S, UCMConnectorWorker  # noqa: E402
+from ucm.integration.vllm.connector.worker.worker import ROOM_S, Rank, UCMConnectorWorker  # noqa: E402
 from ucm.store import part_mask, record_ids  # noqa: E402
 from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1  # noqa: E402
 
@@ -141,16 +141,19 @@ class Worker:
         }
         self.store: Scripted | None = None
         self.kind: type[Scripted] = settings.pop("kind", Scripted)
-        self.connector = UCMConnectorWorker(
-            rank=0,
+        rank = Rank(
+            number=0,
             part=(0, 0, 0),
             writer=writer,
             layers=list(self.caches),
             block_tokens=BLOCK,
-            wanted_block_size=settings.pop("wanted_block_size", None),
             identity=lambda: {"dtype": "float32"},
-            platform=settings.pop("platform", PLATFORMS[0]),
-            stores=settings.pop("stores", None) or [configured_store("Scripted", self.make)],
+            wanted_block_size=settings.pop("wanted_block_size", None),
+        )
+        self.connector = UCMConnectorWorker(
+            rank,
+            settings.pop("platform", PLATFORMS[0]),
+            settings.pop("stores", None) or [configured_store("Scripted", self.make)],
             health=settings.pop("health", None),
             clock=Clock(),
         )
@@ -757,10 +760,10 @@ def test_a_load_is_under_way_until_what_is_selected_from_is_made() -> None:
     worker.step(loads=[load("a", [3])])
     store.end("staged", "published")
     assert worker.step()[0] == set()
-    assert worker.connector.loads_under_way(look=False) == {"a"}
+    assert worker.connector.loads_under_way(poll=False) == {"a"}
     making.made = ["a"]
     assert worker.step()[:2] == ({"a"}, set())
-    assert worker.connector.loads_under_way(look=False) == set()
+    assert worker.connector.loads_under_way(poll=False) == set()
 
 
 def test_a_load_that_is_lost_is_reported_as_failed_once() -> None:
@@ -787,4 +790,4 @@ def test_a_load_that_is_lost_is_reported_as_failed_once() -> None:
         ("internal",),
     )
     assert report.ranks[0].served == []
-    assert worker.connector.loads_under_way(look=False) == set()
+    assert worker.connector.loads_under_way(poll=False) == set()

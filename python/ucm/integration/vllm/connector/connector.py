@@ -1,9 +1,9 @@
-"""The class vLLM calls: it builds the half for its role and passes every call on.
+"""The class vLLM calls: it builds the side for its role and passes every call on.
 
-Nothing raises into vLLM once the engine runs: what fails becomes a miss and a log line, and after a
-bounded number of failures the side is given up. The other side learns it by the next metadata or
-report, and every load that vLLM waits for is reported all the same. A wrong configuration is
-reported by the constructor, before the engine starts.
+Nothing raises into vLLM once the engine runs: a failure becomes a miss and a log line, and after a
+bounded number of failures the side is given up. The other side is informed by the next metadata or
+report, and every load that vLLM waits for is still reported. A wrong configuration is reported by
+the constructor, before the engine starts.
 """
 
 from __future__ import annotations
@@ -69,8 +69,7 @@ if TYPE_CHECKING:
 
 
 class UCMConnector(KVConnectorBase_V1, SupportsHMA):
-    """Prefix caching through a store, for one engine. See ``docs/configuration.md`` for its
-    keys."""
+    """Prefix caching through a store, for one engine. ``docs/configuration.md`` has its keys."""
 
     _exports_metrics = True
     # Sparse attention, where it is configured.
@@ -129,7 +128,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         role: KVConnectorRole,
         kv_cache_config: KVCacheConfig,
     ) -> None:
-        """The half of sparse attention for this role; it needs torch and a model, so it is imported
+        """The side of sparse attention for this role; it needs torch and a model, so it is imported
         here."""
         from ucm.integration.vllm.attention.setup import refuse_unsupported
 
@@ -150,9 +149,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         role: KVConnectorRole,
         kv_cache_config: KVCacheConfig | None = None,
     ) -> Self:
-        """A connector, as the original makes it. vLLM lays its KV cache out before it makes one and
-        passes the layout in ``kv_cache_config``; raises :class:`~ucm.errors.ConfigError` without
-        it."""
+        """A connector, as the original makes it. Raises :class:`~ucm.errors.ConfigError` without
+        ``kv_cache_config``: vLLM lays its KV cache out before it makes a connector."""
         if kv_cache_config is None:
             raise ConfigError(
                 "this vLLM lays the KV cache out before it makes a connector: give its"
@@ -162,11 +160,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _recompute_failed_loads(self) -> None:
         """vLLM's default ends the request of a failed load with an error; it reads the setting
-        after this.
-
-        Inside a MultiConnector this is a copy that vLLM does not read: see
-        :func:`.factory._only_stores`.
-        """
+        after this. Inside a MultiConnector this is a copy that vLLM does not read: see
+        :func:`.factory._only_stores`."""
         transfer = self._kv_transfer_config
         if getattr(transfer, "kv_load_failure_policy", "recompute") != "recompute":
             transfer.kv_load_failure_policy = "recompute"
@@ -177,7 +172,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def failures(self) -> Failures | None:
-        """Those of the side that this connector has; None where the cache is off."""
+        """Those of the side of this connector; None where the cache is off."""
         return getattr(self._scheduler or self._worker, "failures", None)
 
     @property
@@ -191,7 +186,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache hands nothing over that anybody depends on."""
+        """A cache delivers nothing that a request depends on."""
         return False
 
     # Scheduler side
@@ -199,7 +194,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """vLLM's block tables and pool. Sparse attention is not guarded here: without them vLLM's
-        own prefix cache would take approximate KV, so the engine does not start."""
+        own prefix cache would keep approximate KV, so the engine does not start."""
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._sparse_scheduler is not None:
             self._sparse_scheduler.bind_kv_cache_manager(kv_cache_manager)
@@ -239,8 +234,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens that can be loaded, or None while that is being looked up; loads are
-        asynchronous."""
+        """Tokens that can be loaded, None while they are looked up; loads are asynchronous."""
         if self._sparse_scheduler is not None:
             self._sparse(self._sparse_scheduler.found_on_device, request, num_computed_tokens)
         self._found[request.request_id] = num_computed_tokens
@@ -265,14 +259,9 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             return
         if num_external_tokens > 0:
             first, count = found // self._block_tokens, num_external_tokens // self._block_tokens
-            ids = [
-                block.block_id
-                for block in blocks.blocks[0][first : first + count]
-                if not block.is_null
-            ]
-            self._unsent[request.request_id] = Load(
-                request.request_id, first, b"", np.array(ids, np.int64)
-            )
+            table = blocks.blocks[0][first : first + count]
+            ids = np.array([block.block_id for block in table if not block.is_null], np.int64)
+            self._unsent[request.request_id] = Load(request.request_id, first, b"", ids)
         self._plan_load(request, blocks, num_external_tokens)
 
     @harmless(None)
@@ -294,11 +283,9 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     @harmless(None)
     def _plan_step(self, scheduler_output: SchedulerOutput) -> UCMConnectorMetadata | None:
-        return (
-            NOTHING
-            if self._scheduler is None
-            else self._scheduler.build_connector_meta(scheduler_output)
-        )
+        if self._scheduler is None:
+            return NOTHING
+        return self._scheduler.build_connector_meta(scheduler_output)
 
     @harmless(None, vital=True)
     def _drop_unsent(self) -> None:
@@ -306,9 +293,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.drop_unsent()
 
     def _with_unplanned_loads(self, plan: UCMConnectorMetadata | None) -> UCMConnectorMetadata:
-        """A step's plan, with the loads that vLLM waits for and that it should have and has not.
-        ``plan`` is None where it failed: a load may be in the next one then, unless there is
-        none."""
+        """A step's plan, with the loads that vLLM waits for and that it lacks. ``plan`` is None
+        where planning failed: the next one has these loads then, unless the side is given up."""
         why = self.given_up
         if plan is None and not why:
             return UCMConnectorMetadata(flush_all=True)
@@ -316,9 +302,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         undone = [lost for name, lost in self._unsent.items() if name not in planned]
         self._unsent.clear()
         if why or undone:
-            plan = replace(
-                plan or NOTHING, undone=undone, given_up=why, flush_all=plan is None or bool(why)
-            )
+            flush = plan is None or bool(why)
+            plan = replace(plan or NOTHING, undone=undone, given_up=why, flush_all=flush)
         assert plan is not None
         return plan
 
@@ -340,8 +325,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The request ended; its blocks may be freed, what is still to be read of them is read in
-        time."""
+        """The request ended; its blocks may be freed, and are read before others write them."""
         self._found.pop(request.request_id, None)
         self._on_finished(request)
         if self._sparse_scheduler is not None:
@@ -356,7 +340,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The same where vLLM has several KV groups, or could have."""
+        """The same where vLLM may have several KV groups."""
         return self.request_finished(request, block_ids[0] if block_ids else [])
 
     def has_pending_push_work(self) -> bool:
@@ -371,12 +355,10 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     @harmless(True, vital=True)
     def reset_cache(self) -> bool | None:
-        """vLLM's caches are being reset together with ours: see ``on_reset`` in
-        ``docs/configuration.md``.
-
-        vLLM takes None for success, and raises where the answer is False, also in a pause and
-        before a sleep. A side that is given up serves nothing that was stored.
-        """
+        """vLLM resets its caches together with this one: see ``on_reset`` in
+        ``docs/configuration.md``. vLLM takes None for success, and raises where the result is
+        False, also in a pause and before a sleep. A side that is given up serves nothing that was
+        stored."""
         return True if self._scheduler is None else self._scheduler.reset_cache()
 
     # Worker side
@@ -412,7 +394,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def _drop_step(self) -> None:
-        """The plan of a step was not taken over, or in part."""
+        """The plan of a step was not read, or in part."""
         try:
             if self._worker is not None:
                 self._worker.drop_step()
@@ -445,8 +427,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing to do by layer: whole blocks are dumped after the step."""
 
     def wait_for_save(self) -> None:
-        """Begin the step's dumps; their sources stay as they are for now, so there is nothing to
-        wait for."""
+        """Begin the step's dumps; their sources do not change yet, so there is nothing to wait
+        for."""
         if self._sparse_worker is not None:
             self._sparse(self._sparse_worker.end_step)
         self._start_dumps()
@@ -462,7 +444,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             return None, None
         ended = self._ended_loads()
         if ended is None or self._worker.failures.count:  # a load may be lost
-            under_way = self._worker.loads_under_way(look=ended is None)
+            under_way = self._worker.loads_under_way(poll=ended is None)
             self._pending.lost_but(under_way | (ended or set()))
         names = self._pending.report(ended or ())
         for lost in self._pending.unfilled:
@@ -490,8 +472,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         """News for the scheduler side."""
         news = self._worker_news()
         if self._worker is not None and self.given_up:
-            broken = f"given up: {self.given_up}"
-            news = UCMConnectorWorkerMetadata(ranks=[RankReport(self._worker.rank, broken=broken)])
+            number, broken = self._worker.rank.number, f"given up: {self.given_up}"
+            news = UCMConnectorWorkerMetadata(ranks=[RankReport(number, broken=broken)])
         sparse = self._sparse_worker
         measured = None if sparse is None else self._sparse(sparse.take_measured)
         lost = (None if sparse is None else self._sparse(sparse.take_lost)) or []
@@ -506,8 +488,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     @staticmethod
     def _sparse(function: Callable[..., Any], *args: Any) -> Any:
-        """What one of sparse attention's own methods returns, None where it raises: loads and dumps
-        go on."""
+        """The result of a method of sparse attention, None where it raises: loads and dumps go
+        on."""
         try:
             return function(*args)
         except Exception as error:
@@ -520,18 +502,15 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     @harmless(None, after=True)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What this half counted since vLLM's last question, None when nothing."""
+        """The counts of this side since vLLM's last call, None without any."""
         news: dict[str, Any] = {}
         if self._scheduler is not None and not self.given_up:
-            self._scheduler.step_ended()  # this is asked at the end of every step
+            self._scheduler.step_ended()  # vLLM calls this at the end of every step
         if self._miss_stats is not None:
             news |= self._miss_stats.take() or {}
         elif self._worker is not None:
-            news |= (
-                (self._worker.take_bytes() or {})
-                | self._worker.take_seconds()
-                | self._worker.take_tiers()
-            )
+            worker = self._worker
+            news |= (worker.take_bytes() or {}) | worker.take_seconds() | worker.take_tiers()
         if self._sparse_worker is not None:
             news |= self._sparse(self._sparse_worker.take_counts) or {}
         if self._scheduler is not None:
@@ -543,7 +522,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     def build_kv_connector_stats(
         cls, data: dict[str, Any] | None = None
     ) -> KVConnectorStats | None:
-        """What was counted, in the process that logs."""
+        """The counts, in the process that logs."""
         return UcmStats(data=dict(data or {}))
 
     @classmethod
@@ -563,7 +542,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     @harmless(dict, after=True)
     def stats(self) -> dict[str, Any]:
-        """Counters of this half since it began; those of the store with the worker's."""
+        """Counters of this side since it began; those of the store with the worker's."""
         if self._scheduler is not None:
             return dict(self._scheduler.stats())
         return {} if self._worker is None else self._worker.stats()

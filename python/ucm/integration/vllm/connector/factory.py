@@ -5,7 +5,7 @@ One reason needs care: whether a request may continue from blocks that another r
 vLLM sets ``enable_prefix_caching`` to false where it may not, over the user's own setting and in
 several places: while it makes the configuration, before it makes the scheduler, and in a worker
 while it builds the layers. The flag alone does not tell these from a user who switched vLLM's own
-cache off, whom ucm serves. :func:`why_not_reusable` is the one place that decides;
+cache off, whom ucm serves. :func:`why_not_reusable` decides;
 ``tests/vllm_unit/test_prefix_reuse.py`` lists vLLM's assignments.
 """
 
@@ -45,7 +45,7 @@ from ucm.integration.vllm.connector.platforms import Platform, cores_here, platf
 from ucm.integration.vllm.connector.scheduler.readiness import Readiness, StoreSelection
 from ucm.integration.vllm.connector.scheduler.scheduler import UCMConnectorScheduler
 from ucm.integration.vllm.connector.stores import engine_stores, state_directory
-from ucm.integration.vllm.connector.worker.worker import UCMConnectorWorker
+from ucm.integration.vllm.connector.worker.worker import Rank, UCMConnectorWorker
 from ucm.reasons import MissReason
 
 if TYPE_CHECKING:
@@ -56,11 +56,10 @@ if TYPE_CHECKING:
     from ucm.integration.vllm.connector.worker.sparse import SparseWorker
 
 
-#: KV specs whose blocks all hold lasting state, so that a prefix of blocks is all there is to a
-#: prefix.
+#: KV specs whose blocks all hold lasting state: a prefix is its blocks.
 _WHOLE_PREFIX = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
-#: KV specs whose blocks vLLM frees behind a window, and its option that keeps them whole where
-#: other layers have full attention.
+#: KV specs whose blocks vLLM frees behind a window, and its option that keeps them whole beside
+#: layers with full attention.
 _WINDOWS = frozenset({"SlidingWindowSpec", "SlidingWindowMLASpec", "ChunkedLocalAttentionSpec"})
 _ONE_GROUP = "--disable-hybrid-kv-cache-manager"
 
@@ -73,10 +72,8 @@ def why_off(
     decides: bool = True,
 ) -> tuple[MissReason, str] | None:
     """Why this engine cannot be served, as a reason and as a sentence; None when it can.
-
-    ``decides``: in the scheduler side, which decides by vLLM's flags of both sides whether requests
-    may continue from stored blocks; a worker sends its own flag to it.
-    """
+    ``decides``: in the scheduler side, which decides by the flags of all processes whether requests
+    may continue from stored blocks."""
     if not config.enabled:
         return MissReason.DISABLED, _switched_off(config, "enabled")
     if text := why_unserved(installed()):
@@ -84,13 +81,12 @@ def why_off(
     if not config.enable_prefix_cache:
         return MissReason.DISABLED, _switched_off(config, "enable_prefix_cache")
     platform = _platform(config)
-    if text := (
-        platform if isinstance(platform, str) else _unsupported(vllm_config, kv_cache_config)
-    ):
-        return MissReason.UNSUPPORTED, text
-    if isinstance(platform, Platform) and (text := unmapped(platform, vllm_config)):
-        return MissReason.UNSUPPORTED, text
-    if decides and (text := why_not_reusable(vllm_config, kv_cache_config)):
+    text = platform if isinstance(platform, str) else _unsupported(vllm_config, kv_cache_config)
+    if not text and isinstance(platform, Platform):
+        text = unmapped(platform, vllm_config)
+    if not text and decides:
+        text = why_not_reusable(vllm_config, kv_cache_config)
+    if text:
         return MissReason.UNSUPPORTED, text
     try:
         engine_identity(vllm_config, kv_cache_config, "")
@@ -108,11 +104,9 @@ def _switched_off(config: UcmConfig, key: str) -> str:
 
 
 def unmapped(platform: Platform, vllm_config: VllmConfig) -> str:
-    """Why copies could meet memory of a device that is not there any more."""
-    if (
-        not getattr(vllm_config.model_config, "enable_sleep_mode", False)
-        or platform.device == "cpu"
-    ):
+    """Why copies could access memory of a device that is unmapped."""
+    sleeps = getattr(vllm_config.model_config, "enable_sleep_mode", False)
+    if not sleeps or platform.device == "cpu":
         return ""
     return (
         "sleep mode takes the memory of the KV away under dumps that are still to read it, and vLLM"
@@ -127,7 +121,7 @@ def _platform(config: UcmConfig) -> Platform | str:
 
 
 def _served_platform(config: UcmConfig) -> Platform:
-    """That of an engine which :func:`why_off` found to be served."""
+    """The platform of an engine that :func:`why_off` found to be served."""
     platform = _platform(config)
     if isinstance(platform, str):
         raise ConfigError(platform)
@@ -140,9 +134,8 @@ def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str
     kinds = {spec_kind(spec) for group in groups for spec in layer_specs(group.kv_cache_spec)}
     text = ", ".join(sorted(kinds))
     if len(groups) != 1:
-        return (
-            f"a model with {len(groups)} KV cache groups ({text}) {nothing}{_in_one_group(kinds)}"
-        )
+        what = f"a model with {len(groups)} KV cache groups ({text})"
+        return f"{what} {nothing}{_in_one_group(kinds)}"
     if kinds - _WHOLE_PREFIX:
         return f"KV of kind {text} {nothing}{_in_one_group(kinds)}"
     if getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1) > 1:
@@ -164,15 +157,13 @@ def _in_one_group(kinds: set[str]) -> str:
 
 
 def _may_load(vllm_config: VllmConfig) -> bool:
-    """Whether blocks that vLLM allocates for a load are free of writes.
-
-    With steps that overlap (async scheduling, pipelines) the step under way may still write a freed
-    request's blocks; vLLM holds them back until that step has ended, but only for consumers.
-    """
+    """Whether blocks that vLLM allocates for a load are free of writes. With steps that overlap
+    (async scheduling, pipelines) the step under way may still write a freed request's blocks; vLLM
+    holds them back until that step has ended, but only for consumers."""
     transfer = vllm_config.kv_transfer_config
-    if (transfer is not None and transfer.is_kv_consumer) or getattr(
-        vllm_config, "max_concurrent_batches", 2
-    ) <= 1:
+    if transfer is not None and transfer.is_kv_consumer:
+        return True
+    if getattr(vllm_config, "max_concurrent_batches", 2) <= 1:
         return True
     logger.warning(
         'kv_role "kv_producer" with overlapping steps: blocks are stored but none are loaded,'
@@ -182,12 +173,9 @@ def _may_load(vllm_config: VllmConfig) -> bool:
 
 
 def _only_stores(vllm_config: VllmConfig) -> str:
-    """Why nothing may be loaded; empty when it may.
-
-    vLLM reads what becomes of a failed load where *its* connector is configured. Inside a
-    MultiConnector that is not our configuration, which is a copy, and the scheduler's process shows
-    no connector the other; the workers' does.
-    """
+    """Why nothing may be loaded; empty when it may. vLLM reads the policy for failed loads where
+    *its* connector is configured. Inside a MultiConnector our configuration is a copy, and only the
+    workers' process shows the outer one."""
     from vllm.config import get_current_vllm_config_or_none
 
     engine, own = get_current_vllm_config_or_none(), vllm_config.kv_transfer_config
@@ -203,13 +191,11 @@ def _only_stores(vllm_config: VllmConfig) -> str:
 
 
 def _admission(config: UcmConfig, vllm_config: VllmConfig) -> Admission:
-    step_tokens = getattr(vllm_config.scheduler_config, "max_num_batched_tokens", None) or 0
-    overlap = max(1, getattr(vllm_config, "max_concurrent_batches", 2))
-    compute_rate = ComputeRate(
-        config.deadlines.load_min_ms / 1000, config.deadlines.load_max_s, step_tokens, overlap
-    )
+    deadlines, overlap = config.deadlines, max(1, getattr(vllm_config, "max_concurrent_batches", 2))
+    step, least_s = _step_tokens(vllm_config), deadlines.load_min_ms / 1000
+    compute_rate = ComputeRate(least_s, deadlines.load_max_s, step, overlap)
     configured = config.origin("deadlines.load_unknown_s") != "default"
-    unknown_load_s = config.deadlines.load_unknown_s if configured else UNKNOWN_LOAD_S
+    unknown_load_s = deadlines.load_unknown_s if configured else UNKNOWN_LOAD_S
     mode, share = config.admission, config.admission_share
     return Admission(mode, share, compute_rate, unknown_load_s=unknown_load_s)
 
@@ -241,17 +227,13 @@ def make_scheduler(
     items = Items(lambda job: background.submit(job, IDLE))
     extra = ExtraKeys.for_engine(vllm_config, tokens, adapters, items)
     admission = _admission(config, vllm_config)
-    rates = RateMemory(
-        root, admission, background, beside=None if sparse is None else sparse.break_even
-    )
+    beside = None if sparse is None else sparse.break_even
+    rates = RateMemory(root, admission, background, beside=beside)
     parallel = vllm_config.parallel_config
     world = parallel.world_size
     platform = _served_platform(config)
-    logger.info(
-        "the KV lies on %s (%s)",
-        platform.word,
-        "configured" if config.platform else "what vLLM runs on",
-    )
+    origin = "configured" if config.platform else "what vLLM runs on"
+    logger.info("the KV lies on %s (%s)", platform.word, origin)
     stores = engine_stores(config, parallel, platform.word, _step_tokens(vllm_config))
     readiness = Readiness(
         own_identity=identity_without_weights(own),
@@ -287,15 +269,14 @@ def make_scheduler(
 
 
 def _layers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[Any]:
-    """The attention layers whose KV is stored, which vLLM keeps by name."""
+    """The attention layers whose KV is stored."""
     layers = vllm_config.compilation_config.static_forward_context
     return [layers[name] for name in kv_cache_config.kv_cache_groups[0].layer_names]
 
 
 def _leave_the_bound_core() -> None:
     """Let the core's threads run beside the model: vLLM binds the main thread of a rank on a CPU to
-    a processor that it computes on, and threads are born with the processors of the one that begins
-    them."""
+    a processor that it computes on, and new threads inherit that."""
     from vllm.platforms import current_platform
 
     made_by = multiprocessing.parent_process()
@@ -309,7 +290,7 @@ def _leave_the_bound_core() -> None:
 
 def _step_tokens(vllm_config: VllmConfig) -> int:
     """Most tokens that a step of the engine computes."""
-    return int(vllm_config.scheduler_config.max_num_batched_tokens or 0)
+    return int(getattr(vllm_config.scheduler_config, "max_num_batched_tokens", None) or 0)
 
 
 def make_worker(
@@ -318,8 +299,8 @@ def make_worker(
     kv_cache_config: KVCacheConfig,
     sparse: SparseWorker | None = None,
 ) -> UCMConnectorWorker:
-    """The worker side of this rank. Raises :class:`~ucm.errors.ConfigError` for what this engine's
-    KV rules out."""
+    """The worker side of this rank. Raises :class:`~ucm.errors.ConfigError` for keys that this
+    engine's KV rules out."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     pipeline, tensor = get_pp_group().rank_in_group, get_tp_group().rank_in_group
@@ -330,26 +311,28 @@ def make_worker(
         raise ConfigError(
             "load_only_first_rank: the ranks of this model hold different KV, remove the key"
         )
-    return UCMConnectorWorker(
-        rank=pipeline * vllm_config.parallel_config.tensor_parallel_size + tensor,
+    parallel = vllm_config.parallel_config
+    rank = Rank(
+        number=pipeline * parallel.tensor_parallel_size + tensor,
         part=(0, pipeline, tensor // replicas),
         writer=tensor % replicas == 0,
         layers=kv_cache_config.kv_cache_groups[0].layer_names,
         block_tokens=block_tokens(vllm_config, kv_cache_config),
-        wanted_block_size=config.block_size,
         identity=lambda: identity_without_weights(
             engine_identity(vllm_config, kv_cache_config, "")
         ),
-        platform=platform,
-        stores=engine_stores(
-            config, vllm_config.parallel_config, platform.word, _step_tokens(vllm_config)
-        ),
+        wanted_block_size=config.block_size,
+        only_stores=_only_stores(vllm_config),
+        prefix_caching=caches_prefixes(vllm_config),
+    )
+    return UCMConnectorWorker(
+        rank,
+        platform,
+        engine_stores(config, parallel, platform.word, _step_tokens(vllm_config)),
         memory=ModelMemory(
             lambda: _layers(vllm_config, kv_cache_config), lambda: weight_source(vllm_config)
         ),
-        only_stores=_only_stores(vllm_config),
         sparse=sparse,
-        prefix_caching=caches_prefixes(vllm_config),
         shutdown_allowance=config.deadlines.shutdown_s,
     )
 
@@ -363,12 +346,8 @@ def why_not_reusable(
     kv_cache_config: KVCacheConfig,
     workers_cache_prefixes: bool = True,
 ) -> str:
-    """Why nothing may be loaded, and storing is of no use, as a sentence; empty where a request may
-    continue.
-
-    ``workers_cache_prefixes``: whether ``enable_prefix_caching`` is still true in every worker, by
-    their handshakes.
-    """
+    """Why nothing may be loaded, and storing is of no use; empty where a request may continue.
+    ``workers_cache_prefixes``: whether ``enable_prefix_caching`` is still true in every worker."""
     model = vllm_config.model_config
     if not _is_causal(vllm_config, kv_cache_config):
         return (
@@ -408,9 +387,11 @@ def caches_prefixes(vllm_config: VllmConfig) -> bool:
 
 
 def _is_causal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
-    if getattr(getattr(vllm_config, "attention_config", None), "use_non_causal", False):
-        return False
-    if not getattr(vllm_config.model_config.hf_config, "is_causal", True):
+    attention, hf = (
+        getattr(vllm_config, "attention_config", None),
+        vllm_config.model_config.hf_config,
+    )
+    if getattr(attention, "use_non_causal", False) or not getattr(hf, "is_causal", True):
         return False
     return not any(
         getattr(spec, "non_causal", False)
@@ -420,16 +401,14 @@ def _is_causal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
 
 
 def _pooling_kind(model: Any) -> str:
-    """What of a model vLLM goes by when it says that prefixes cannot be cached."""
+    """The facts of a model by which vLLM decides that prefixes cannot be cached."""
     attention = str(getattr(model, "attn_type", "unknown"))
     pooler = getattr(model, "pooler_config", None)
     if pooler is None:
         return f"attention {attention}"
     kinds = (getattr(pooler, name, None) for name in ("seq_pooling_type", "tok_pooling_type"))
-    return (
-        f"attention {attention}, pooling"
-        f" {'/'.join(str(kind) for kind in kinds if kind) or 'by default'}"
-    )
+    named = "/".join(str(kind) for kind in kinds if kind) or "by default"
+    return f"attention {attention}, pooling {named}"
 
 
 def _varying_backends(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[str]:

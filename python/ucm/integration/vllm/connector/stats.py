@@ -3,18 +3,17 @@ statistics.
 
 :class:`MissStats` counts the blocks that requests asked for, each once, per request and per
 process. A request *asked* for the full blocks that vLLM's own cache does not hold, when it is
-admitted and again after a preemption. Each of these is either part of the *hit* that was claimed or
-*missed* for one reason. A block of the hit is later *loaded*, or missed for the reason why its load
-failed. So once no load is under way::
+admitted and again after a preemption. Each is either part of the *hit* that was claimed or *missed*
+for one reason. A block of the hit is later *loaded*, or missed for the reason of its failed load.
+So once no load is under way::
 
     asked = loaded + missed        asked = hit + what was missed without a load
 
-Each side passes to vLLM what happened since vLLM's last call, as one flat dictionary: counts are
-whole numbers, times are short lists of seconds. The counters of tiers are named
-``tier.<counter>.<tier>``, their sizes and health ``tier_now.<gauge>.<tier>.<side>``, the counters
-of sparse attention, added up over all ranks, ``sparse.<counter>``. vLLM adds up ranks and sides and
-carries the result to the process that logs and exports. Nothing here raises into vLLM. Counting
-costs a few additions per request and one comparison per step without news.
+Each side passes its news to vLLM as one flat dictionary: counts are whole numbers, times are short
+lists of seconds. The counters of tiers are named ``tier.<counter>.<tier>``, their sizes and health
+``tier_now.<gauge>.<tier>.<side>``, the counters of sparse attention, added up over all ranks,
+``sparse.<counter>``. vLLM adds up ranks and sides and carries the result to the process that logs
+and exports. Nothing here raises into vLLM.
 """
 
 from __future__ import annotations
@@ -48,15 +47,15 @@ if TYPE_CHECKING:
 #: Between two summaries in the log, in seconds.
 SUMMARY_S = 60.0
 
-#: Times kept between two questions of vLLM, of each kind; more are not measured.
+#: Times of each kind kept between two calls of vLLM; more are not measured.
 TIMES = 1024
 
 #: Names of the counters; that of a missed block ends with its reason.
 ASKED, HIT, LOADED, PUBLISHED, UNPUBLISHED = "asked", "hit", "loaded", "published", "unpublished"
 MISSED = "missed."
-#: Blocks not stored for want of staging; the name of the counter ends with the reason. Busy: a rank
-#: had no free slot, and they are offered again. Ended: their request had ended, and no slot became
-#: free in time. Overwritten: it had ended, and vLLM reused their device blocks.
+#: Blocks not stored for want of staging; the name ends with the reason. Busy: a rank had no free
+#: slot, they are offered again. Ended: their request had ended before a slot became free.
+#: Overwritten: it had ended, and vLLM reused their device blocks.
 UNSTORED = "unstored."
 BUSY, ENDED, OVERWRITTEN = "busy", "ended", "overwritten"
 #: Counts tokens, not blocks.
@@ -92,14 +91,13 @@ def format_counts(missed: Mapping[str, int]) -> str:
 
 
 class MissStats:
-    """The counters of one scheduler side: for vLLM's metrics, for the log, and per request through
-    its tally."""
+    """The counters of one scheduler side: for vLLM's metrics, for the log, and by request."""
 
     def __init__(
         self, block_tokens: int, now: float, rates: Callable[[], Mapping[str, float]] = dict
     ) -> None:
-        """``now``: seconds on the clock that :meth:`summary` is called with; ``rates``: speeds to
-        tell, by name."""
+        """``now``: seconds on the clock of :meth:`summary`; ``rates`` returns measured speeds, by
+        name."""
         self.total = Tally()
         self._block_tokens = block_tokens
         self._rates = rates
@@ -123,7 +121,7 @@ class MissStats:
             self.missed(tally, reason, count)
 
     def missed(self, tally: Tally, reason: MissReason, blocks: int) -> None:
-        """``blocks`` that were asked for are not there, or did not arrive."""
+        """``blocks`` of a request are absent, or were not loaded."""
         name = str(reason)
         if blocks > 0:
             tally.missed[name] += blocks
@@ -142,12 +140,12 @@ class MissStats:
         self._count(LOADED, blocks)
 
     def looked_up(self, seconds: float) -> None:
-        """The store answered a lookup, so long after it began."""
+        """The store answered a lookup after ``seconds``."""
         if len(self._lookups) < TIMES:
             self._lookups.append(seconds)
 
     def bypassed(self, request: Request, reason: MissReason) -> None:
-        """A request is neither looked up nor stored: nothing more will be said of it."""
+        """A request is neither looked up nor stored."""
         tally, blocks = Tally(), request.num_tokens // self._block_tokens
         self.asked(tally, 0, {reason: blocks} if blocks else {})
         self.log_request(request, tally)
@@ -165,7 +163,7 @@ class MissStats:
         self.total.offered += blocks
 
     def dumped(self, published: int, failed: int) -> None:
-        """Blocks that every rank published, and blocks that some rank could not."""
+        """Blocks that every rank published, and blocks that some rank did not."""
         self._count(PUBLISHED, published)
         self._count(UNPUBLISHED, failed)
 
@@ -197,9 +195,7 @@ class MissStats:
         recent, self._recent = self._recent, Counter()
         if not recent:
             return
-        missed = {
-            name.removeprefix(MISSED): n for name, n in recent.items() if name.startswith(MISSED)
-        }
+        missed = {name[len(MISSED) :]: n for name, n in recent.items() if name.startswith(MISSED)}
         loaded, published = recent[LOADED], recent[PUBLISHED]
         logger.info(
             "%d blocks asked, %d hit, %d loaded (%.1f MiB); missed: %s; %d published (%.1f MiB),"
@@ -227,66 +223,38 @@ TIER_COUNTERS = {
     "bytes_read": ("ucm_tier_read_bytes", "Bytes read, by tier."),
     "blocks_written": ("ucm_tier_written_blocks", "Blocks written, by tier; promoted ones too."),
     "bytes_written": ("ucm_tier_written_bytes", "Bytes written, by tier."),
-    "failures": (
-        "ucm_tier_failed_operations",
-        "Operations that a tier failed or did not end in time.",
-    ),
-    "copies_refused": (
-        "ucm_tier_refused_blocks",
-        "Copies that were not what they should be, by tier.",
-    ),
-    "promotions": (
-        "ucm_tier_promoted_blocks",
-        "Blocks brought up from below, by the tier they were written to.",
-    ),
-    "demotions": (
-        "ucm_tier_demoted_blocks",
-        "Blocks given up by the tier above, by the tier they were written to.",
-    ),
-    "copies_dropped": (
-        "ucm_tier_dropped_blocks",
-        "Copies that were not made because the tier was busy or not well.",
-    ),
-    "quota_removed": (
-        "ucm_tier_quota_removed_blocks",
-        "Blocks removed because their tenant had more than its quota.",
-    ),
+    "failures": ("ucm_tier_failed_operations", "Operations that a tier failed or ended late."),
+    "copies_refused": ("ucm_tier_refused_blocks", "Copies that were not sound, by tier."),
+    "promotions": ("ucm_tier_promoted_blocks", "Blocks promoted from below, by their new tier."),
+    "demotions": ("ucm_tier_demoted_blocks", "Blocks evicted from above, by their new tier."),
+    "copies_dropped": ("ucm_tier_dropped_blocks", "Copies not made: the tier was busy or failing."),
+    "quota_removed": ("ucm_tier_quota_removed_blocks", "Blocks removed above a tenant's quota."),
 }
 
 #: What a tier is now -> (name in Prometheus, what it is).
 TIER_GAUGES = {
-    "used_bytes": (
-        "ucm_tier_used_bytes",
-        "Bytes that a tier holds, as each half of the connector sees it.",
-    ),
-    "capacity_bytes": (
-        "ucm_tier_capacity_bytes",
-        "Bytes that a tier may hold, as each half sees it.",
-    ),
-    "healthy": ("ucm_tier_healthy", "Whether a tier is used now (1) or switched off (0), by half."),
-    "writable": (
-        "ucm_tier_writable",
-        "Whether a tier takes blocks now (1) or is at most read (0), by half.",
-    ),
+    "used_bytes": ("ucm_tier_used_bytes", "Bytes that a tier holds, as each side sees it."),
+    "capacity_bytes": ("ucm_tier_capacity_bytes", "Bytes that a tier may hold, by side."),
+    "healthy": ("ucm_tier_healthy", "Whether a tier is used now (1) or switched off (0), by side."),
+    "writable": ("ucm_tier_writable", "Whether a tier takes blocks now (1) or only reads (0)."),
 }
 
-#: Seconds between two looks: a store answers at once, but a step is short.
+#: Seconds between two readings of a store's counters: a step is shorter.
 EVERY = 1.0
 
 
 class TierCounts:
     """What is new of one store's tiers."""
 
-    def __init__(self, clock: Callable[[], float], half: str) -> None:
-        """``half``: the side that counts, ``scheduler`` or the number of the rank."""
-        self._clock, self._half = clock, half
+    def __init__(self, clock: Callable[[], float], side: str) -> None:
+        """``side`` that counts: ``scheduler`` or the number of the rank."""
+        self._clock, self._side = clock, side
         self._next = clock()
-        self._told: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
         self._silent = False
 
     def take(self, store: UcmKVStoreBaseV1 | None) -> dict[str, Any]:
-        """What is new since the last call that returned something; mostly nothing, since the
-        store is read about once a second."""
+        """News since the last call that returned some; empty for most calls."""
         now = self._clock()
         if store is None or self._silent or now < self._next:
             return {}
@@ -300,14 +268,14 @@ class TierCounts:
     def _news(self, tier: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         for counter in TIER_COUNTERS:
             name, count = f"{TIER_PREFIX}{counter}.{tier['name']}", int(tier[counter])
-            before = self._told.get(name, 0)
-            self._told[name] = count
+            before = self._reported.get(name, 0)
+            self._reported[name] = count
             if count > before:
                 yield name, count - before
         for gauge in TIER_GAUGES:
-            name, value = f"{TIER_NOW}{gauge}.{tier['name']}.{self._half}", int(tier[gauge])
-            if self._told.get(name) != value:
-                self._told[name] = value
+            name, value = f"{TIER_NOW}{gauge}.{tier['name']}.{self._side}", int(tier[gauge])
+            if self._reported.get(name) != value:
+                self._reported[name] = value
                 yield name, value
 
 
@@ -316,46 +284,22 @@ class TierCounts:
 
 #: Counter of a method -> (name in Prometheus without ``_total``, what it counts).
 SPARSE_COUNTERS = {
-    "rows_sparse": (
-        "ucm_sparse_rows",
-        "Rows of decoding requests that chose blocks, in each layer.",
-    ),
-    "rows_unready": (
-        "ucm_sparse_unready_rows",
-        "Rows that were dense because a block had no representation.",
-    ),
-    "late": ("ucm_sparse_late_rows", "Rows whose choice was not there in time."),
+    "rows_sparse": ("ucm_sparse_rows", "Rows of decoding requests that chose blocks, by layer."),
+    "rows_unready": ("ucm_sparse_unready_rows", "Dense rows: a block had no representation."),
+    "late": ("ucm_sparse_late_rows", "Rows whose choice was late."),
     "blocks_seen": ("ucm_sparse_seen_blocks", "Blocks of the rows that chose."),
-    "blocks_kept": (
-        "ucm_sparse_kept_blocks",
-        "Blocks that they attended to: divided by those seen, the density.",
-    ),
+    "blocks_kept": ("ucm_sparse_kept_blocks", "Blocks attended to; by those seen: the density."),
     "blocks_chosen": (
         "ucm_sparse_chosen_blocks",
-        "Blocks of choices that were compared with the choice before.",
+        "Blocks of choices compared with the one before.",
     ),
-    "blocks_new": (
-        "ucm_sparse_new_blocks",
-        "Of these, blocks not chosen before: divided by them, the turnover.",
-    ),
+    "blocks_new": ("ucm_sparse_new_blocks", "Of these, newly chosen ones: the turnover."),
     "blocks_asked": ("ucm_sparse_asked_blocks", "Chosen blocks that may have been foreseen."),
-    "blocks_predicted": ("ucm_sparse_foreseen_blocks", "Of these, those that had been."),
-    "blocks_loaded": (
-        "ucm_sparse_loaded_blocks",
-        "Blocks of one layer that were loaded because they were chosen.",
-    ),
-    "blocks_absent": (
-        "ucm_sparse_absent_blocks",
-        "Chosen blocks that were not there in time, and were left out.",
-    ),
-    "blocks_prefetched": (
-        "ucm_sparse_prefetched_blocks",
-        "Blocks brought to upper tiers because they were foreseen.",
-    ),
-    "selection_s": (
-        "ucm_sparse_selection_seconds",
-        "What steps spent on representations and on choosing.",
-    ),
+    "blocks_predicted": ("ucm_sparse_foreseen_blocks", "Of these, those that were foreseen."),
+    "blocks_loaded": ("ucm_sparse_loaded_blocks", "Chosen blocks of one layer that were loaded."),
+    "blocks_absent": ("ucm_sparse_absent_blocks", "Chosen blocks that were late and left out."),
+    "blocks_prefetched": ("ucm_sparse_prefetched_blocks", "Foreseen blocks that were promoted."),
+    "selection_s": ("ucm_sparse_selection_seconds", "Seconds of steps for choosing blocks."),
 }
 SPARSE_PREFIX = "sparse."
 
@@ -366,18 +310,17 @@ class SparseCounts:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._next = clock()
-        self._told: dict[str, float] = {}
+        self._reported: dict[str, float] = {}
 
     def take(self, stats: SparseStats) -> dict[str, float]:
-        """What is new since the last call that returned something; mostly nothing, since the
-        store is read about once a second."""
+        """News since the last call that returned some; empty for most calls."""
         now = self._clock()
         if now < self._next:
             return {}
         self._next = now + EVERY
         found = stats.snapshot()
-        news = {name: found.get(name, 0) - self._told.get(name, 0) for name in SPARSE_COUNTERS}
-        self._told = found
+        news = {name: found.get(name, 0) - self._reported.get(name, 0) for name in SPARSE_COUNTERS}
+        self._reported = found
         # Counters only grow; what was measured before the first request is taken back.
         return {SPARSE_PREFIX + name: round(count, 6) for name, count in news.items() if count > 0}
 
@@ -392,56 +335,31 @@ LOAD_SECONDS, DUMP_SECONDS = "load_seconds", "dump_seconds"
 
 #: Counter -> (name in Prometheus without ``_total``, what it counts).
 COUNTERS = {
-    ASKED: (
-        "ucm_asked_blocks",
-        "Full blocks of admitted requests that vLLM's own cache did not hold.",
-    ),
+    ASKED: ("ucm_asked_blocks", "Full blocks of admitted requests, not in vLLM's own cache."),
     HIT: ("ucm_hit_blocks", "Blocks found in the store and claimed."),
-    LOADED: (
-        "ucm_loaded_blocks",
-        "Blocks loaded from the store by every rank instead of being computed.",
-    ),
+    LOADED: ("ucm_loaded_blocks", "Blocks loaded by every rank instead of being computed."),
     PUBLISHED: ("ucm_published_blocks", "Blocks stored by every rank."),
     UNPUBLISHED: ("ucm_unpublished_blocks", "Blocks that some rank failed to store."),
     LOADED_BYTES: ("ucm_loaded_bytes", "Bytes of KV loaded from the store, of all ranks."),
     PUBLISHED_BYTES: ("ucm_published_bytes", "Bytes of KV stored, of all ranks."),
-    DECLINED_TOKENS: (
-        "ucm_declined_tokens",
-        "Tokens computed because loading them would have been slower.",
-    ),
+    DECLINED_TOKENS: ("ucm_declined_tokens", "Tokens computed because loading would be slower."),
     **{SPARSE_PREFIX + name: texts for name, texts in SPARSE_COUNTERS.items()},
 }
 MISSED_BLOCKS = ("ucm_missed_blocks", "Blocks asked for that were computed after all, by reason.")
 UNSTORED_BLOCKS = ("ucm_unstored_blocks", "Blocks not stored for want of staging, by reason.")
 
-#: Speeds as the scheduler side knows them -> (name in Prometheus, what is measured). The newest
-#: counts.
+#: Speeds as the scheduler side knows them -> (name in Prometheus, what is measured).
 GAUGES = {
-    "prefill_tokens_per_second": (
-        "ucm_prefill_tokens_per_second",
-        "Tokens of prompts that a second computes.",
-    ),
-    "load_bytes_per_second": (
-        "ucm_load_bytes_per_second",
-        "Bytes that a second loads, of all ranks.",
-    ),
-    "load_fixed_seconds": ("ucm_load_fixed_seconds", "What a load takes however short it is."),
+    "prefill_tokens_per_second": ("ucm_prefill_tokens_per_second", "Prompt tokens computed, /s."),
+    "load_bytes_per_second": ("ucm_load_bytes_per_second", "Bytes loaded, /s, of all ranks."),
+    "load_fixed_seconds": ("ucm_load_fixed_seconds", "Duration of a load of no bytes."),
 }
 
 #: Times -> (name in Prometheus, what is measured).
 HISTOGRAMS = {
-    LOOKUP_SECONDS: (
-        "ucm_lookup_seconds",
-        "From a request's arrival to the store's answer, hashing included.",
-    ),
-    LOAD_SECONDS: (
-        "ucm_load_seconds",
-        "From the beginning of a load to the step that saw its end, on each rank.",
-    ),
-    DUMP_SECONDS: (
-        "ucm_dump_seconds",
-        "From the beginning of a dump to the step that saw it stored, on each rank.",
-    ),
+    LOOKUP_SECONDS: ("ucm_lookup_seconds", "From a request's arrival to its lookup's answer."),
+    LOAD_SECONDS: ("ucm_load_seconds", "From the beginning of a load to its end, on each rank."),
+    DUMP_SECONDS: ("ucm_dump_seconds", "From the beginning of a dump to its end, on each rank."),
 }
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 #: Times of each kind kept between two of vLLM's log lines.
@@ -466,21 +384,16 @@ class UcmStats(KVConnectorStats):
                 self.data[name] = self.data.get(name, 0) + news
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """These and those of another rank, half or interval."""
+        """These and those of another rank, side or interval."""
         self._add(other.data)
         return self
 
     @harmless(dict)
     def reduce(self) -> dict[str, int | float]:
-        """What vLLM logs: every count that is not zero, those of the misses by reason last; means
-        of the times."""
-        order = [*COUNTERS, *sorted(set(self.data) - set(COUNTERS) - set(HISTOGRAMS) - set(GAUGES))]
-        order = [name for name in order if not name.startswith(TIER_NOW)]
-        shown = {
-            f"ucm {name.replace('.', ' ')}": self.data[name]
-            for name in order
-            if self.data.get(name)
-        }
+        """What vLLM logs: every count that is not zero, missed blocks last; means of times."""
+        rest = self.data.keys() - COUNTERS.keys() - HISTOGRAMS.keys() - GAUGES.keys()
+        order = [*COUNTERS, *sorted(name for name in rest if not name.startswith(TIER_NOW))]
+        shown = {f"ucm {n.replace('.', ' ')}": self.data[n] for n in order if self.data.get(n)}
         for name in HISTOGRAMS:
             if times := self.data.get(name):
                 shown[f"ucm mean {name}"] = round(sum(times) / len(times), 4)
@@ -510,45 +423,36 @@ class UcmPromMetrics(KVConnectorPromMetrics):
             _metric, metric_types[PrometheusGauge], multiprocess_mode="mostrecent"
         )
         measure = functools.partial(_metric, metric_types[PrometheusHistogram], buckets=BUCKETS)
-        missed = make(*MISSED_BLOCKS, (*labelnames, "reason"))
-        unstored = make(*UNSTORED_BLOCKS, (*labelnames, "reason"))
-        self._tier_counters = {
-            key: make(*texts, (*labelnames, "tier")) for key, texts in TIER_COUNTERS.items()
-        }
+        labels, by_tier = tuple(labelnames), (*labelnames, "tier")
+        missed = make(*MISSED_BLOCKS, (*labels, "reason"))
+        unstored = make(*UNSTORED_BLOCKS, (*labels, "reason"))
+        self._tier_counters = {key: make(*text, by_tier) for key, text in TIER_COUNTERS.items()}
         self._tier_gauges = {
-            key: show(*texts, (*labelnames, "tier", "half")) for key, texts in TIER_GAUGES.items()
+            key: show(*text, (*by_tier, "half")) for key, text in TIER_GAUGES.items()
         }
         self._values = per_engine_labelvalues
         self._counters: dict[int, dict[str, Any]] = {}
         self._histograms: dict[int, dict[str, Any]] = {}
         self._gauges: dict[int, dict[str, Any]] = {}
         for engine, values in per_engine_labelvalues.items():
-            counters = {
-                key: make(*texts, tuple(labelnames)).labels(*values)
-                for key, texts in COUNTERS.items()
-            }
+
+            def each(kind: Any, table: Any, values: list[object] = values) -> dict[str, Any]:
+                return {key: kind(*text, labels).labels(*values) for key, text in table.items()}
+
+            self._counters[engine] = each(make, COUNTERS)
             for reason in MissReason:
-                counters[MISSED + reason] = missed.labels(*values, str(reason))
+                self._counters[engine][MISSED + reason] = missed.labels(*values, str(reason))
             for why in (BUSY, ENDED, OVERWRITTEN):
-                counters[UNSTORED + why] = unstored.labels(*values, why)
-            self._counters[engine] = counters
-            self._gauges[engine] = {
-                key: show(*texts, tuple(labelnames)).labels(*values)
-                for key, texts in GAUGES.items()
-            }
-            self._histograms[engine] = {
-                key: measure(*texts, tuple(labelnames)).labels(*values)
-                for key, texts in HISTOGRAMS.items()
-            }
+                self._counters[engine][UNSTORED + why] = unstored.labels(*values, why)
+            self._gauges[engine] = each(show, GAUGES)
+            self._histograms[engine] = each(measure, HISTOGRAMS)
 
     @harmless(None)
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add what one engine counted and measured."""
-        counters, histograms = (
-            self._counters.get(engine_idx, {}),
-            self._histograms.get(engine_idx, {}),
+        counters, gauges, histograms = (
+            table.get(engine_idx, {}) for table in (self._counters, self._gauges, self._histograms)
         )
-        gauges = self._gauges.get(engine_idx, {})
         for name, news in transfer_stats_data.items():
             if name in counters:
                 counters[name].inc(news)
@@ -567,9 +471,9 @@ class UcmPromMetrics(KVConnectorPromMetrics):
                 self._tier_counters[key].labels(*values, tier).inc(news)
         elif name.startswith(TIER_NOW):
             key, _, rest = name.removeprefix(TIER_NOW).partition(".")
-            tier, _, half = rest.rpartition(".")
+            tier, _, side = rest.rpartition(".")
             if key in self._tier_gauges:
-                self._tier_gauges[key].labels(*values, tier, half).set(news)
+                self._tier_gauges[key].labels(*values, tier, side).set(news)
 
 
 @functools.cache

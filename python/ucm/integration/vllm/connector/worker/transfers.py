@@ -2,17 +2,17 @@
 Never waits.
 
 The store enforces deadlines: it ends a late load as failed. This module only calls ``store.check``
-and, once that reports the end, ``store.wait`` for the outcome. Any exception of a store ends the
-transfer as failed, so that no request waits for ever.
+and, after the end, ``store.wait`` for the outcome. Any exception of a store ends the transfer as
+failed, so that no request waits for ever.
 
 vLLM frees no block of a load and computes no token of its request before every rank has reported
 it. So :class:`PendingLoads` is kept outside of the code that may fail: a load enters it with the
 step's metadata, before anything else reads them, and leaves it with its report.
 
 With offload, which loads a block in one layer and not in others, a :class:`LayeredStore` stands
-before the store. That was opened with one shard for each layer. Blocks are dumped and loaded whole
-as before, their layers as rows of one task; what is written is the same record. Besides, one layer
-of some blocks can be loaded alone, which reads no others.
+before the store, which was opened with one shard for each layer. Blocks are dumped and loaded whole
+as before, their layers as rows of one task; the record is the same. One layer of some blocks can be
+loaded alone.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class PendingLoads:
         self._lost.update(load.request for load in loads)
 
     def lost_but(self, under_way: Collection[str]) -> None:
-        """After a failure: all but these requests, of whose loads something may still write."""
+        """After a failure: all but these requests, whose loads may still write."""
         self._lost.update(self._loads.keys() - set(under_way))
 
     def report(self, ended: Iterable[str]) -> set[str]:
@@ -92,21 +92,19 @@ class PendingLoads:
 
 @cache
 def _takes_tenant(store: type[UcmKVStoreBaseV1]) -> bool:
-    """Whether the hint of a store can say whose blocks are dumped: one of a user's may be from
-    before."""
+    """Whether a store's ``describe`` takes ``tenant``; a user's store may be older."""
     parameters = inspect.signature(store.describe).parameters.values()
     return any(one.name == "tenant" or one.kind is one.VAR_KEYWORD for one in parameters)
 
 
 def finished(store: UcmKVStoreBaseV1, task: Any, staged: bool = False) -> bool:
-    """Whether a task ended (or, with ``staged``, whether device memory is free again). Never
-    raises."""
+    """Whether a task ended (with ``staged``: whether device memory is free again). Never raises."""
     try:
         if staged and store.has_staged_level:
             return bool(store.check(task, until="staged"))
         return bool(store.check(task))
     except UcmError as error:
-        # Asked too often, or too much at once: ask again. Anything else has ended, wait() says how.
+        # Busy: poll again. After any other error it has ended, and wait() says how.
         return not error.retryable
     except Exception as error:
         throttle.warning("check", "the store's check() failed: %r", error)
@@ -114,7 +112,7 @@ def finished(store: UcmKVStoreBaseV1, task: Any, staged: bool = False) -> bool:
 
 
 def failed_rows(store: UcmKVStoreBaseV1, task: Any, rows: int) -> dict[int, BaseException]:
-    """What went wrong with a finished task, by row; empty when nothing did. Never raises."""
+    """The failures of a finished task by row. Never raises."""
     try:
         store.wait(task)
     except TaskError as error:
@@ -125,19 +123,17 @@ def failed_rows(store: UcmKVStoreBaseV1, task: Any, rows: int) -> dict[int, Base
 
 
 def _named_rows(error: TaskError, rows: int) -> dict[int, BaseException]:
-    """The failures a task names; none if some of that is not as it should be, then all its rows
-    failed."""
+    """The failures that a task names; none if they are malformed, then all its rows failed."""
     named: object = error.failures
-    if not isinstance(named, Mapping) or any(
-        row not in range(rows) or not isinstance(why, BaseException) for row, why in named.items()
-    ):
+    if not isinstance(named, Mapping):
         return {}
-    return {int(row): why for row, why in named.items()}
+    sound = (row in range(rows) and isinstance(why, BaseException) for row, why in named.items())
+    return {int(row): why for row, why in named.items()} if all(sound) else {}
 
 
 def served_tiers(store: UcmKVStoreBaseV1, task: Any) -> tuple[int, ...]:
-    """Blocks of a load by the tier that had them; none where a store has one tier or does not
-    know. Never raises."""
+    """Blocks of a load by their tier; none where a store has one tier or does not know. Never
+    raises."""
     if len(store.tier_names) < 2:
         return ()
     try:
@@ -158,7 +154,7 @@ class _Running:
 
 
 class _Times:
-    """How long transfers took, in seconds, kept until they are asked for."""
+    """How long transfers took, in seconds, until :meth:`take`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -186,9 +182,8 @@ class Loads:
         self._bad_blocks: set[int] = set()
         self._failures: list[LoadFailure] = []
         self._served: list[LoadServed] = []
-        self.blocks = 0  # brought so far
-        #: Where blocks are selected from: makes what a loaded block needs for that, before its load
-        #: is reported as over.
+        self.blocks = 0  # loaded so far
+        #: Under sparse attention: prepares a loaded block before its load is reported.
         self.representations: Representations | None = None
 
     def start(self, load: Load, store: UcmKVStoreBaseV1 | None, mask: bytes) -> None:
@@ -197,10 +192,8 @@ class Loads:
             return self._fail_all(load, MissReason.UNHEALTHY)
         ids = record_ids(load.keys, mask)
         if self.representations is not None:
-            unread = record_ids(load.unread, mask)
-            self.representations.begin_load(
-                load.request, ids, load.blocks, store, load.timeout, unread
-            )
+            unread, name = record_ids(load.unread, mask), load.request
+            self.representations.begin_load(name, ids, load.blocks, store, load.timeout, unread)
         try:
             task = store.load_blocks(ids, load.blocks, load.timeout)
         except Exception as error:
@@ -209,7 +202,7 @@ class Loads:
         self._running.append(_Running(load, task, store, began=self.times.clock()))
 
     def poll(self) -> None:
-        """Notice which have ended."""
+        """Process those that have ended."""
         still = []
         for running in self._running:
             store = running.store
@@ -221,27 +214,7 @@ class Loads:
             failures = failed_rows(store, running.task, len(load.blocks))
             self.blocks += len(load.blocks) - len(failures)
             if failures:
-                first = 0 if load.unread else min(failures)
-                throttle.warning(
-                    "load failed",
-                    "request %s: block %d: %s",
-                    load.request,
-                    first,
-                    failures[min(failures)],
-                )
-                keys = split_keys(load.keys)
-                newer = [row for row, why in failures.items() if reason_of(why) in LEFT_ALONE]
-                bad = [
-                    keys[row]
-                    for row, why in failures.items()
-                    if not is_transient(why) and row not in newer
-                ]
-                behind = range(first, len(load.blocks))
-                why = [
-                    reason_of(failures[row]) if row in failures else MissReason.LOAD_FAILED
-                    for row in behind
-                ]
-                self._fail(load, first, bad, why, [keys[row] for row in newer])
+                self._report_failures(load, failures)
             else:
                 self._arrived(load)
                 if tiers := served_tiers(store, running.task):
@@ -251,6 +224,23 @@ class Loads:
             for request in self.representations.work():
                 self._over(request)
 
+    def _report_failures(self, load: Load, failures: Mapping[int, BaseException]) -> None:
+        first, why = 0 if load.unread else min(failures), failures[min(failures)]
+        text = "request %s: block %d: %s"
+        throttle.warning("load failed", text, load.request, first, why)
+        keys = split_keys(load.keys)
+        reasons = {row: reason_of(why) for row, why in failures.items()}
+        newer = [row for row, reason in reasons.items() if reason in LEFT_ALONE]
+        bad = [row for row in reasons if not is_transient(failures[row]) and row not in newer]
+        behind = range(first, len(load.blocks))
+        self._fail(
+            load,
+            first,
+            [keys[row] for row in bad],
+            [reasons.get(row, MissReason.LOAD_FAILED) for row in behind],
+            [keys[row] for row in newer],
+        )
+
     def _arrived(self, load: Load) -> None:
         """All blocks of a load are there."""
         self._selecting[load.request] = load
@@ -258,15 +248,10 @@ class Loads:
             self._over(load.request)
 
     def _over(self, request: str) -> None:
-        """Nothing more comes of a load whose blocks are there. Without the representations of what
-        was not read, its request cannot go on: vLLM is to admit it again, and to load all of it."""
-        load = self._selecting.pop(request, None)
-        if (
-            load is None
-            or not load.unread
-            or self.representations is None
-            or self.representations.selectable(request)
-        ):
+        """A load whose blocks are there has ended. Without the representations of blocks that were
+        not read, its request cannot run: vLLM is to admit it again, and to load all of it."""
+        load, made = self._selecting.pop(request, None), self.representations
+        if load is None or not load.unread or made is None or made.selectable(request):
             self._ended.add(request)
             return
         self._fail(load, 0, [], [MissReason.LOAD_FAILED] * len(load.blocks), unselectable=True)
@@ -288,21 +273,20 @@ class Loads:
             self.representations.failed(load.request)
         self._bad_blocks.update(load.blocks[row:].tolist())
         reasons = tuple(str(reason) for reason in why)
-        failure = LoadFailure(
-            load.request, load.first + row, join_keys(bad), reasons, join_keys(newer), unselectable
-        )
+        refused, left = join_keys(bad), join_keys(newer)
+        failure = LoadFailure(load.request, load.first + row, refused, reasons, left, unselectable)
         self._failures.append(failure)
         self._ended.add(load.request)
 
-    def under_way(self, *, look: bool) -> set[str]:
-        """Requests of whose loads something may still write to device blocks; ``look``: the store
-        is asked, because :meth:`poll` failed."""
-        running = [one for one in self._running if not look or not finished(one.store, one.task)]
-        return {one.work.request for one in running} | ({} if look else self._selecting).keys()
+    def under_way(self, *, poll: bool) -> set[str]:
+        """Requests whose loads may still write to device blocks; ``poll``: check each with the
+        store, because :meth:`poll` failed."""
+        running = [one for one in self._running if not poll or not finished(one.store, one.task)]
+        return {one.work.request for one in running} | ({} if poll else self._selecting).keys()
 
     def forget(self, load: Load) -> None:
-        """This load was reported as failed, without what is kept of it here, which may be of other
-        loads of its request later. The scheduler side learns it, and claims the same hit no
+        """This load was reported as failed: drop its state, which a later load of its request must
+        not find, and report the failure to the scheduler side, which then claims the same hit no
         more."""
         self._running = [one for one in self._running if one.work is not load]
         self._selecting.pop(load.request, None)
@@ -321,17 +305,17 @@ class Loads:
         return ended
 
     def take_bad_blocks(self) -> set[int]:
-        """Device blocks that were to be filled and were not."""
+        """Device blocks that a load did not fill."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
     def take_failures(self) -> list[LoadFailure]:
-        """Loads that failed since the last call, as they are reported to the scheduler side."""
+        """Loads that failed since the last call, for the scheduler side."""
         failures, self._failures = self._failures, []
         return failures
 
     def take_served(self) -> list[LoadServed]:
-        """The tiers of the blocks of loads that ended well since the last call."""
+        """The tiers of the blocks of loads that succeeded since the last call."""
         served, self._served = self._served, []
         return served
 
@@ -351,13 +335,13 @@ class Dumps:
         self.blocks = 0  # published so far
 
     def skip(self, dump: Dump, store: UcmKVStoreBaseV1 | None, mask: bytes) -> None:
-        """Nothing to do on this rank: another one holds the same bytes and writes them. What it
-        replaces, this one may have refused."""
+        """Another rank writes the same bytes. Records that it replaces may be refused on this
+        one."""
         self.last_job = max(self.last_job, dump.job)
         if dump.refused and store is not None:
             try:
                 store.clear_bad(record_ids(_rows(dump), mask))
-            except Exception as error:  # they are refused for longer than need be
+            except Exception as error:  # they stay refused for longer than needed
                 throttle.warning("clear_bad", "the store's clear_bad() failed: %r", error)
         self._done.append(DumpResult(dump.job))
 
@@ -370,8 +354,8 @@ class Dumps:
         block_tokens: int,
         representations: Representations | None = None,
     ) -> None:
-        """Begin; a refused one ends the rest of its request's chain for this step. ``event``:
-        handle and its owner; ``representations``: what is stored beside the KV."""
+        """Begin; after a refused one the rest of its request's chain is refused for this step.
+        ``event``: handle and its owner; ``representations``: what is stored beside the KV."""
         refused: set[str] = set()
         for dump in dumps:
             self.last_job = max(self.last_job, dump.job)
@@ -381,22 +365,18 @@ class Dumps:
             try:
                 ids = record_ids(dump.keys, mask)
                 parent = record_ids(dump.parent, mask)[0] if dump.parent else bytes(16)
+                tagged = dump.tenant and _takes_tenant(type(store))
                 store.describe(
                     ids,
                     parents=[parent, *ids[:-1]],
                     ordinals=list(range(dump.first, dump.first + len(ids))),
                     tokens=[block_tokens] * len(ids),
-                    **(
-                        {"tenant": dump.tenant}
-                        if dump.tenant and _takes_tenant(type(store))
-                        else {}
-                    ),
+                    **({"tenant": dump.tenant} if tagged else {}),
                 )
                 if dump.refused:
                     store.mark_bad([ids[row] for row in dump.refused])
-                sides = (
-                    None if representations is None else representations.beside(dump.blocks, store)
-                )
+                beside = representations
+                sides = None if beside is None else beside.beside(dump.blocks, store)
                 with_sides = {} if sides is None else {"sides": sides}
                 task = store.dump_blocks(ids, dump.blocks, event[0], **with_sides)
             except BusyError:
@@ -407,20 +387,16 @@ class Dumps:
                 refused.add(dump.request)
                 self._refuse(dump, busy=False)
             else:
-                self._running.append(
-                    _Running(dump, task, store, keep=event[1], began=self.times.clock())
-                )
+                began, keep = self.times.clock(), event[1]
+                self._running.append(_Running(dump, task, store, keep=keep, began=began))
 
     def _refuse(self, dump: Dump, busy: bool) -> None:
         self._done.append(DumpResult(dump.job, tuple(range(len(dump.blocks))), busy))
 
     def flush(self, jobs: Collection[int] | None) -> None:
         """Return when the source blocks of these jobs (None: of all) were read, or never will be:
-        they are about to be overwritten.
-
-        Reading is a copy in memory, begun a step ago or earlier, so there is rarely anything to
-        wait for; what hangs is ended by the store's deadline of a dump.
-        """
+        they are about to be overwritten. Reading is a copy in memory, begun a step ago or earlier,
+        so the wait is rare and short; the store's deadline of a dump bounds it."""
         for running in self._running:
             if (jobs is None or running.work.job in jobs) and not running.staged:
                 try:
@@ -432,7 +408,7 @@ class Dumps:
                     throttle.warning("flush", "a dump failed: %s", error)
 
     def poll(self) -> None:
-        """Notice which are staged and which have ended."""
+        """Process those that are staged and those that have ended."""
         still = []
         for running in self._running:
             dump: Dump = running.work
@@ -446,15 +422,14 @@ class Dumps:
             self.times.ended(running)
             failures = failed_rows(store, running.task, len(dump.blocks))
             self.blocks += len(dump.blocks) - len(failures)
-            # Said by the store, once: such a block is not stored, and other dumps go on.
+            # The store logs these once: such a block is not stored, and other dumps go on.
             left_alone = [row for row, why in failures.items() if reason_of(why) in LEFT_ALONE]
             failed = {row: why for row, why in failures.items() if row not in left_alone}
             if failed:
                 throttle.warning("dump failed", "a dump failed: %s", failed[min(failed)])
             busy = bool(failed) and all(isinstance(why, BusyError) for why in failed.values())
-            self._done.append(
-                DumpResult(dump.job, tuple(sorted(failed)), busy, tuple(sorted(left_alone)))
-            )
+            rows = tuple(sorted(failed)), tuple(sorted(left_alone))
+            self._done.append(DumpResult(dump.job, rows[0], busy, rows[1]))
         self._running = still
 
     def take(self) -> tuple[list[int], list[DumpResult]]:
@@ -471,8 +446,7 @@ class Dumps:
 
     @property
     def failed(self) -> bool:
-        """Whether some dump ended without being stored, and not for want of room, since the last
-        :meth:`take`."""
+        """Whether some dump failed, not only for want of room, since the last :meth:`take`."""
         return any(result.failed and not result.busy for result in self._done)
 
     def __len__(self) -> int:
@@ -504,12 +478,11 @@ def layer_bytes(layout: KVLayout) -> int:
 
 
 class LayeredStore:
-    """Stands before a store that was opened with ``shard_size`` of one layer; everything else is
-    that store's."""
+    """Stands before a store that was opened with ``shard_size`` of one layer, and passes on other
+    calls."""
 
     def __init__(self, store: UcmKVStoreBaseV1, layout: KVLayout) -> None:
-        """Raises :class:`~ucm.errors.UnsupportedError` for a store whose loads cannot be bounded by
-        a step."""
+        """Raises :class:`~ucm.errors.UnsupportedError` for a store whose loads take no timeout."""
         if not store.takes_load_timeout:
             raise UnsupportedError(
                 "offload needs a store whose loads end within a time that it is given"
@@ -544,12 +517,11 @@ class LayeredStore:
         *,
         sides: Sides | None = None,
     ) -> Any:
-        """All layers of each block, each with its share of what is kept beside the KV."""
+        """All layers of each block, each with its share of the side shards."""
         rows, shards, addresses = self._rows(block_ids, blocks)
-        shares = (
-            None if sides is None else {name: self._shares(side) for name, side in sides.items()}
-        )
-        with_sides = {} if shares is None else {"sides": shares}
+        sides = sides or {}
+        shares = {name: self._shares(side) for name, side in sides.items()}
+        with_sides = {"sides": shares} if shares else {}
         task = self._store.dump_data(rows, shards, addresses, prerequisite_handle, **with_sides)
         return _Task(task, self._count)
 
@@ -561,16 +533,14 @@ class LayeredStore:
         try:
             self._store.wait(task.task, *args, **kwargs)
         except TaskError as error:
-            failures = {
-                row // task.rows: why for row, why in sorted(error.failures.items(), reverse=True)
-            }
+            rows = sorted(error.failures.items(), reverse=True)
+            failures = {row // task.rows: why for row, why in rows}
             raise TaskError(str(error), failures=failures) from error
 
     def check(self, task: Any, *args: Any, **kwargs: Any) -> bool:
         """As of the store."""
-        return bool(
-            self._store.check(task.task if isinstance(task, _Task) else task, *args, **kwargs)
-        )
+        own = task.task if isinstance(task, _Task) else task
+        return bool(self._store.check(own, *args, **kwargs))
 
     def served(self, task: Any) -> Sequence[int]:
         """As of the store."""

@@ -5,11 +5,10 @@ vLLM calls it from the model's thread, every step: loads start, the model runs, 
 what ended is reported. Nothing here waits: the store is opened on a thread of its own, and
 transfers are polled.
 
-Beside the transfers the store is sent hints: of ranks that hold the same bytes, the one that writes
-them touches what is used and brings up what will be; the others read its memory, and touch what
-they hold in memory of their own. An exception of such a call is logged and the hint is dropped.
-Whether the store is healthy (:class:`StoreHealth`) and how much it holds goes with the rank's
-report.
+The store is sent hints too: of ranks that hold the same bytes, the one that writes them touches
+blocks in use and prefetches; the others read its memory, and touch what they hold in memory of
+their own. An exception of such a call is logged and the hint is dropped. The rank's report says
+whether the store is healthy (:class:`StoreHealth`) and how much it holds.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -64,49 +64,52 @@ _FEW_SLOTS = 256
 ROOM_S = 1.0
 
 
+@dataclass(frozen=True)
+class Rank:
+    """A rank: what it is, and which KV it keeps."""
+
+    number: int
+    #: KV group, pipeline rank, tensor rank.
+    part: tuple[int, int, int]
+    #: Whether it writes its part; else another rank with the same bytes does.
+    writer: bool
+    layers: Sequence[str]
+    #: Tokens of one block.
+    block_tokens: int
+    #: Returns its identity without weights.
+    identity: Callable[[], dict[str, Any]]
+    #: The configured ``block_size``, in tokens or bytes.
+    wanted_block_size: int | None = None
+    #: Why nothing may be loaded, if so.
+    only_stores: str = ""
+    #: vLLM's ``enable_prefix_caching`` in this process.
+    prefix_caching: bool = True
+
+
 class UCMConnectorWorker:
     """One rank's worker side."""
 
     def __init__(
         self,
-        *,
-        rank: int,
-        part: tuple[int, int, int],
-        writer: bool,
-        layers: Sequence[str],
-        block_tokens: int,
-        wanted_block_size: int | None,
-        identity: Callable[[], dict[str, Any]],
+        rank: Rank,
         platform: Platform,
         stores: Sequence[ConfiguredStore],
+        *,
         memory: ModelMemory | None = None,
-        only_stores: str = "",
-        prefix_caching: bool = True,
         sparse: SparseWorker | None = None,
         shutdown_allowance: float = 3.0,
         health: StoreHealth | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``wanted_block_size``: what the user wrote, tokens or bytes; ``identity`` gives this
-        rank's identity without weights; ``memory``: the weights in memory, None where they cannot
-        be reached; ``only_stores`` says why nothing may be loaded, if so; ``prefix_caching``:
-        vLLM's flag in this process; ``sparse``: sparse attention on this rank;
-        ``shutdown_allowance`` is in seconds."""
+        """``memory``: the weights in memory, None where they cannot be reached; ``sparse``: sparse
+        attention on this rank; ``shutdown_allowance`` in seconds."""
         self.rank = rank
-        self.failures = Failures(f"rank {rank}", lambda _why: self.drop_step())
+        self.failures = Failures(f"rank {rank.number}", lambda _why: self.drop_step())
         self._memory = memory
         self._weights: WeightsReport | None = None  # to be reported
-        self._part = part
-        self._mask = part_mask(*part)
-        self._writer = writer
-        self._layers = layers
-        self._block_tokens = block_tokens
-        self._wanted_block_size = wanted_block_size
-        self._identity = identity
+        self._mask = part_mask(*rank.part)
         self._platform = platform
         self._stores = list(stores)
-        self._only_stores = only_stores
-        self._prefix_caching = prefix_caching
         self._shutdown_allowance = shutdown_allowance
         self._clock = clock
         self._layout: KVLayout | None = None
@@ -116,11 +119,11 @@ class UCMConnectorWorker:
         self._unavailable: tuple[int, str] = (0, "")
         self._attempt = 0
         self._broken = ""
-        self._told_handshake = False
-        self._told_ready = False
-        self._told_healthy = True
-        self._told_slots: int | None = -1
-        self._told_blocks = (0, 0)
+        # what the scheduler side knows by earlier reports
+        self._reported_handshake = self._reported_ready = False
+        self._reported_healthy = True
+        self._reported_slots: int | None = -1
+        self._reported_blocks = (0, 0)
         self._prefetch_room = 0
         self._room_due = float("-inf")  # when the store's limit is to be reported
         self._plan: UCMConnectorMetadata | None = None
@@ -131,58 +134,50 @@ class UCMConnectorWorker:
         self.loads = Loads(clock)
         self.dumps = Dumps(clock)
         self.health = health or StoreHealth()
-        self._tiers = TierCounts(clock, str(rank))
+        self._tiers = TierCounts(clock, str(rank.number))
 
     # Start
     # ----------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """Learn where the KV lies, and how the weights look that were just loaded.
-
-        Raises :class:`~ucm.errors.ConfigError` when the user wrote another block size.
-        """
+        """Register where the KV lies, and the weights that were just loaded. Raises
+        :class:`~ucm.errors.ConfigError` when the user wrote another block size."""
         if self._memory is not None:
             self._memory.remember()
         try:
-            self._layout = KVLayout(caches, self._layers)
+            self._layout = KVLayout(caches, self.rank.layers)
             self._problem = ""
         except InvalidInputError as error:
             self._problem = f"this KV layout cannot be addressed: {error}"
             return
-        if (there := self._layout.device_type) != self._platform.device:
-            self._problem = (
-                f"the KV lies on {there}, not on {self._platform.device} as for"
-                f" {self._platform.word}"
-            )
+        if (there := self._layout.device_type) != (platform := self._platform).device:
+            expected = f"not on {platform.device} as for {platform.word}"
+            self._problem = f"the KV lies on {there}, {expected}"
             return
-        wanted, size = self._wanted_block_size, self._layout.block_bytes
-        if wanted not in (None, self._block_tokens, size):
+        wanted, tokens = self.rank.wanted_block_size, self.rank.block_tokens
+        if wanted not in (None, tokens, size := self._layout.block_bytes):
             raise ConfigError(
-                f"block_size is {wanted}, but a block of this engine has {self._block_tokens}"
-                f" tokens and {size} bytes per rank; remove the key, or write one of the two"
+                f"block_size is {wanted}, but a block of this engine has {tokens} tokens and {size}"
+                " bytes per rank; remove the key, or write one of the two"
             )
 
     def handshake(self) -> Handshake:
-        """What the scheduler side must know of this rank."""
-        shapes: dict[str, Any] = {}
-        identity: dict[str, Any] = {}
+        """The facts of this rank that the scheduler side needs."""
+        rank, shapes, identity = self.rank, dict[str, Any](), dict[str, Any]()
         if self._layout is not None:
-            shapes = self._layout.sizes() | {
-                "block_tokens": self._block_tokens,
-                "dtype": str(self._layout.dtype).removeprefix("torch."),
-            }
-            identity = self._identity()
-        stores = tuple(store.name for store in self._stores)
+            dtype = str(self._layout.dtype).removeprefix("torch.")
+            shapes = self._layout.sizes() | {"block_tokens": rank.block_tokens, "dtype": dtype}
+            identity = rank.identity()
         return Handshake(
-            part=self._part,
-            rank=self.rank,
-            writer=self._writer,
+            part=rank.part,
+            rank=rank.number,
+            writer=rank.writer,
             identity=identity,
             shapes=shapes,
             problem=self._problem,
-            stores=stores,
-            only_stores=self._only_stores,
-            prefix_caching=self._prefix_caching,
+            stores=tuple(store.name for store in self._stores),
+            only_stores=rank.only_stores,
+            prefix_caching=rank.prefix_caching,
         )
 
     def _open(self, setup: StoreSetup) -> None:
@@ -190,16 +185,9 @@ class UCMConnectorWorker:
         if layout is None:
             self._broken = self._problem
             return
-        device = layout.device
-        config = (
-            setup.config
-            | self.handshake().shapes
-            | {
-                "identity": setup.identity,
-                "part": self._part,
-            }
-        )
-        config["device_id"] = getattr(device, "index", None) or 0
+        config = setup.config | self.handshake().shapes
+        config |= {"identity": setup.identity, "part": self.rank.part}
+        config["device_id"] = getattr(layout.device, "index", None) or 0
         if self._sparse is not None and self._sparse.representations is not None:
             self.loads.representations = self._sparse.representations
             config["sides"] = self._sparse.representations.sides
@@ -207,11 +195,11 @@ class UCMConnectorWorker:
         if by_layer:
             config["shard_size"] = layer_bytes(layout)
         attempt, make = setup.attempt, self._stores[setup.choice].make
-        # Another store was tried before this one, perhaps opened since the last step, or served
-        # until the weights were replaced: what is under way on that one ends with it.
+        # Another store was tried before this one, or served until the weights were replaced: its
+        # transfers under way end with it.
         self._take_opened()
         before, self._store, self._attempt = self._store, None, attempt
-        self._told_ready = False
+        self._reported_ready = False
 
         def work() -> None:
             if before is not None:
@@ -220,7 +208,7 @@ class UCMConnectorWorker:
                 store = make(config)
                 try:
                     store.register_kv(layout)
-                    # It does all that a store does, as far as this side uses it.
+                    # It has all methods of a store that this side calls.
                     served: Any = LayeredStore(store, layout) if by_layer else store
                 except BaseException:
                     store.close()
@@ -243,7 +231,7 @@ class UCMConnectorWorker:
         threading.Thread(target=work, name="ucm-open", daemon=True).start()
 
     def _take_opened(self) -> None:
-        """Use the store that was opened, if it is the one that was asked for last."""
+        """Use the store that was opened, if it is that of the last setup."""
         opened = self._opened
         if self._store is None and opened is not None and opened[0] == self._attempt:
             self._store = opened[1]
@@ -253,9 +241,9 @@ class UCMConnectorWorker:
     # ----------------------------------------------------------------------------------------------
 
     def bind_connector_metadata(self, plan: UCMConnectorMetadata) -> None:
-        """The plan of the step that begins. What is left of the one before, begins first: with
-        speculative decoding vLLM does not ask every pipeline rank to save, and a dump that no rank
-        answers for is never over."""
+        """The plan of the step that begins. Transfers left from the step before begin first: with
+        speculative decoding vLLM does not have every pipeline rank save, and a dump that one rank
+        does not report never ends."""
         self.start_load_kv()
         self.start_dumps()
         if plan.flush_all:
@@ -272,10 +260,10 @@ class UCMConnectorWorker:
             self._open(plan.setup)
         self._take_opened()
         if self._store is not None:
-            pass_hints(plan, self._store, self._mask, self._writer)
+            pass_hints(plan, self._store, self._mask, self.rank.writer)
 
     def _flush(self, plan: UCMConnectorMetadata) -> None:
-        """Have blocks read that vLLM has given to others, before this step writes them."""
+        """Read blocks that vLLM has given to other requests, before this step writes them."""
         dumps = plan.dumps
         plan.dumps = [dump for dump in dumps if dump.job in plan.jobs_to_flush]
         self.start_dumps()
@@ -284,15 +272,15 @@ class UCMConnectorWorker:
 
     def drop_step(self) -> None:
         """Begin nothing more of the steps so far, and have the blocks of all dumps under way read:
-        after an error it is not known which of them this step writes."""
+        after an error any of them may be written by this step."""
         self._plan = None
         self.dumps.flush(None)
 
-    def loads_under_way(self, *, look: bool) -> set[str]:
-        """Requests whose loads are begun and may still write to device blocks, or are to begin; see
+    def loads_under_way(self, *, poll: bool) -> set[str]:
+        """Requests whose loads may still write to device blocks, or are to begin; see
         :meth:`.transfers.Loads.under_way`."""
         planned = self._plan.loads if self._plan is not None else []
-        return self.loads.under_way(look=look) | {load.request for load in planned}
+        return self.loads.under_way(poll=poll) | {load.request for load in planned}
 
     def _compare_weights(self, generation: int) -> WeightsReport:
         if self._memory is not None:
@@ -307,11 +295,11 @@ class UCMConnectorWorker:
                 self.loads.start(load, self._store, self._mask)
 
     def start_dumps(self) -> None:
-        """Begin this step's dumps; the model's work of the step has been given to the device."""
+        """Begin this step's dumps; the device has the model's work of the step."""
         if self._plan is None or not self._plan.dumps:
             return
         dumps, self._plan.dumps = self._plan.dumps, []
-        if not self._writer:
+        if not self.rank.writer:
             for dump in dumps:
                 self.dumps.skip(dump, self._store, self._mask)
             return
@@ -324,7 +312,7 @@ class UCMConnectorWorker:
                 throttle.warning("event", "no event was recorded, so nothing is stored: %r", error)
                 store = None
         representations = None if self._sparse is None else self._sparse.representations
-        self.dumps.start(dumps, store, self._mask, event, self._block_tokens, representations)
+        self.dumps.start(dumps, store, self._mask, event, self.rank.block_tokens, representations)
 
     def take_ended_loads(self) -> set[str]:
         """Requests whose load ended, each named once, failed ones too."""
@@ -343,73 +331,64 @@ class UCMConnectorWorker:
         failures, served = self.loads.take_failures(), self.loads.take_served()
         ready = self._store is not None
         slots_changed, slots = self._slots()
-        if self._store is not None and (
-            failures or self.dumps.failed or not self.health.healthy or ready != self._told_ready
-        ):
+        opened = ready != self._reported_ready
+        trouble = failures or self.dumps.failed or not self.health.healthy
+        if self._store is not None and (trouble or opened):
             self.health.check(self._store)
         healthy = self.health.healthy
-        gained, lost = (b"", b"") if self._store is None else take_locally_visible(self._store)
-        # While it is not, every step says so: the scheduler side goes by the age of the last
-        # report.
-        changed = (
-            gained
-            or lost
-            or slots_changed
-            or ready != self._told_ready
-            or not (healthy and self._told_healthy)
-        )
+        added, removed = (b"", b"") if self._store is None else take_locally_visible(self._store)
+        # While it is not, every step says so: the age of the last report counts.
+        unhealthy = not (healthy and self._reported_healthy)
+        changed = added or removed or slots_changed or opened or unhealthy
         weights, self._weights = self._weights, None
-        handshake = None if self._told_handshake else self.handshake()
+        handshake = None if self._reported_handshake else self.handshake()
         news = failures or served or self.dumps.news or changed or weights
         if not (handshake or news or self._broken or unavailable):
             return None
-        self._told_handshake = True
+        self._reported_handshake = True
         staged, done = self.dumps.take()
-        self._told_ready, self._told_slots, self._told_healthy = ready, slots, healthy
+        self._reported_ready, self._reported_slots = ready, slots
+        self._reported_healthy = healthy
         broken, self._broken = self._broken, ""
         if unavailable:
             self._unavailable = (0, "")
-        return UCMConnectorWorkerMetadata(
-            ranks=[
-                RankReport(
-                    rank=self.rank,
-                    handshake=handshake,
-                    ready=ready,
-                    broken=broken,
-                    attempt=self._attempt,
-                    unavailable=unavailable,
-                    healthy=healthy,
-                    last_job=self.dumps.last_job,
-                    free_slots=slots,
-                    staged=staged,
-                    done=done,
-                    load_failures=failures,
-                    gained=gained,
-                    lost=lost,
-                    wants_touches=self._store is not None and wants_touches(self._store),
-                    prefetch_room=self._prefetch_room,
-                    served=served,
-                    weights=weights,
-                    room=self._take_room(),
-                )
-            ]
+        report = RankReport(
+            rank=self.rank.number,
+            handshake=handshake,
+            ready=ready,
+            broken=broken,
+            attempt=self._attempt,
+            unavailable=unavailable,
+            healthy=healthy,
+            last_job=self.dumps.last_job,
+            free_slots=slots,
+            staged=staged,
+            done=done,
+            load_failures=failures,
+            gained=added,
+            lost=removed,
+            wants_touches=self._store is not None and wants_touches(self._store),
+            prefetch_room=self._prefetch_room,
+            served=served,
+            weights=weights,
+            room=self._take_room(),
         )
+        return UCMConnectorWorkerMetadata(ranks=[report])
 
     def _take_room(self) -> StoreRoom | None:
         """The limit of the store on a rank that writes, at most every :data:`ROOM_S`."""
-        now = self._clock()
-        if self._store is None or self._layout is None or not self._writer or now < self._room_due:
+        store, layout, now = self._store, self._layout, self._clock()
+        if store is None or layout is None or not self.rank.writer or now < self._room_due:
             return None
         self._room_due = now + ROOM_S
-        return store_room(self._store, self._layout.block_bytes)
+        return store_room(store, layout.block_bytes)
 
     def take_bytes(self) -> dict[str, int] | None:
-        """Bytes of KV loaded and published on this rank since the last call, None when there were
-        none."""
+        """Bytes of KV loaded and published on this rank since the last call, None without any."""
         now = (self.loads.blocks, self.dumps.blocks)
-        if now == self._told_blocks or self._layout is None:
+        if now == self._reported_blocks or self._layout is None:
             return None
-        (loaded, published), self._told_blocks = self._told_blocks, now
+        (loaded, published), self._reported_blocks = self._reported_blocks, now
         size = self._layout.block_bytes
         return {
             LOADED_BYTES: (now[0] - loaded) * size,
@@ -417,25 +396,23 @@ class UCMConnectorWorker:
         }
 
     def take_seconds(self) -> dict[str, list[float]]:
-        """How long the loads and dumps took that ended on this rank since the last call; no names
-        without any."""
+        """Seconds of each load and dump that ended on this rank since the last call, by name."""
         taken = {LOAD_SECONDS: self.loads.times.take(), DUMP_SECONDS: self.dumps.times.take()}
         return {name: seconds for name, seconds in taken.items() if seconds}
 
     def take_tiers(self) -> dict[str, Any]:
-        """What the tiers of this rank's store did since the last call, about once a
-        second."""
+        """News of the tiers of this rank's store, about once a second."""
         return self._tiers.take(self._store)
 
     def stats(self) -> dict[str, Any]:
         """Counters of this rank's store."""
         store = {} if self._store is None else self._store.stats()
         sparse = {} if self._sparse is None else {"sparse": self._sparse.stats()}
-        return store | {"rank": self.rank} | sparse
+        return store | {"rank": self.rank.number} | sparse
 
     def _slots(self) -> tuple[bool, int | None]:
-        store, reported = self._store, self._told_slots
-        if store is None or not self._writer:
+        store, reported = self._store, self._reported_slots
+        if store is None or not self.rank.writer:
             return False, None
         if not self.dumps.news and reported is not None and reported >= _FEW_SLOTS:
             return False, reported
@@ -449,7 +426,7 @@ class UCMConnectorWorker:
     # ----------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Let dumps publish, then close the store; returns after the allowance, whatever hangs."""
+        """Let dumps publish, then close the store; returns after the allowance in any case."""
         self._closed = True
         self.health.close()
         self._take_opened()
@@ -470,24 +447,19 @@ class UCMConnectorWorker:
         thread.start()
         thread.join(max(0.0, deadline - self._clock()))
         if thread.is_alive():
-            logger.warning(
-                "%d dumps were not finished within %.1f s",
-                len(self.dumps),
-                self._shutdown_allowance,
-            )
+            text = "%d dumps were not finished within %.1f s"
+            logger.warning(text, len(self.dumps), self._shutdown_allowance)
         else:
-            logger.info(
-                "rank %d: the store is closed, after %.1f s", self.rank, self._clock() - began
-            )
+            took = self._clock() - began
+            logger.info("rank %d: the store is closed, after %.1f s", self.rank.number, took)
 
 
 # The store's health
 # --------------------------------------------------------------------------------------------------
 
-#: Between two looks at a store that is unhealthy, in seconds. The store's breaker decides how soon
-#: it is tried.
+#: Seconds between two polls of an unhealthy store. Its breaker decides when it is tried again.
 LOOK_S = 0.5
-#: Asked for to see whether a store answers; no block has this id.
+#: The id of no block, looked up to poll an unhealthy store.
 _NO_BLOCK = bytes(16)
 
 
@@ -496,24 +468,24 @@ def _thread(work: Callable[[], None]) -> None:
 
 
 class StoreHealth:
-    """One rank's store. Asked when something failed; while it is unhealthy a thread polls it.
+    """The health of one rank's store: polled by a thread while it is unhealthy.
 
-    Only a request to the store can close its breaker, and no others arrive: no loads are planned
+    Only a call of the store can close its breaker, and there are no others: no loads are planned
     for this rank, and an idle engine does nothing at all.
     """
 
     def __init__(
         self, pause: float = LOOK_S, spawn: Callable[[Callable[[], None]], None] = _thread
     ) -> None:
-        """``pause``: seconds between two looks; ``spawn`` runs a function that takes long."""
+        """``pause``: seconds between two polls; ``spawn`` runs a function that takes long."""
         self._pause, self._spawn = pause, spawn
         self._stop = threading.Event()
         self._watching = False
         self.healthy = True
 
     def check(self, store: UcmKVStoreBaseV1) -> None:
-        """Something failed, or it was unhealthy before: ask the store, without waiting. Never
-        raises."""
+        """After a failure, or while it was unhealthy: read the store's health, without waiting.
+        Never raises."""
         if self._watching or self._stop.is_set():
             return
         self.healthy = is_healthy(store)
@@ -522,22 +494,21 @@ class StoreHealth:
         self._watching = True
         try:
             self._spawn(lambda: self._watch(store))
-        except Exception as error:  # no thread to be had: tried again with the next step
+        except Exception as error:  # no thread could be started: tried again with the next step
             self._watching = False
             throttle.warning("health", "an unhealthy store cannot be watched: %r", error)
 
     def look(self, store: UcmKVStoreBaseV1) -> bool:
-        """Ask the store for something, as its breaker wants it, and whether it is healthy now. May
-        wait."""
+        """Look something up, for the store's breaker; whether it is healthy now. May wait."""
         try:
             store.lookup([_NO_BLOCK])
         except Exception as error:
-            throttle.warning("health", "an unhealthy store was asked again: %s", error)
+            throttle.warning("health", "an unhealthy store was polled: %s", error)
         self.healthy = is_healthy(store)
         return self.healthy
 
     def close(self) -> None:
-        """Look no more. Idempotent."""
+        """Stop polling. Idempotent."""
         self._stop.set()
 
     def _watch(self, store: UcmKVStoreBaseV1) -> None:
@@ -552,18 +523,18 @@ class StoreHealth:
 # --------------------------------------------------------------------------------------------------
 
 
-def _answer(call: str, ask: Callable[[], R], default: R) -> R:
-    """What a call of the store returns; ``default`` where it raises, because the store is closed or
-    has a bug. Its loads and dumps fail with reasons of their own."""
+def _answer(call: str, method: Callable[[], R], default: R) -> R:
+    """The result of a call of the store; ``default`` where it raises, because the store is closed
+    or has a bug. Its loads and dumps fail with reasons of their own."""
     try:
-        return ask()
+        return method()
     except Exception as error:
         throttle.warning(call, "the store's %s failed: %r", call, error)
         return default
 
 
 def is_healthy(store: UcmKVStoreBaseV1) -> bool:
-    """Whether this rank's store says that it is healthy."""
+    """Whether this rank's store is healthy."""
     return _answer("healthy()", lambda: bool(store.healthy()), True)
 
 
@@ -573,22 +544,22 @@ def wants_touches(store: UcmKVStoreBaseV1) -> bool:
 
 
 def prefetch_room(store: UcmKVStoreBaseV1) -> int:
-    """Blocks that may be brought up in this rank's memory ahead of need."""
+    """Blocks that may be prefetched into this rank's memory."""
     return _answer("prefetch_room()", lambda: max(int(store.prefetch_room()), 0), 0)
 
 
 def take_locally_visible(store: UcmKVStoreBaseV1) -> tuple[bytes, bytes]:
-    """The record ids that a rank's store gained and lost since the last call, joined for the
-    report."""
+    """The record ids that became readable on this rank and those that are no longer listed, since
+    the last call, joined for the report."""
     nothing: tuple[list[bytes], list[bytes]] = ([], [])
-    gained, lost = _answer("early()", store.early, nothing)
-    return join_keys(gained), join_keys(lost)
+    added, removed = _answer("early()", store.early, nothing)
+    return join_keys(added), join_keys(removed)
 
 
 def store_room(store: UcmKVStoreBaseV1, block_bytes: int) -> StoreRoom | None:
     """How much this rank's store holds, for blocks with ``block_bytes`` of KV; None where it
-    reports no limit and has no quota of tenants in bytes. A store for lookups alone does not know
-    the limit, so the scheduler side cannot read it from its own."""
+    reports no limit and has no quota of tenants in bytes. The scheduler side's own store, for
+    lookups alone, does not know the limit."""
     return _answer("stats()", lambda: _room(store, block_bytes), None)
 
 
@@ -617,7 +588,7 @@ def _room(store: UcmKVStoreBaseV1, block_bytes: int) -> StoreRoom | None:
 def pass_hints(
     plan: UCMConnectorMetadata, store: UcmKVStoreBaseV1, mask: bytes, writer: bool
 ) -> None:
-    """Tell the store of this rank, whose part has this mask."""
+    """Pass the plan's hints to the store of this rank, whose part has this mask."""
     try:
         for first, keys in plan.touched if writer or store.has_own_memory else ():
             store.touch_own(record_ids(keys, mask), first)
