@@ -1,31 +1,29 @@
-"""Plans dumps: jobs in chain order, within what the workers can take, followed to their end on
-every rank.
+"""Plans dumps: jobs in chain order, within the room of the workers, followed to their end on every
+rank.
 
-A job goes to every rank and is kept until every rank reported how it ended. A dump holds no
-reference to vLLM's blocks: their content stays until a step writes it, and the connector sees every
-step before it runs. While the request lives, the blocks are its own; later they may be free, or
-shared by requests that use the same content. When vLLM hands one out to be written while some rank
-may still have to read it, the job is *flushed*: the ranks read it before that step begins. That is
-a copy in memory which has usually been done by then. So a stopped engine, a reset of the prefix
-cache or a pause never meets a block that a dump keeps, and no step is taken just to learn how a
-dump ended: the steps of the next request report it.
+A job goes to every rank and is kept until every rank reported its end. A dump holds no reference to
+vLLM's blocks: their content stays until a step writes it, and the connector sees every step before
+it runs. While the request lives, the blocks are its own; later they may be free, or shared by
+requests that use the same content. When vLLM hands one out to be written while some rank may still
+have to read it, the job is *flushed*: the ranks read it before that step begins. That is a copy in
+memory, which has usually been done by then. So a stopped engine, a reset of the prefix cache or a
+pause never waits for a dump, and no step is run just for its report.
 
 :class:`DeferredDumps` keeps the blocks of ended requests that were not dumped yet. Blocks computed
 with an adapter are offered only after the adapter's files were checked again. One step may compute
 more blocks than staging holds; the rest is offered when ranks report free slots. A request may end
 before either, and its blocks belong to vLLM again. They are offered later, unless vLLM hands them
 out to be written first: for a check within :data:`~..identity.keys.RECHECK_S`, for staging until
-:data:`ROOM_S` pass in which none is offered for the first time: there is no free slot, or what is
-offered is refused again and again.
+:data:`ROOM_S` pass in which none is offered for the first time.
 
 :class:`OtherConnectors` keeps wrong blocks out of the store when other connectors of a
 MultiConnector load into the same request. vLLM counts tokens as computed when another connector is
 about to fill their blocks: an asynchronous load does so before the request runs, a synchronous one
 in the very step that computes on them. vLLM reports after the step which blocks were not filled
-(``invalid_block_ids``), and what the step computed from these is wrong as well. So a request offers
-nothing before it has run since it was last admitted; with synchronous loads it offers only what was
-computed in steps whose output has been seen; and a block reported invalid is never offered, nor any
-block after it. Our own loads are asynchronous: without another connector this delays nothing.
+(``invalid_block_ids``), and the results computed from these are wrong as well. So a request offers
+nothing before it has run since it was last admitted; with synchronous loads it offers only tokens
+of steps whose output is known; and a block reported invalid is never offered, nor any block after
+it. Our own loads are asynchronous: without another connector this delays nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +47,6 @@ from ucm.integration.vllm.connector.stats import ENDED, OVERWRITTEN
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -59,19 +56,18 @@ if TYPE_CHECKING:
 
 
 class OtherConnectors:
-    """Follows the requests of one engine from their admission to what of them is known to be
-    right."""
+    """Follows the requests of one engine from their admission to the tokens known to be right."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._waiting: set[str] = set()  # admitted, and no step since had tokens for them
+        self._waiting: set[str] = set()  # admitted, and in no step with tokens since
         # device block -> its hash in vLLM's prefix cache when it was reported
         self._invalid: dict[int, Any] = {}
-        #: Some step had a synchronous load in it. From then on a step is judged by its output.
+        #: Some step had a synchronous load. From then on a step is judged by its output.
         self.load_in_steps = False
 
     def admitted(self, tracker: RequestTracker, table: Sequence[KVCacheBlock]) -> None:
-        """Blocks were given to a request; those found in vLLM's prefix cache may be known to be
+        """Blocks were given to a request; those from vLLM's prefix cache may be known to be
         wrong."""
         self._waiting.add(tracker.request.request_id)
         tracker.ran_from = None
@@ -94,51 +90,41 @@ class OtherConnectors:
 
     @staticmethod
     def computed(tracker: RequestTracker) -> int:
-        """Tokens that a request held when the last step ended whose output was seen: none until
-        such a step had some of it since it was admitted."""
+        """Tokens of a request at the end of the last step whose output is known: none until such a
+        step had some of it since it was admitted."""
         request = tracker.request
         seen: int = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
         return seen if tracker.ran_from is not None and seen > tracker.ran_from else 0
 
     def reported(
-        self,
-        invalid: Collection[int],
-        live: Iterable[RequestTracker],
-        manager: KVCacheManager | None,
+        self, invalid: Collection[int], live: Iterable[RequestTracker], manager: Any
     ) -> None:
         """A step's output names device blocks that a load did not fill.
 
         Those of an asynchronous load, ours too, are computed before anything is computed from them.
         Of a request that was computed on them, nothing is right from there on: vLLM computes the
-        block again, but what the step before and the requests that share the block made of it stays
-        in its prefix cache, and its V2 runner computes it in the wrong place (vllm#49250).
+        block again, but results of the step before and of requests that share the block stay in its
+        prefix cache, and its V2 runner computes it in the wrong place (vllm#49250).
         """
         if not (invalid and self.load_in_steps and manager is not None):
             return
         for tracker in live:
             table = manager.get_blocks(tracker.request.request_id).blocks[0]
-            held = (
-                len(table) if tracker.ran_from is not None else tracker.local // self._block_tokens
-            )
-            at = next(
-                (at for at, block in enumerate(table[:held]) if block.block_id in invalid), None
-            )
+            ran = tracker.ran_from is not None
+            held = table[: len(table) if ran else tracker.local // self._block_tokens]
+            at = next((at for at, block in enumerate(held) if block.block_id in invalid), None)
             if at is None:
                 continue
             tracker.wrong_from = min(tracker.wrong_from, at)
-            self._invalid |= {
-                block.block_id: block.block_hash
-                for block in table[at:]
-                if block.block_hash is not None
-            }
+            wrong = [block for block in table[at:] if block.block_hash is not None]
+            self._invalid |= {block.block_id: block.block_hash for block in wrong}
             throttle.warning(
                 "others", "another connector's load failed in a step: what it left is not stored"
             )
 
     def _is_invalid(self, block: KVCacheBlock) -> bool:
-        return (
-            block.block_hash is not None and self._invalid.get(block.block_id) == block.block_hash
-        )
+        known = block.block_hash
+        return known is not None and self._invalid.get(block.block_id) == known
 
 
 # Jobs
@@ -146,14 +132,13 @@ class OtherConnectors:
 
 #: Most blocks in one job.
 JOB_BLOCKS = 64
-#: Most blocks being dumped at once, whatever the workers say.
+#: Most blocks being dumped at once.
 FLIGHT_BLOCKS = 4096
 #: Pauses after a store refused for want of room, and after it failed (doubled each time up to the
 #: last), in seconds.
 BUSY_PAUSE_S, FAIL_PAUSE_S, FAIL_PAUSE_MAX_S = 0.02, 1.0, 30.0
-#: How long the ranks' last report of their room counts in an idle engine, in seconds: no further
-#: report arrives, and what was on its way has long been written. A rank that has no room after all
-#: refuses at once.
+#: Seconds for which the ranks' last report of their room counts: an idle engine gets no other, and
+#: jobs under way have ended by then. A rank without room refuses at once.
 KNOWN_S = 1.0
 
 
@@ -190,7 +175,7 @@ class DumpPlanner:
         self._unread = 0  # blocks that not every rank has staged
         self._hold_until = self._failing_until = 0.0
         self._fail_pause = FAIL_PAUSE_S
-        self._heard = self._asked = float("-inf")
+        self._reported_at = self._planned_at = float("-inf")
         self.published_blocks = 0
         self.failed_blocks = 0
         self.busy_blocks = 0  # refused by a rank without a free slot
@@ -200,35 +185,30 @@ class DumpPlanner:
         self._pool = pool
 
     def open(self, ranks: Iterable[int]) -> None:
-        """Every rank's store is open; jobs need an answer from each of these."""
+        """Every rank's store is open; jobs end when each of these has reported."""
         self._ranks = frozenset(ranks)
 
     @property
     def under_way(self) -> int:
-        """Jobs that have not ended on every rank, as far as they reported."""
+        """Jobs that have not ended on every rank."""
         return len(self._jobs)
 
     def room(self) -> int:
         """Blocks that may be planned now: none while some rank could not store its part."""
-        if (
-            self._pool is None
-            or not self._ranks
-            or self._clock() < self._hold_until
-            or not self._health.all_healthy
-        ):
+        now, pool = self._clock(), self._pool
+        held = now < self._hold_until or not self._health.all_healthy
+        if pool is None or not self._ranks or held:
             return 0
-        now = self._clock()
-        known, self._asked = now - max(self._heard, self._asked) < KNOWN_S, now
-        room: int = min(FLIGHT_BLOCKS, max(1, self._pool.num_gpu_blocks // 2)) - (
-            self._unread if known else 0
-        )
-        for rank in self._ranks:
-            free = self._free.get(rank)
-            if free is not None and known:
-                seen = self._seen.get(rank, 0)
-                room = min(
-                    room, free - sum(len(j.keys) for j in self._jobs.values() if j.number > seen)
-                )
+        known = now - max(self._reported_at, self._planned_at) < KNOWN_S
+        self._planned_at = now
+        room: int = min(FLIGHT_BLOCKS, max(1, pool.num_gpu_blocks // 2))
+        if known:
+            room -= self._unread
+            for rank in self._ranks:
+                if (free := self._free.get(rank)) is not None:
+                    seen = self._seen.get(rank, 0)
+                    unseen = (len(job.keys) for job in self._jobs.values() if job.number > seen)
+                    room = min(room, free - sum(unseen))
         return max(room, 0)
 
     def plan(
@@ -239,14 +219,14 @@ class DumpPlanner:
         room: int,
         dumps: list[Dump],
     ) -> int:
-        """Offer what ``tracker`` holds of its first ``upto`` blocks, at most ``room`` of them;
-        advances its cursor. The jobs are added to ``dumps`` one by one, so that each is sent or
-        dropped whatever raises after it. Returns the number of blocks offered."""
+        """Offer the first ``upto`` blocks of ``tracker``, at most ``room`` of them; advances its
+        cursor. The jobs are added to ``dumps`` one by one, so that each is sent or dropped whatever
+        raises after it. Returns the number of blocks offered."""
         offered, at = 0, tracker.cursor
         upto = min(upto, len(blocks))
         while at < upto:
-            # A block that has left the device was stored before it did. Where that is not so any
-            # more, there is nothing here to store, and what follows is still of use to its request.
+            # A block that has left the device was stored before it did. If its record is lost,
+            # nothing can be stored here; blocks behind it are still of use to its request.
             if blocks[at].is_null or not self._offerable(tracker, at):
                 at += 1
                 continue
@@ -274,9 +254,8 @@ class DumpPlanner:
 
     def _held_back(self, tracker: RequestTracker, at: int) -> bool:
         """Whether the block belongs to a chain that was evicted from a store which is too small.
-
-        One draw decides for the chain, from its first evicted block on: what follows an absent
-        block is of no use."""
+        One draw decides for the chain, from its first evicted block on: blocks behind an absent one
+        are of no use."""
         turnover = self._block_tracker.turnover
         if not turnover.exceeded(tracker.tenant):
             return False
@@ -291,54 +270,49 @@ class DumpPlanner:
         hashes = [block.block_hash for block in sources]
         preemptions = tracker.request.num_preemptions
         job = _Job(next(self._numbers), keys, start, sources, hashes, tracker, preemptions)
+        known = self._block_tracker
         dump = Dump(
             job=job.number,
             request=tracker.request.request_id,
             first=start,
             parent=tracker.keys[start - 1] if start else b"",
             keys=join_keys(keys),
-            blocks=np.fromiter(
-                (block.block_id for block in sources), dtype=np.int64, count=len(sources)
-            ),
-            refused=tuple(
-                row for row, key in enumerate(keys) if self._block_tracker.is_refused(key)
-            ),
+            blocks=np.array([block.block_id for block in sources], dtype=np.int64),
+            refused=tuple(row for row, key in enumerate(keys) if known.is_refused(key)),
             tenant=tracker.tenant,
         )
         self._unread += len(sources)
         self._jobs[job.number] = job
-        self._block_tracker.writing(keys, job.number)
+        known.writing(keys, job.number)
         return dump
 
     def report(self, rank: RankReport, live: Iterable[RequestTracker]) -> None:
-        """A rank's news: releases what every rank has staged, settles what every rank has ended."""
-        self._heard = self._clock()
+        """A rank's news: releases blocks that every rank has staged, ends jobs that every rank has
+        ended."""
+        self._reported_at = self._clock()
         self._free[rank.rank] = rank.free_slots
         self._seen[rank.rank] = max(self._seen.get(rank.rank, 0), rank.last_job)
-        for number in rank.staged:
+        for number in (*rank.staged, *(result.job for result in rank.done)):
             if job := self._jobs.get(number):
                 job.staged.add(rank.rank)
                 self._release(job)
         for result in rank.done:
             if job := self._jobs.get(result.job):
-                job.staged.add(rank.rank)
                 job.done[rank.rank] = result
-                self._release(job)
                 if job.done.keys() >= self._ranks:
                     del self._jobs[job.number]
                     self._finish(job, live)
 
     def jobs_to_flush(self, live: Mapping[str, RequestTracker]) -> list[int]:
-        """A step was planned: the jobs whose blocks vLLM has handed to others, which some rank may
+        """The jobs whose blocks vLLM has handed to others in the planned step, and some rank may
         not have read."""
         taken: list[int] = []
         if not self._unread:
             return taken
         for job in self._jobs.values():
             owner = job.owner.request
-            lives = (
-                live.get(owner.request_id) is job.owner and owner.num_preemptions == job.preemptions
-            )
+            lives = live.get(owner.request_id) is job.owner
+            lives = lives and owner.num_preemptions == job.preemptions
             if job.blocks and not lives and not all(map(untouched, job.blocks, job.hashes)):
                 taken.append(job.number)
                 self._read(job)
@@ -353,7 +327,7 @@ class DumpPlanner:
                     self._block_tracker.not_written(key, refuse=False)
 
     def forget(self) -> None:
-        """No job is followed any more; the ranks end what they have begun."""
+        """Follow no job any more; the ranks end what they have begun."""
         self._jobs.clear()
         self._unread = 0
 
@@ -389,9 +363,8 @@ class DumpPlanner:
         if refused and now >= self._failing_until:  # jobs planned before the pause say nothing new
             self._failing_until = now + self._fail_pause
             self._fail_pause = min(self._fail_pause * 2, FAIL_PAUSE_MAX_S)
-        self._hold_until = max(
-            self._hold_until, self._failing_until, now + BUSY_PAUSE_S if busy else 0.0
-        )
+        pause = now + BUSY_PAUSE_S if busy else 0.0
+        self._hold_until = max(self._hold_until, self._failing_until, pause)
         at = job.first + min(failed)
         key = job.keys[min(failed)]
         for tracker in live:  # requests that hold the block offer it again
@@ -400,9 +373,9 @@ class DumpPlanner:
 
 
 def untouched(block: KVCacheBlock, was: object) -> bool:
-    """Whether a block that had this hash of vLLM's is free, or in use for what is in it: a block
-    that is handed out to be written loses its hash, and gets another object for one, be it the same
-    text."""
+    """Whether a block that had this hash of vLLM's is free, or in use for its content: a block that
+    is handed out to be written loses its hash, and gets another object for one later, even for the
+    same text."""
     return block.ref_cnt == 0 or (was is not None and block.block_hash is was)
 
 
@@ -421,11 +394,11 @@ class _Deferred:
     blocks: list[KVCacheBlock]  # of the request, from its first
     hashes: list[object]  # vLLM's, of the blocks
     since: float
-    offered: float  # when one of them was offered for the first time last, or since when they wait
-    furthest: int  # ordinal behind those that were offered, were they refused or not
+    offered: float  # when one was last offered for the first time, or since when they wait
+    furthest: int  # ordinal behind the blocks that were offered
 
     def cut(self) -> int:
-        """Drop blocks from the first that vLLM handed out on. Returns how many those are."""
+        """Drop blocks from the first that vLLM handed out. Returns their number."""
         first = self.tracker.cursor
         kept = zip(self.blocks[first:], self.hashes[first:], strict=True)
         for at, (block, was) in enumerate(kept, first):
@@ -455,13 +428,13 @@ class DeferredDumps:
     def add(
         self, tracker: RequestTracker, upto: int, blocks: Sequence[KVCacheBlock], now: float
     ) -> None:
-        """Keep what ``tracker`` has of its first ``upto`` blocks and has not offered yet; all were
-        computed before."""
+        """Keep those of the first ``upto`` blocks of ``tracker`` that were not offered yet."""
         if not self._dumps.offers(tracker, min(upto, len(blocks))):
             return
         waiting = sum(len(hold.blocks) - hold.tracker.cursor for hold in self._deferred)
-        end = min(upto, len(blocks), tracker.cursor + max(0, MOST_BLOCKS - waiting))
-        self._lost[ENDED] += min(upto, len(blocks)) - end
+        upto = min(upto, len(blocks))
+        end = min(upto, tracker.cursor + max(0, MOST_BLOCKS - waiting))
+        self._lost[ENDED] += upto - end
         if end > tracker.cursor:
             mine = list(blocks[:end])
             hashes = [block.block_hash for block in mine]
@@ -470,12 +443,10 @@ class DeferredDumps:
     def take(
         self, keys: KeyMaker, now: float, dumps: list[Dump]
     ) -> Iterator[tuple[RequestTracker, int]]:
-        """Offer what is confirmed and has room, one request after the other: the jobs are added to
-        ``dumps``. Drop what is refused, late or used by others. Yields each request with the number
-        of its blocks that were offered.
-
-        With every plan: a block that others got is known by that only until they give it back.
-        """
+        """Offer confirmed blocks that have room, one request after the other: the jobs are added to
+        ``dumps``. Drop blocks that are refused, late or used by others. Yields each request with
+        the number of its blocks that were offered. To be called with every plan: a block that
+        another request got and gave back looks unused."""
         for hold in list(self._deferred):
             self._lost[OVERWRITTEN] += hold.cut()
             if not self._dumps.offers(hold.tracker, len(hold.blocks)):
@@ -500,10 +471,10 @@ class DeferredDumps:
                 self._deferred.remove(hold)
 
     def take_lost(self) -> Mapping[str, int]:
-        """Blocks that were not stored after all since the last call, by reason."""
+        """Blocks that were not stored since the last call, by reason."""
         lost, self._lost = self._lost, Counter()
         return lost
 
     def drop(self) -> None:
-        """Let everything go."""
+        """Drop all."""
         self._deferred = []

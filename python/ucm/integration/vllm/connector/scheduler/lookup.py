@@ -1,32 +1,30 @@
-"""What the store has of a prompt, found without making a step wait, and what this engine remembers
-of blocks in the store.
+"""The part of a prompt in the store, looked up without making a step wait, and what this engine
+remembers of blocks in the store.
 
 A :class:`Lookup` starts when a request arrives: it hashes the tokens, looks up every part and keeps
 the shortest prefix. Hashing runs in the scheduler's thread, and so does the lookup where the store
-answers from memory: waking another thread, which would have to wait for the interpreter, takes
-longer. A store that has to ask a medium does so on a thread of its own, which does not need the
-interpreter, and is polled for its answer. Everything slower (files of adapters, long prompts,
-stores written in Python) runs on a background thread. Until there is an answer, or it is late, the
-answer to vLLM is "not known yet".
+answers from memory: waking another thread, which would wait for the interpreter, takes longer. A
+store that reads a medium looks up on a thread of its own, without the interpreter, and is polled.
+Everything slower (files of adapters, long prompts, stores written in Python) runs on a background
+thread. Until there is an answer, or it is late, the answer to vLLM is "not known yet".
 
 The scheduler side looks up in a store of its own, which sees only published records.
 :class:`LocallyVisible` continues such a prefix with the record ids that the ranks of this engine
-can read before others see them: in a segment that is still open, in memory. They count for this
-engine alone, and only if every rank that would read the record has listed it. A rank keeps a
-published record in its list until the scheduler side's store, which lists a directory from time to
-time, must have found it.
+can read before others: in an open segment, in memory. They count for this engine alone, and only if
+every rank that would read the record has listed it. A rank keeps a published record in its list
+until the scheduler side's store, which lists a directory from time to time, must have found it.
 
-:class:`BlockTracker` is a cache of what lookups and ranks reported: blocks present, evicted, being
-written, or refused by a rank. It avoids offering a block that is present already, and keeps a block
-from counting as a hit after a rank found its record bad or could not publish it.
+:class:`BlockTracker` remembers the reports of lookups and ranks: blocks present, evicted, being
+written, or refused by a rank. Present blocks are not offered, and a block does not count as a hit
+after a rank found its record bad or could not publish it.
 
 :class:`Turnover` keeps a working set above the store's limit from rewriting the store for ever.
-Where more blocks are asked for again and again than the store holds, each is evicted before it is
-asked for: everything is written in every round, and nothing is hit. It compares, for about as many
+Where more blocks are requested again and again than the store holds, each is evicted before it is
+requested: everything is written in every round, and nothing is hit. It compares, for about as many
 blocks as the store holds, how many of those stored before were hits and how many were evicted.
-While more than half were evicted, a chain that was evicted is stored again only now and then, and
-only its beginning, so that what is stored stays long enough to be a hit. Where tenants have a
-quota, the same is compared for each tenant, with as many blocks as its quota holds.
+While more than half were evicted, an evicted chain is stored again only now and then, and only its
+beginning, so that stored blocks stay long enough to be hits. Where tenants have a quota, the same
+is compared for each tenant, with as many blocks as its quota holds.
 """
 
 from __future__ import annotations
@@ -62,13 +60,12 @@ class LocallyVisible:
         self._readers: list[list[int]] = []
 
     def open(self, readers: Sequence[Sequence[int]]) -> None:
-        """``readers[p]``: the ranks that read part *p*, in the order in which lookups ask for the
-        parts."""
+        """``readers[p]``: the ranks that read part *p*, in the order of the parts in lookups."""
         self._readers = [list(ranks) for ranks in readers]
 
     def report(self, rank: int, gained: bytes, lost: bytes) -> None:
-        """A rank's report: the record ids it can read from now on, and those that are now published
-        or removed."""
+        """A rank's report: the record ids it can read from now on, and those now published or
+        removed."""
         if not (gained or lost):
             return
         known = self._ranks.setdefault(rank, set())
@@ -77,7 +74,7 @@ class LocallyVisible:
 
     def run(self, ids: Sequence[bytes], start: int) -> int:
         """How many record ids from ``start`` on are locally visible; ``ids`` holds the parts of
-        each block in turn."""
+        each block side by side."""
         if not any(self._ranks.values()):
             return 0
         for at in range(start, len(ids)):
@@ -99,7 +96,7 @@ CHANCE = 1 / 16
 SHARE = 2
 #: Most blocks over which hits and evictions are compared.
 WINDOW = 1 << 17
-#: Most tenants whose hits and evictions are counted; the one that asked longest ago is forgotten.
+#: Most tenants whose hits and evictions are counted, least recently counted first out.
 MOST_TENANTS = 4096
 #: What sets the limit of a tier, by its name; of all others the key ``storage_capacity``.
 LIMIT_KEYS = {
@@ -124,8 +121,8 @@ class StoreLimit:
 
 
 def limit_of(rooms: Collection[StoreRoom], parts: int) -> StoreLimit | None:
-    """The limit for blocks of ``parts`` parts. Each rank that writes one reports its room; None
-    until all have reported. Memory holds the parts of its rank, any other tier those of all."""
+    """The limit for blocks of ``parts`` parts, None until each rank that writes one has reported.
+    Memory holds the parts of its rank, any other tier those of all."""
     if len(rooms) < max(parts, 1):
         return None
     least = min(rooms, key=lambda room: room.capacity // room.record)
@@ -162,18 +159,18 @@ class _Counts:
 
 
 class Turnover:
-    """What became of the blocks of one engine that were stored before and are asked for again."""
+    """Counts what happened to blocks that were stored before and are requested again."""
 
     def __init__(self, chance: Callable[[], float] = random.random) -> None:
         """``chance`` draws a number from [0, 1)."""
         self._chance = chance
         self._limit: StoreLimit | None = None
         self._counts: dict[bytes, _Counts] = {}  # by tenant; empty for all that share the store
-        self._unexplained = 0  # blocks removed above a quota that were not counted as evicted yet
+        self._unexplained = 0  # blocks removed above a quota, not counted as evicted yet
         self._warned: set[int] = set()  # the limits in blocks of which a warning was logged
 
     def limited(self, limit: StoreLimit | None) -> None:
-        """The store's limit and use are these now."""
+        """Set the store's limit and use."""
         if limit is not None:
             before = 0 if self._limit is None else self._limit.quota_removed
             self._unexplained += max(limit.quota_removed - before, 0)
@@ -186,10 +183,8 @@ class Turnover:
 
     def asked_again(self, hits: int, evicted: int, tenant: bytes = b"") -> None:
         """A request asked for blocks that were stored before: ``hits`` are there, ``evicted`` are
-        absent.
-
-        Absent blocks of a store with room were removed for another reason. They count for nothing
-        beyond the number of those that were removed because their tenant was above its quota."""
+        absent. Absent blocks of a store with room were removed for another reason: only those
+        removed above their tenant's quota count."""
         limit = self._limit
         if limit is None or not hits + evicted:
             return
@@ -210,7 +205,7 @@ class Turnover:
             self._warn(limit, capacity, counts)
 
     def exceeded(self, tenant: bytes = b"") -> bool:
-        """Whether the working set of this tenant is above what the store holds of it."""
+        """Whether the working set of this tenant is above its part of the store."""
         if self._limit is None:
             return False
         capacity, tenant = self._capacity(self._limit, tenant)
@@ -227,7 +222,7 @@ class Turnover:
 
     @staticmethod
     def _capacity(limit: StoreLimit, tenant: bytes) -> tuple[int, bytes]:
-        """The blocks that are kept of a tenant, and under which tenant it is counted: blocks
+        """The blocks that are kept of a tenant, and the tenant under which it is counted: blocks
         without a tag have no quota, and without a quota all tenants share the store."""
         if tenant and limit.quota is not None:
             return limit.quota, tenant
@@ -258,8 +253,7 @@ class Turnover:
 # Known blocks
 # --------------------------------------------------------------------------------------------------
 
-#: Most keys remembered of each kind; the oldest are forgotten (a forgotten one costs an offer the
-#: store ignores).
+#: Most keys remembered of each kind, oldest first out; a forgotten one costs a useless offer.
 PRESENT_LIMIT = 1 << 17
 REFUSED_LIMIT = 1 << 16
 #: Before any time.
@@ -275,10 +269,9 @@ class BlockTracker:
         refused_limit: int = REFUSED_LIMIT,
         turnover: Turnover | None = None,
     ) -> None:
-        """``turnover`` counts hits and evictions of blocks that were stored before."""
         self.turnover = turnover or Turnover()
         self._present: dict[bytes, float] = {}  # and since when, as far as is known
-        self._evicted: dict[bytes, float] = {}  # and when it was asked for last
+        self._evicted: dict[bytes, float] = {}  # and when it was looked up last
         self._refused: dict[bytes, None] = {}
         self._newer: dict[bytes, None] = {}
         self._unpublished: dict[bytes, None] = {}
@@ -296,11 +289,12 @@ class BlockTracker:
         tenant: bytes = b"",
     ) -> None:
         """A lookup of a request of this tenant answered that began at ``asked_at``: the first
-        ``hits`` keys are there. What follows is unknown; with ``absent``, the next one is absent
-        and the others are of no use.
+        ``hits`` keys are there. The rest is unknown; with ``absent``, the next one is absent and
+        the others are of no use.
 
-        A block that was not asked for in ``expire_after`` would have expired in any store: it was
-        not evicted for want of space."""
+        A block that was not looked up in ``expire_after`` would have expired in any store: it was
+        not evicted for want of space.
+        """
         evicted, life = 0, self.turnover.expire_after
         for key in keys[:hits]:
             self._evicted.pop(key, None)
@@ -312,14 +306,14 @@ class BlockTracker:
             self._newer.pop(key, None)  # the next one is absent, so all are offered again
             last = self._evicted.pop(key, None) if since is None else since
             if last is None or (since is not None and since >= asked_at):
-                continue  # it was never stored before
+                continue  # never stored before
             if life is None or asked_at - last < life:
                 self._remember(self._evicted, key, self._present_limit, asked_at)
                 evicted += 1
         self.turnover.asked_again(hits, evicted, tenant)
 
     def is_evicted(self, key: bytes) -> bool:
-        """Whether this block was in the store once and was absent when it was last asked for."""
+        """Whether this block was in the store once and was absent at the last lookup."""
         return key in self._evicted
 
     def offerable(self, key: bytes) -> bool:
@@ -334,12 +328,8 @@ class BlockTracker:
         """Whether every rank has this block in the store, as far as is known, and none refused
         it."""
         there = key in self._present and key not in self._refused and key not in self._newer
-        # what is written again is still to be read from the device
+        # a block that is written again is still read from the device
         return there and key not in self._writing
-
-    def is_writing(self, key: bytes) -> bool:
-        """Whether a job is writing this block."""
-        return key in self._writing
 
     def writing(self, keys: Iterable[bytes], job: int) -> None:
         """These blocks are being written by ``job``."""
@@ -356,12 +346,9 @@ class BlockTracker:
         self._add_present(key, now)
 
     def not_written(self, key: bytes, refuse: bool) -> None:
-        """Some rank did not publish its part. ``refuse``: and none must trust an older record of
-        that name.
-
-        It is offered again although a lookup may find it by then: memory can have a copy that the
-        medium below lacks.
-        """
+        """Some rank did not publish its part. ``refuse``: an older record of that name is no hit
+        either. The block is offered again even if a lookup finds it by then: memory can have a copy
+        that the medium below lacks."""
         self._writing.pop(key, None)
         if refuse:
             self.refuse(key)
@@ -376,7 +363,7 @@ class BlockTracker:
 
     def mark_newer(self, key: bytes) -> None:
         """A rank found a record of a newer version or another key: no hit, and not offered while it
-        is there, for no dump replaces it."""
+        is there, because no dump replaces it."""
         self._writing.pop(key, None)
         self._refused.pop(key, None)
         self._unpublished.pop(key, None)
@@ -396,10 +383,7 @@ class BlockTracker:
         return key in self._refused or key in self._newer
 
     def _add_present(self, key: bytes, since: float) -> None:
-        self._present.pop(key, None)
-        self._present[key] = since
-        if len(self._present) > self._present_limit:
-            del self._present[next(iter(self._present))]
+        self._remember(self._present, key, self._present_limit, since)
 
     @staticmethod
     def _remember(kept: dict[bytes, Any], key: bytes, limit: int, value: Any = None) -> None:
@@ -417,11 +401,10 @@ AT_ONCE_TOKENS = 1 << 15
 #: Runs of published and of locally visible blocks that one lookup follows in turn.
 ALTERNATIONS = 4
 
-#: What is found: blocks of the prefix that every part has, why there are no more, and the tier of
-#: each.
+#: Blocks of the prefix that every part has, why there are no more, and the tier of each.
 Found = tuple[int, MissReason, bytes]
-#: A lookup in steps: yields record ids, is sent what ``locate_on_prefix`` says of them, returns
-#: what is found.
+#: A lookup in steps: yields record ids, is sent the result of ``locate_on_prefix``, returns what is
+#: found.
 Prefix = Generator[list[bytes], tuple[bytes, str], Found]
 
 
@@ -431,24 +414,7 @@ def _reason_of(error: Exception) -> MissReason:
 
 
 class Lookup:
-    """One question to the store and its answer; written by one thread, read by the scheduler."""
-
-    __slots__ = (
-        "_asked",
-        "_clock",
-        "_done",
-        "_hits",
-        "_keys",
-        "_look",
-        "_reason",
-        "adopted",
-        "answered",
-        "began",
-        "hashing",
-        "located_at",
-        "seconds",
-        "tiers",
-    )
+    """One lookup and its answer; written by one thread, read by the scheduler."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -459,27 +425,26 @@ class Lookup:
         self.began, self.seconds = clock(), 0.0  # and how long it took until it was answered
         self.hashing = True  # a thread computes the keys, or will
         self._done = False  # the answer is final
-        # polls the store for its answer; None: nothing to poll
-        self._look: Callable[[Lookup], None] | None = None
-        self.answered = False  # and it is the store's
+        self._poll: Callable[[Lookup], None] | None = None  # polls the store for its answer
+        self.answered = False  # by the store
         self.tiers = b""  # that each of the hits would be loaded from, a byte each
-        self.located_at = clock()  # when they were last asked for
-        self.adopted = False  # and its findings were taken over
+        self.located_at = clock()  # when the tiers were last requested
+        self.adopted = False  # its findings were processed
 
     @property
     def done(self) -> bool:
         """Whether the answer is final."""
-        if not self._done and self._look is not None:
-            self._look(self)
+        if not self._done and self._poll is not None:
+            self._poll(self)
         return self._done
 
     def age(self) -> float:
         """Seconds since it began."""
         return self._clock() - self.began
 
-    def followed(self, look: Callable[[Lookup], None]) -> None:
-        """The store was asked, and ``look`` looks whether it has answered."""
-        self._look = look
+    def followed(self, poll: Callable[[Lookup], None]) -> None:
+        """The store looks up, and ``poll`` checks for its answer."""
+        self._poll = poll
 
     @property
     def keys(self) -> list[bytes] | None:
@@ -497,8 +462,8 @@ class Lookup:
         return self._reason
 
     def settled(self, allowance: float) -> bool:
-        """Whether the answer is final: known, or ``allowance`` seconds have passed since this was
-        first asked."""
+        """Whether the answer is final: known, or ``allowance`` seconds have passed since the first
+        call."""
         if self.done:
             return True
         now = self._clock()
@@ -510,9 +475,9 @@ class Lookup:
         return True
 
     def give_up(self, reason: MissReason) -> None:
-        """End it without hits; what is still being hashed may be used for dumps."""
+        """End it without hits; keys that are still being hashed may be used for dumps."""
         self._reason = reason
-        self._done, self._look = True, None
+        self._done, self._poll = True, None
 
     def not_started(self, reason: MissReason) -> None:
         """No thread will work on it."""
@@ -526,18 +491,16 @@ class Lookup:
 
     def relocated(self, tiers: bytes) -> None:
         """Where the first of the hits are now."""
-        now = tiers + self.tiers[len(tiers) :]
-        if now != self.tiers:
-            self.tiers = now
+        self.tiers = tiers + self.tiers[len(tiers) :]
 
     def answer(self, found: Found, took: float | None = None) -> None:
-        """The store answered; ignored once the lookup has ended. ``took``: seconds until it
-        answered, None for until now."""
+        """The store answered after ``took`` seconds (None: now); ignored once the lookup has
+        ended."""
         if not self._done:
             self._hits, self._reason, self.tiers = found
             self.answered = True
             self.seconds = self.age() if took is None else took
-            self._done, self._look = True, None
+            self._done, self._poll = True, None
 
 
 def _failed(lookup: Lookup, error: Exception) -> None:
@@ -546,7 +509,7 @@ def _failed(lookup: Lookup, error: Exception) -> None:
 
 
 def _of_blocks(tiers: bytes | bytearray, blocks: int, parts: int) -> bytes:
-    """The tier that each block comes from: the lowest of its parts', which lie side by side."""
+    """The tier of each block: the lowest of its parts', which lie side by side."""
     if parts == 1:
         return bytes(tiers[:blocks])
     return bytes(map(max, *(tiers[part : blocks * parts : parts] for part in range(parts))))
@@ -562,14 +525,13 @@ class Lookups:
         masks: Sequence[bytes],
         locally_visible: LocallyVisible | None = None,
     ) -> None:
-        """``masks``: of the parts a block has; ``locally_visible``: what the ranks can read before
-        ``store`` sees it."""
+        """``masks``: of the parts of a block; ``locally_visible``: records that the ranks can read
+        before ``store``."""
         self._background = background
         self._locally_visible = locally_visible or LocallyVisible()
         self._store = store
         self._masks = list(masks)
-        # Such a block is in an open file, or in memory that is not announced: taken for the slower
-        # of both.
+        # Such a block is in an open file or in memory: the slower of both is assumed.
         self._locally_visible_tier = max(len(store.tier_names) - 1, 0)
 
     def start(
@@ -579,7 +541,7 @@ class Lookups:
         *,
         at_once: bool = False,
     ) -> Lookup:
-        """Begin; ``hash_tokens`` runs here if it takes little (``at_once``), else on the background
+        """Begin; ``hash_tokens`` runs here if it is quick (``at_once``), else on the background
         thread."""
         lookup = Lookup(clock)
         if not at_once:
@@ -601,41 +563,35 @@ class Lookups:
         try:
             return self._store.answers_at_once
         except Exception:
-            # closed, or a bug of the store: what it does on a thread of ours cannot hurt
+            # closed, or a bug of the store: a background thread calls it
             return False
 
     def relocate(self, lookup: Lookup) -> None:
-        """Ask again which tier each hit of an answered lookup is in; what is no hit any more stays
-        as it was."""
+        """Locate the hits of an answered lookup again; a tier that is not found stays as it was."""
         if lookup.answered and not self._background.stalled():
             self._background.submit(lambda: self._relocate(lookup), IDLE)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Tell the store that these blocks were used; dropped when there is more urgent work than
-        fits."""
+        """Touch these blocks in the store; dropped when there is too much urgent work."""
         if keys and not self._background.stalled():
             chain = list(keys)
             self._background.submit(lambda: self._touch(chain), IDLE)
 
     def _run(self, lookup: Lookup, hash_tokens: Callable[[], list[bytes]]) -> None:
-        keys = self._hashed(lookup, hash_tokens)
-        if keys is not None:
+        if (keys := self._hashed(lookup, hash_tokens)) is not None:
             self._ask(lookup, keys)
 
     def _hashed(self, lookup: Lookup, hash_tokens: Callable[[], list[bytes]]) -> list[bytes] | None:
-        """The keys, which the lookup knows from here on; None where there are none."""
+        """The keys, which the lookup has from here on; None without any."""
+        keys: list[bytes] | None = None
         try:
             keys = hash_tokens()
         except UnkeyableError as error:
-            lookup.hashed(None)
             lookup.give_up(error.reason)
             info_once("some requests are not cached: %s", error.message)
-            return None
         except Exception as error:
             throttle.warning("hash", "a prompt could not be hashed: %r", error)
-            lookup.hashed(None)
             lookup.give_up(MissReason.INTERNAL)
-            return None
         lookup.hashed(keys)
         return keys
 
@@ -654,19 +610,18 @@ class Lookups:
             _failed(lookup, error)
 
     def _follow(self, lookup: Lookup, keys: list[bytes]) -> bool:
-        """The same on a thread of the store, where it has one: the lookup looks for its answers.
-        False where it has none."""
+        """The same on a thread of the store; the lookup polls for its answers. False without such a
+        thread."""
         return self._begin(self._prefix(keys), None, lookup.age(), lookup)
 
     def _begin(
         self, prefix: Prefix, answer: tuple[bytes, str] | None, took: float, lookup: Lookup
     ) -> bool:
-        """Go on with ``answer`` (None at the beginning) and begin the next question; False if the
+        """Go on with ``answer`` (None at the beginning) and begin the next lookup; False if the
         store begins none."""
         try:
-            asked = self._store.begin_locate_on_prefix(
-                next(prefix) if answer is None else prefix.send(answer)
-            )
+            ids = next(prefix) if answer is None else prefix.send(answer)
+            asked = self._store.begin_locate_on_prefix(ids)
         except StopIteration as end:
             lookup.answer(end.value, took)
         except Exception as error:
@@ -674,12 +629,12 @@ class Lookups:
         else:
             if asked is None:
                 return False
-            lookup.followed(partial(self._look, prefix, asked, took))
+            lookup.followed(partial(self._poll, prefix, asked, took))
         return True
 
-    def _look(self, prefix: Prefix, asked: Asked, before: float, lookup: Lookup) -> None:
-        """Whether the store has answered; ``before``: seconds that hashing and its earlier answers
-        took."""
+    def _poll(self, prefix: Prefix, asked: Asked, before: float, lookup: Lookup) -> None:
+        """Process the store's answer, if there is one; ``before``: seconds of hashing and of its
+        earlier answers."""
         try:
             answer = asked.answer()
         except Exception as error:
@@ -690,8 +645,8 @@ class Lookups:
                 lookup.give_up(MissReason.INTERNAL)
 
     def _prefix(self, keys: list[bytes]) -> Prefix:
-        """Mostly one question, the parts of a block side by side. It does not know its lookup: one
-        that is dropped ends what it began."""
+        """Mostly one lookup, with the parts of a block side by side. It has no reference to its
+        lookup: one that is dropped ends what it began."""
         if not keys:
             return 0, MissReason.ABSENT, b""
         parts = len(self._masks)
@@ -706,8 +661,7 @@ class Lookups:
             if not run or len(tiers) == len(ids):
                 break
         hits, ahead = divmod(len(tiers), parts)
-        if ahead and reason == MissReason.ABSENT:
-            # some parts of the block were found before one that is not there
+        if ahead and reason == MissReason.ABSENT:  # some parts of the block are there
             reason = MissReason.OTHER_RANK
         return hits, reason, _of_blocks(tiers, hits, parts)
 
@@ -724,8 +678,7 @@ class Lookups:
     def _relocate(self, lookup: Lookup) -> None:
         parts, hits = len(self._masks), lookup.hits
         tiers, _ = self._store.locate_on_prefix(self._records((lookup.keys or [])[:hits]))
-        found = _of_blocks(tiers, min(len(tiers) // parts, hits), parts)
-        lookup.relocated(found)
+        lookup.relocated(_of_blocks(tiers, min(len(tiers) // parts, hits), parts))
 
     def _touch(self, keys: list[bytes]) -> None:
         for mask in self._masks:

@@ -3,24 +3,22 @@
 *pending*: the workers have not answered, or the weights' digest is not known. *opening*: the
 identity is known, the stores of the scheduler side and of every rank are being opened in the
 background. *open*: lookups, loads and dumps are possible. *off*: the cache stays unused, for a
-reason that was logged. Nothing here blocks: :meth:`Readiness.poll` is called once per step and
-moves on when it can.
+reason that was logged. Nothing here blocks: :meth:`Readiness.poll` is called once per step.
 
 When vLLM's own prefix cache is emptied, a new *generation* begins: the weights in memory may have
-been replaced. With the next request every rank compares its weights with what it knew. If they are
-unchanged, the cache is used as before; otherwise the identity is computed again and the phase is
-pending once more. Until then nothing is looked up, loaded or dumped.
+been replaced. With the next request every rank compares its weights with its fingerprint. If they
+are unchanged, the cache is used as before; otherwise the identity is computed again and the phase
+is pending once more. Until then nothing is looked up, loaded or dumped.
 
 :class:`StoreSelection` chooses one of several configured stores: the first that all processes of
 the engine can open and that answers. The scheduler side opens a store for itself, then has every
-rank open the same one, and takes the next when any of them cannot; so all use one store or none. A
-single store is used without a trial: it retries by itself when it does not answer, and answers with
-misses until then. When none of several is available they are tried again, every :data:`RETRY_S`, as
-long as there are requests.
+rank open the same one, and takes the next when any of them cannot. A single store is used without a
+trial: it retries by itself when it does not answer, and answers with misses until then. When none
+of several is available they are tried again, every :data:`RETRY_S`, as long as there are requests.
 
 :class:`RankHealth` holds whether the ranks' stores are healthy. The scheduler side's own store may
-answer while a rank's breaker is open. A hit promised then is a load that fails and a request that
-takes a detour, so while any rank is unhealthy no request is promised one.
+answer while a rank's breaker is open. A hit claimed then is a load that fails and a detour for its
+request, so while any rank is unhealthy no hit is claimed.
 """
 
 from __future__ import annotations
@@ -43,8 +41,7 @@ from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 # Health of the ranks' stores
 # --------------------------------------------------------------------------------------------------
 
-#: A rank's report that it is unhealthy counts for so long, in seconds: an idle engine gets no
-#: other.
+#: Seconds for which a report of an unhealthy rank counts: an idle engine gets no other.
 STALE_S = 1.0
 
 
@@ -53,7 +50,7 @@ class RankHealth:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._unhealthy: dict[int, float] = {}  # rank -> when it last said so
+        self._unhealthy: dict[int, float] = {}  # rank -> time of its last report
 
     def report(self, rank: int, healthy: bool) -> None:
         """A rank reports whether its store is healthy."""
@@ -76,10 +73,8 @@ class RankHealth:
 
     @property
     def stale(self) -> bool:
-        """Whether some rank said that it is unhealthy, and that a while ago: the next step brings a
-        new report."""
-        now = self._clock()
-        return any(now - said > STALE_S for said in self._unhealthy.values())
+        """Whether the last report of some unhealthy rank is old: the next step brings a new one."""
+        return any(self._clock() - at > STALE_S for at in self._unhealthy.values())
 
 
 # Choice of the store
@@ -90,7 +85,7 @@ RETRY_S = 10.0
 
 
 class StoreSelection:
-    """The choice of the scheduler side. Never waits; :meth:`poll` moves on when it can."""
+    """The choice of the scheduler side. Never waits."""
 
     def __init__(
         self,
@@ -100,8 +95,8 @@ class StoreSelection:
         allowance: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``allowance``: seconds in which a store is opened, here and again on the ranks (twice
-        that is waited for)."""
+        """``allowance``: seconds to open a store, here and again on the ranks (the limit is twice
+        that)."""
         self._stores = list(stores)
         self._world = world
         self._background = background
@@ -114,17 +109,16 @@ class StoreSelection:
         self._since = 0.0
         self._retry_at = 0.0
         self._why: dict[int, str] = {}
-        self._opening: set[int] = set()  # numbers of stores whose constructor has not returned
+        self._opening: set[int] = set()  # stores whose constructor has not returned
         self._result: tuple[int, UcmKVStoreBaseV1 | None, str] | None = None
         self._setup: StoreSetup | None = None
         self._ready: set[int] = set()
         self.store: UcmKVStoreBaseV1 | None = None  # the scheduler side's own, for lookups
-        # why there will never be a store: there is but one, and it cannot be opened
-        self.failed = ""
+        self.failed = ""  # why there will never be a store: the only one cannot be opened
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The stores' names, which every rank's must equal."""
+        """The stores' names, which must be the same on every rank."""
         return tuple(each.name for each in self._stores)
 
     @property
@@ -139,24 +133,20 @@ class StoreSelection:
 
     @property
     def label(self) -> str:
-        """What the chosen store is, in words that are the same after a restart; the configured path
-        is not in it."""
+        """The chosen store, in words that are the same after a restart; without the configured
+        path."""
         tiers = self.store.tier_names if self.store is not None else ()
         return " ".join([f"{self._choice}: {self._stores[self._choice].name}", *tiers])
 
     @property
     def trying(self) -> bool:
-        """Whether an answer is on its way for which an idle engine should go on stepping."""
-        return (
-            self.several
-            and self._choice >= 0
-            and not self.chosen
-            and self._clock() - self._since <= self._limit
-        )
+        """Whether an idle engine should go on stepping for an answer."""
+        trying = self.several and self._choice >= 0 and not self.chosen
+        return trying and self._clock() - self._since <= self._limit
 
     def begin(self, identity: str, shapes: Mapping[str, Any]) -> None:
-        """Start with the first, also anew for another identity. ``shapes``: what this half's store
-        is passed beside its configuration."""
+        """Start with the first, also again for another identity. ``shapes``: keys of this side's
+        store beside its configuration."""
         self._close(self.store)
         self._identity, self._shapes, self.failed = identity, dict(shapes), ""
         self._try(0)
@@ -198,14 +188,14 @@ class StoreSelection:
         self._setup = StoreSetup(self._identity, config, self._choice, self._attempt, self.several)
 
     def take_setup(self) -> StoreSetup | None:
-        """What the ranks open now: once for each attempt."""
+        """The setup for the ranks: once for each attempt."""
         setup, self._setup = self._setup, None
         if setup is not None:
             self._since = self._clock()
         return setup
 
     def poll(self) -> None:
-        """Move on if something has become known, or has taken too long."""
+        """Go on if a result is there, or an attempt takes too long."""
         if self._choice < 0:
             if self._attempt and self._clock() >= self._retry_at:
                 self._try(0)
@@ -222,9 +212,8 @@ class StoreSelection:
                 self._offer()
         elif self.several and not self.chosen and self._clock() - self._since > self._limit:
             missing = sorted(set(range(self._world)) - self._ready)
-            who = (
-                "the scheduler side" if self.store is None else f"of {self._world} ranks {missing}"
-            )
+            own = self.store is None
+            who = "the scheduler side" if own else f"of {self._world} ranks {missing}"
             self._reject(f"{who} did not open it within {self._limit:g} s", self.store)
 
     def report(self, rank: RankReport) -> None:
@@ -236,16 +225,12 @@ class StoreSelection:
         if rank.ready and rank.rank not in self._ready:
             self._ready.add(rank.rank)
             if self.several and self.chosen:
-                before = "; ".join(
-                    f"not {self._stores[at].where}: {self._why[at]}" for at in range(self._choice)
+                tried, chosen = self._stores[: self._choice], self._stores[self._choice].where
+                whys = "; ".join(
+                    f"not {one.where}: {self._why[at]}" for at, one in enumerate(tried)
                 )
-                where = self._stores[self._choice].where
-                logger.info(
-                    "of %d stores the first available is used: %s%s",
-                    len(self._stores),
-                    where,
-                    f" ({before})" if before else "",
-                )
+                text, before = "of %d stores the first available is used: %s%s", f" ({whys})"
+                logger.info(text, len(self._stores), chosen, before if whys else "")
 
     def _close(self, store: UcmKVStoreBaseV1 | None) -> None:
         if store is not None:
@@ -273,10 +258,9 @@ class StoreSelection:
 
 PENDING, OPENING, OPEN, OFF = "pending", "opening", "open", "off"
 
-#: Seconds between two looks at the files the identity was made from.
+#: Seconds between two checks of the files of the identity.
 RECHECK_S = 10.0
-#: Seconds that requests may wait for the ranks' report about their weights and what follows from
-#: it.
+#: Seconds that requests may wait for the ranks' report about their weights.
 WEIGHTS_CHECK_S = 2.0
 
 
@@ -284,17 +268,16 @@ class Identity(Protocol):
     """What readiness needs of the engine's identity."""
 
     def text(self) -> str | None:
-        """As JSON, None while it is not known; raises when it never will be."""
+        """As JSON, None while it is not known; raises when it cannot be known."""
 
     def why_invalid(self) -> str:
-        """Why it no longer holds, or nothing; does not wait."""
+        """Why it no longer holds, else empty; does not wait."""
 
     def forget(self) -> None:
         """Be another one from the next :meth:`update` on, for the life of this engine."""
 
     def update(self, reports: list[WeightsReport]) -> bool:
-        """Every rank has compared the weights in its memory: whether the identity is another one
-        now."""
+        """Every rank has compared the weights in its memory: whether the identity has changed."""
 
 
 class Readiness:
@@ -333,7 +316,7 @@ class Readiness:
         self.weights_confirmed = False
         self._emptied = False  # vLLM's cache, at its beginning
         self._weights_reports: dict[int, WeightsReport] = {}  # of this generation, by rank
-        self._check_wanted = False  # the ranks are to be asked with the next plan
+        self._check_wanted = False  # the next plan requests a check of the ranks
         self._check_asked_at: float | None = None
         self.why_off = ""
         self.reason = MissReason.IDENTITY_PENDING  # of the misses, while it is not open
@@ -350,7 +333,7 @@ class Readiness:
 
     @property
     def store_label(self) -> str:
-        """Which of the configured stores that is, and of which tiers."""
+        """Which of the configured stores that is, and its tiers."""
         return self._selection.label
 
     def off(self, why: str, reason: MissReason = MissReason.DISABLED) -> None:
@@ -360,8 +343,8 @@ class Readiness:
             logger.warning("the cache is off: %s", why)
 
     def handshake(self, handshakes: Sequence[Handshake]) -> None:
-        """The handshakes of all workers, from their first reports: parts, shapes, identities that
-        must agree."""
+        """The handshakes of all workers, from their first reports: parts, shapes, identities must
+        agree."""
         handshakes = sorted(handshakes, key=lambda handshake: handshake.rank)
         if len(handshakes) != self._world:
             return self.off(f"{len(handshakes)} of {self._world} workers answered the handshake")
@@ -371,43 +354,33 @@ class Readiness:
                 return self.off(f"{where}: {handshake.problem}")
             if tuple(handshake.stores) != self._selection.names:
                 theirs, ours = ", ".join(handshake.stores), ", ".join(self._selection.names)
-                return self.off(
-                    f"{where} is configured for other stores ({theirs}) than the scheduler ({ours})"
-                )
-            if differing := differences(self._own_identity, handshake.identity):
-                return self.off(
-                    f"{where} and the scheduler disagree on the identity: {'; '.join(differing)}"
-                )
+                others = f"other stores ({theirs}) than the scheduler ({ours})"
+                return self.off(f"{where} is configured for {others}")
+            if differing := "; ".join(differences(self._own_identity, handshake.identity)):
+                return self.off(f"{where} and the scheduler disagree on the identity: {differing}")
         if why := self._why_not_reusable(all(handshake.prefix_caching for handshake in handshakes)):
             return self.off(why, MissReason.UNSUPPORTED)
         self._handshakes = handshakes
         self.ranks = [handshake.rank for handshake in handshakes]
         parts = {handshake.part: handshake for handshake in handshakes}
         self.masks = [part_mask(*part) for part in parts]
-        self.readers = [
-            [handshake.rank for handshake in handshakes if handshake.part == part] for part in parts
-        ]
-        self.block_bytes = sum(
-            int(handshake.shapes.get("block_size", 0)) for handshake in parts.values()
-        )
+        self.readers = [[one.rank for one in handshakes if one.part == part] for part in parts]
+        self.block_bytes = sum(int(one.shapes.get("block_size", 0)) for one in parts.values())
         self.poll()
 
     def begin_generation(self, emptied: bool, *, forget: bool = False) -> None:
         """A new generation: from here on the weights in memory may have been replaced.
 
-        ``emptied``: vLLM emptied its cache, as it is ordered to when weights are replaced;
-        otherwise it was empty. ``forget``: nothing that was stored before is found in the new
-        generation, nor later in this engine's life."""
+        ``emptied``: vLLM emptied its cache, as after an order to replace weights; otherwise it was
+        empty. ``forget``: nothing that was stored before is found in the new generation, nor later
+        in this engine's life.
+        """
         if forget:
             self._identity.forget()
         self.generation += 1
         self._emptied = emptied
-        self.weights_confirmed, self._weights_reports, self._check_wanted, self._check_asked_at = (
-            False,
-            {},
-            False,
-            None,
-        )
+        self.weights_confirmed, self._weights_reports = False, {}
+        self._check_wanted, self._check_asked_at = False, None
         # it may become known again
         if self.phase == OFF and self.reason == MissReason.IDENTITY_UNKNOWN:
             self.phase = PENDING
@@ -415,13 +388,13 @@ class Readiness:
             self.reason = MissReason.IDENTITY_PENDING
 
     def request_weights_check(self) -> None:
-        """A request is about to be computed: have the ranks look at their weights, if they have
-        not."""
+        """A request is about to be computed: have the ranks check their weights, once in a
+        generation."""
         if not self.weights_confirmed and self._check_asked_at is None:
             self._check_wanted, self._check_asked_at = True, self._clock()
 
     def take_weights_check(self) -> int | None:
-        """The generation that the ranks are to be asked about in this plan, once."""
+        """The generation that the ranks are to check with this plan, once."""
         wanted, self._check_wanted = self._check_wanted, False
         return self.generation if wanted else None
 
@@ -434,30 +407,22 @@ class Readiness:
         if len(self._weights_reports) < self._world:
             return
         self.weights_confirmed = True
-        if (
-            self._identity.update(
-                [self._weights_reports[rank] for rank in sorted(self._weights_reports)]
-            )
-            and self.phase != OFF
-        ):
+        reports = [self._weights_reports[rank] for rank in sorted(self._weights_reports)]
+        if self._identity.update(reports) and self.phase != OFF:
             self.phase, self.reason = PENDING, MissReason.IDENTITY_PENDING
         self.poll()
 
     def poll(self) -> None:
-        """Move on if something has become known."""
+        """Go on to the next phase if possible."""
         if self._pending_since is None:
             self._pending_since = self._clock()
-        if (
-            self.phase == PENDING
-            and self._handshakes is not None
-            and (self.weights_confirmed or self.generation == 0)
-        ):
+        confirmed = self.weights_confirmed or self.generation == 0
+        if self.phase == PENDING and self._handshakes is not None and confirmed:
             try:
                 text = self._identity.text()
             except Exception as error:
-                return self.off(
-                    f"the identity cannot be known: {error}", MissReason.IDENTITY_UNKNOWN
-                )
+                why = f"the identity cannot be known: {error}"
+                return self.off(why, MissReason.IDENTITY_UNKNOWN)
             if text is not None:
                 self._open(text, self._handshakes)
         if self.phase == OPENING:
@@ -497,8 +462,8 @@ class Readiness:
         self._selection.begin(text, setup)
 
     def take_setup(self) -> StoreSetup | None:
-        """What the workers open their stores with: once, in the first plan after it is known, and
-        again for every further store that is tried."""
+        """The setup of the workers' stores: once when it is known, and for every further store that
+        is tried."""
         return self._selection.take_setup() if self.phase == OPENING else None
 
     def report(self, rank: RankReport) -> None:
@@ -515,34 +480,28 @@ class Readiness:
             self._log_open()
 
     def worth_waiting(self) -> bool:
-        """Whether the workers' first answer is still to come, the ranks are looking at their
-        weights, or the stores are being opened, and it has not taken too long: requests wait for
-        that, once."""
+        """Whether the workers' first answer, the ranks' check of their weights or the opening of
+        the stores is under way, and not for too long: requests wait for that, once."""
         now = self._clock()
         if self.phase == PENDING and self._handshakes is None:
             return self._pending_since is None or now - self._pending_since < self._allowance
         if self.phase == OPENING:
             return now - self._opening_since < self._allowance
-        checking = (self.phase == OPEN and not self.weights_confirmed) or (
-            self.phase == PENDING and self.generation > 0
-        )
-        return (
-            checking
-            and self._check_asked_at is not None
-            and now - self._check_asked_at < WEIGHTS_CHECK_S
-        )
+        by_check = self.phase == PENDING and self.generation > 0
+        checking = by_check or (self.phase == OPEN and not self.weights_confirmed)
+        began = self._check_asked_at
+        return checking and began is not None and now - began < WEIGHTS_CHECK_S
 
     def busy(self) -> bool:
         """Whether an idle engine should go on stepping: workers answer in steps, and stores are
-        being opened."""
+        opened."""
         if self.phase == PENDING:
             return self._handshakes is None and self.worth_waiting()
         return self.phase == OPENING and (self.worth_waiting() or self._selection.trying)
 
 
 def _other_sizes(handshakes: Sequence[Handshake]) -> list[dict[str, Any]]:
-    """The sizes of the ranks' blocks other than those of the first, each once, with a part that has
-    them."""
+    """The sizes of the ranks' blocks other than those of the first, each once, with its part."""
     keys = ("tensor_size", "tensor_size_list", "shard_size", "block_size")
     found: list[tuple[dict[str, Any], tuple[int, int, int]]] = []
     for handshake in handshakes:

@@ -2,8 +2,8 @@
 store, and when.
 
 It owns hashing, lookups, admission and the metadata of each step, under vLLM's own method names.
-vLLM calls it from one thread; work that may take long runs on :class:`~..guard.Background`. A
-step costs time in proportion to what changed in it.
+vLLM calls it from one thread; work that may take long runs on :class:`~..guard.Background`. A step
+costs time in proportion to its changes.
 """
 
 from __future__ import annotations
@@ -76,11 +76,10 @@ if TYPE_CHECKING:
 #: Sent in every step with nothing to do.
 NOTHING = UCMConnectorMetadata()
 
-#: A step that computes nothing waits for an answer, a load or a dump. It sleeps this long,
-#: in seconds, so that the threads at that work get the processor and the interpreter: vLLM would
-#: step again at once, thousands of times.
+#: Seconds that a step which computes nothing sleeps: it waits for threads, which need the processor
+#: and the interpreter. vLLM would step again at once.
 YIELD_S = 0.0005
-#: The blocks of a live request are touched in the store at most this often, in seconds.
+#: Seconds between two touches of a live request's blocks in the store.
 TOUCH_S = 60.0
 
 
@@ -105,13 +104,11 @@ class UCMConnectorScheduler:
         chance: Callable[[], float] = random.random,
     ) -> None:
         """``extra_keys``: the inputs of a request's KV beside its tokens; ``background`` runs
-        lookups; ``block_tokens``: tokens of one device block; ``rates``: where the measured speeds
-        are kept; ``may_load``: whether vLLM hands out only blocks that no step under way still
-        writes; ``sparse``: sparse attention, where it is configured: some tokens have no exact KV,
-        and blocks may leave the device once they are stored; ``closers`` are called at the end;
-        ``chance`` draws numbers from [0, 1).
-
-        Raises :class:`~ucm.errors.ConfigError` for a key of tenants' tags that cannot be used."""
+        lookups; ``block_tokens``: tokens of one device block; ``rates`` keeps the measured speeds;
+        ``may_load``: whether vLLM allocates only blocks that no step under way writes; ``sparse``:
+        sparse attention, where it is configured; ``closers`` are called at the end; ``chance``
+        draws numbers from [0, 1). Raises :class:`~ucm.errors.ConfigError` for a key of tenants'
+        tags that cannot be used."""
         self._config = config
         self.readiness = readiness
         self.failures = Failures("scheduler side", self._abandon)
@@ -120,7 +117,7 @@ class UCMConnectorScheduler:
         self._block_tokens = block_tokens
         self._min_hit_tokens = config.min_hit_tokens
         self._dump_output = config.dump == "all"
-        self._allowance = config.deadlines.lookup_ms / 1000  # from vLLM's first question
+        self._allowance = config.deadlines.lookup_ms / 1000  # from vLLM's first call
         self.admission = admission
         self._rates = rates
         self._may_load = may_load
@@ -129,12 +126,8 @@ class UCMConnectorScheduler:
         self._offload = None if sparse is None else sparse.offload
         if self._offload is not None:
             self._offload.stored = self._stored_keys
-        self._hit_policy = HitPolicy(
-            admission,
-            block_tokens,
-            lambda: readiness.block_bytes,
-            config.min_hit_tokens,
-        )
+        least = config.min_hit_tokens
+        self._hit_policy = HitPolicy(admission, block_tokens, lambda: readiness.block_bytes, least)
         self._closers = closers
         self._clock, self._pause = clock, pause
         self._turnover = Turnover(chance)
@@ -154,12 +147,10 @@ class UCMConnectorScheduler:
         self._lookups: Lookups | None = None
         self._opened: object = None  # the store and the identity that these are for
         self._live: dict[str, RequestTracker] = {}
-        # request -> computed tokens at which its next block can be offered
-        self._due: dict[str, int] = {}
+        self._due: dict[str, int] = {}  # request -> tokens at which its next block can be offered
         self._loads: list[Load] = []
         self.put_off = 0  # steps that requests lost by waiting for an answer
-        # planned when their request ended, sent with the next step
-        self._late_dumps: list[Dump] = []
+        self._late_dumps: list[Dump] = []  # of ended requests, sent with the next step
         self.miss_stats = MissStats(block_tokens, clock(), admission.rates)
         self._tiers = TierCounts(clock, "scheduler")
         self._rank_hints = RankHints(self._relocate, block_tokens, clock)
@@ -168,11 +159,11 @@ class UCMConnectorScheduler:
     # ----------------------------------------------------------------------------------------
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
-        """The block tables of the requests."""
+        """Bind the block tables of the requests."""
         self._manager = manager
 
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
-        """The pool alone."""
+        """Bind the pool of blocks."""
         self.dumps.bind(pool)
         self._pool, self._device_cache = pool, getattr(pool, "cached_block_hash_to_block", None)
         if self._device_cache is None:
@@ -187,11 +178,9 @@ class UCMConnectorScheduler:
         """Hash and look up, or begin to: the answer is usually there at vLLM's first call."""
         self.readiness.recheck()
         self._notice_reset()
-        # a streaming session rewrites its own tokens: not cached
-        if self.readiness.phase == OFF or request.resumable:
-            reason = (
-                self.readiness.reason if self.readiness.phase == OFF else MissReason.UNSUPPORTED
-            )
+        off = self.readiness.phase == OFF
+        if off or request.resumable:  # a streaming session rewrites its own tokens: not cached
+            reason = self.readiness.reason if off else MissReason.UNSUPPORTED
             return self.miss_stats.bypassed(request, reason)
         tracker = RequestTracker(request, self._tenants.of(request))
         self._live[request.request_id] = tracker
@@ -203,8 +192,8 @@ class UCMConnectorScheduler:
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens that can be loaded beyond those found on the device; vLLM calls this again at
-        every step."""
+        """Tokens that can be loaded beyond those on the device; vLLM calls this again at every
+        step."""
         tracker = self._live.get(request.request_id)
         if self._offload is not None:
             self._offload.forget(request.request_id)
@@ -214,11 +203,7 @@ class UCMConnectorScheduler:
             tracker.restart()
             self._due[request.request_id] = self._block_tokens
         tracker.local = num_computed_tokens
-        # unless this gets to its end
-        tracker.reason, tracker.unanswered = (
-            MissReason.INTERNAL,
-            False,
-        )
+        tracker.reason, tracker.unanswered = MissReason.INTERNAL, False  # unless this succeeds
         self._notice_reset()
         self.readiness.request_weights_check()
         is_open = self._open()
@@ -246,17 +231,12 @@ class UCMConnectorScheduler:
             return self._postpone(tracker)
         if tracker.adopt(self._block_tracker):
             self.miss_stats.looked_up(tracker.lookup.seconds)
-        tokens = (
-            tracker.claimable(self._block_tracker, self._block_tokens) * self._block_tokens
-            - num_computed_tokens
-        )
+        size = self._block_tokens
+        tokens = tracker.claimable(self._block_tracker, size) * size - num_computed_tokens
         if tokens < max(self._min_hit_tokens, 1):
             tracker.reason = None
             return 0, False
-        first, end = (
-            num_computed_tokens // self._block_tokens,
-            (num_computed_tokens + tokens) // self._block_tokens,
-        )
+        first, end = num_computed_tokens // size, (num_computed_tokens + tokens) // size
         end, tracker.reason = self._hit_policy.taken(tracker, first, end)
         if self._offload is not None and end > first:
             if tracker.selectable:
@@ -264,7 +244,7 @@ class UCMConnectorScheduler:
             elif not self._fits_twice(request):
                 tracker.reason = MissReason.LOAD_FAILED
                 return 0, False
-        return ((end - first) * self._block_tokens, end > first)
+        return (end - first) * size, end > first
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -274,49 +254,43 @@ class UCMConnectorScheduler:
         if tracker is None:
             return
         self._rank_hints.prefetches.remove(request.request_id)
-        first, count = (
-            tracker.local // self._block_tokens,
-            num_external_tokens // self._block_tokens,
-        )
+        size = self._block_tokens
+        first, count = tracker.local // size, num_external_tokens // size
         if num_external_tokens > 0:
             table = blocks.blocks[0]
             unread = range(0) if self._offload is None else self._offload.admitted(request)
             read = [at for at in range(0 if unread else first, first + count) if at not in unread]
-            self._loads.append(
-                Load(
-                    request=request.request_id,
-                    first=read[0],
-                    keys=join_keys([tracker.keys[at] for at in read]),
-                    blocks=np.fromiter((table[at].block_id for at in read), np.int64, len(read)),
-                    timeout=self._load_timeout(tracker, len(read) * self._block_tokens),
-                    unread=join_keys(tracker.keys[unread.start : unread.stop]),
-                )
+            load = Load(
+                request=request.request_id,
+                first=read[0],
+                keys=join_keys([tracker.keys[at] for at in read]),
+                blocks=np.fromiter((table[at].block_id for at in read), np.int64, len(read)),
+                timeout=self._load_timeout(tracker, len(read) * size),
+                unread=join_keys(tracker.keys[unread.start : unread.stop]),
             )
+            self._loads.append(load)
             tracker.loading, tracker.failures = range(first, first + count), {}
         self._others.admitted(tracker, blocks.blocks[0])
         self._count_asked(tracker, count)
-        used = (
-            tracker.decided_hit.stop if tracker.reason == MissReason.DECLINED else 0
-        )  # declined, and in use all the same
-        self._touch(tracker, max((tracker.local + num_external_tokens) // self._block_tokens, used))
+        # a declined hit is in use too
+        declined = tracker.decided_hit.stop if tracker.reason == MissReason.DECLINED else 0
+        self._touch(tracker, max((tracker.local + num_external_tokens) // size, declined))
 
     def _fits_twice(self, request: Request) -> bool:
-        """Whether a request whose load has failed may load again: until it runs, vLLM goes on
-        reserving the blocks of the load that failed, and grants a further load only what is
-        left."""
+        """Whether a request whose load has failed may load again: until it runs, vLLM keeps the
+        blocks of the failed load reserved, and grants a further load only the rest."""
         blocks = -(-request.num_tokens // self._block_tokens)
         spared = getattr(self._manager, "watermark_blocks", 0)
         return self._pool is not None and 2 * blocks + spared < self._pool.num_gpu_blocks
 
     def _postpone(self, tracker: RequestTracker) -> tuple[None, bool]:
-        """vLLM is to ask again: the request loses a step."""
+        """Have vLLM call again: the request loses a step."""
         tracker.reason = MissReason.NOT_TAKEN
         self.put_off += 1
         return None, False
 
     def _worth_waiting(self, tracker: RequestTracker) -> bool:
-        """Whether all that the store could have for a request is worth the step that it loses by
-        waiting for that."""
+        """Whether the largest possible hit is worth the step that the request loses by waiting."""
         request = tracker.request
         tokens = tracker.most_claimable(self._block_tokens) * self._block_tokens - tracker.local
         if tokens < max(self._min_hit_tokens, 1):
@@ -325,31 +299,27 @@ class UCMConnectorScheduler:
 
     @harmless(None)
     def _load_timeout(self, tracker: RequestTracker, tokens: int) -> float | None:
-        """Seconds a load may take. vLLM waits for it by now: whatever goes wrong here, it is
-        sent."""
+        """Seconds a load may take. vLLM waits for the load by now: it is sent whatever fails
+        here."""
         return self._hit_policy.begin_load(tracker, tokens)
 
     @harmless(None)
     def _count_asked(self, tracker: RequestTracker, hit: int) -> None:
-        """A request is admitted: count its blocks, once. It may be again: when its load has ended,
-        or has failed."""
+        """Count the blocks of an admitted request, once. It is admitted again when its load has
+        ended or failed."""
         missed: dict[MissReason, int] = {}
         if not tracker.asked:
-            missed = misses(
-                tracker, hit, self._block_tracker, self._block_tokens, self._min_hit_tokens
-            )
+            known, size = self._block_tracker, self._block_tokens
+            missed = misses(tracker, hit, known, size, self._min_hit_tokens)
         tracker.asked = True
         if hit or missed:
             self.miss_stats.asked(tracker.tally, hit, missed)
             self.miss_stats.declined(missed.get(MissReason.DECLINED, 0))
 
     def request_finished(self, request: Request) -> None:
-        """The request ends; what it holds and was not offered yet is offered now, and sent with the
-        next step.
-
-        A load of it that is under way goes on: vLLM keeps the blocks until every rank reported it,
-        and does not use their content before.
-        """
+        """The request ends; its blocks that were not offered yet are offered now, and sent with the
+        next step. A load of it under way goes on: vLLM keeps the blocks until every rank reported
+        it."""
         tracker = self._live.pop(request.request_id, None)
         self._rank_hints.prefetches.remove(request.request_id)
         self._others.finished(request.request_id)
@@ -364,9 +334,8 @@ class UCMConnectorScheduler:
         try:
             if not tracker.loading and self._open() and self.readiness.weights_confirmed:
                 computed = self._others.computed(tracker)
-                self._offer(
-                    tracker, computed, computed, self.dumps.room(), self._late_dumps, lives=False
-                )
+                room, late = self.dumps.room(), self._late_dumps
+                self._offer(tracker, computed, computed, room, late, lives=False)
                 self._defer(tracker, computed)
         finally:
             self.miss_stats.log_request(request, tracker.tally)
@@ -378,13 +347,13 @@ class UCMConnectorScheduler:
     # ----------------------------------------------------------------------------------------------
 
     def build_connector_meta(self, output: SchedulerOutput) -> UCMConnectorMetadata:
-        """What the workers do in this step. Whatever goes wrong in here: the loads that vLLM waits
-        for are sent, and what others are about to overwrite is read before."""
+        """What the workers do in this step. After any failure in here, the loads that vLLM waits
+        for are sent, and blocks that others are about to overwrite are read before."""
         to_flush = self.dumps.jobs_to_flush(self._live)
         try:
             plan = self._plan(output)
         except Exception as error:
-            # While the stores are being opened a plan has what is sent once.
+            # While the stores are being opened, a plan has metadata that are sent once.
             self.failures.note("planning a step", error, vital=self.readiness.phase == OPENING)
             self.drop_unsent()
             plan = UCMConnectorMetadata(loads=self._loads)
@@ -394,27 +363,23 @@ class UCMConnectorScheduler:
         return plan
 
     def drop_unsent(self) -> None:
-        """A step goes to the workers without what was to be stored. It may write the blocks of
-        ended requests, so none of these is stored any more."""
+        """A step goes to the workers without the planned dumps. It may write the blocks of ended
+        requests, so none of these is stored any more."""
         unsent, self._late_dumps = self._late_dumps, []
         self._deferred.drop()
         self.dumps.drop(unsent)
 
     def _plan(self, output: SchedulerOutput) -> UCMConnectorMetadata:
         self._notice_reset()
-        is_open = self._open()
+        is_open, now, scheduled = self._open(), self._clock(), output.num_scheduled_tokens
         self._others.planned(output, self._live)
-        now = self._clock()
-        self.admission.compute_rate.planned(
-            output.num_scheduled_tokens, output.total_num_scheduled_tokens, now
-        )
+        self.admission.compute_rate.planned(scheduled, output.total_num_scheduled_tokens, now)
         if now >= self.miss_stats.next_summary:
             self.miss_stats.summary(now, self.readiness.block_bytes)
         if self._rates is not None and now >= self._rates.due:
             self._rates.keep(now)
         setup = self.readiness.take_setup()
-        # with all that this step adds: dropped together where something raises
-        dumps = self._late_dumps
+        dumps = self._late_dumps  # and those of this step: dropped together after a failure
         self._note_items(output)
         if self._deferred:
             self._plan_deferred(is_open, dumps, now)
@@ -442,13 +407,13 @@ class UCMConnectorScheduler:
 
     @harmless(None)
     def _note_items(self, output: SchedulerOutput) -> None:
-        """Tell of every request that begins, cached or not: vLLM keeps the encoder's output of
-        each."""
+        """Note the items of every request that begins, cached or not: vLLM keeps the encoder's
+        output of each."""
         for new in output.scheduled_new_reqs:
             if not new.mm_features:
                 continue
             if tracker := self._live.get(new.req_id):
-                # vLLM sends the ranks only the data that they need
+                # vLLM sends the ranks only the data that they use
                 self._extra_keys.used(tracker.request)
             else:
                 self._extra_keys.used(new, new.num_computed_tokens)
@@ -461,29 +426,17 @@ class UCMConnectorScheduler:
         scheduled, due, live = output.num_scheduled_tokens, self._due, self._live
         cached = output.scheduled_cached_reqs
         if self._others.load_in_steps:  # what this step computes may be found to be wrong after it
-            known = (
-                (name, self._others.computed(live[name])) for name in cached.req_ids if name in live
-            )
-            ready = [
-                (name, computed, computed)
-                for name, computed in known
-                if computed >= due.get(name, FAR)
-            ]
+            names = [name for name in cached.req_ids if name in live]
+            counts = [(name, self._others.computed(live[name])) for name in names]
+            ready = [(name, seen, seen) for name, seen in counts]
+            news = []
         else:
-            ready = [
-                (name, computed + scheduled[name], computed)
-                for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-                if computed + scheduled[name] >= due.get(name, FAR)
-            ]
-            news = (new for new in output.scheduled_new_reqs if new.req_id in live)
-            ready += [
-                (
-                    new.req_id,
-                    new.num_computed_tokens + scheduled[new.req_id],
-                    new.num_computed_tokens,
-                )
-                for new in news
-            ]
+            pairs = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+            ready = [(name, seen + scheduled[name], seen) for name, seen in pairs]
+            started = [new for new in output.scheduled_new_reqs if new.req_id in live]
+            counts = [(new.req_id, new.num_computed_tokens) for new in started]
+            news = [(name, seen + scheduled[name], seen) for name, seen in counts]
+        ready = [one for one in ready if one[1] >= due.get(one[0], FAR)] + news
         room = self.dumps.room() if ready else 0
         if room == 0:
             return
@@ -504,22 +457,19 @@ class UCMConnectorScheduler:
         return limit if self._exact_tokens is None else min(limit, self._exact_tokens(request))
 
     def _private_from(self, request: Request) -> int | None:
-        """Ordinal of the first block that is stored for its own request alone, None where none is:
+        """Ordinal of the first block that is stored for its own request alone, None without one:
         blocks with KV that was computed under a selection may leave the device too, under keys that
         no other request can have."""
         if self._offload is None or self._exact_tokens is None:
             return None
-        exact = self._exact_tokens(request) // self._block_tokens
-        return exact or None
+        return self._exact_tokens(request) // self._block_tokens or None
 
     def _stored_keys(self, request: Request) -> Sequence[bytes]:
         """Keys of the first blocks of a request that every rank has stored."""
         tracker = self._live.get(request.request_id)
-        return (
-            ()
-            if tracker is None
-            else tracker.stored_keys(self._block_tracker, self._private_from(request))
-        )
+        if tracker is None:
+            return ()
+        return tracker.stored_keys(self._block_tracker, self._private_from(request))
 
     def _offer(
         self,
@@ -533,7 +483,7 @@ class UCMConnectorScheduler:
     ) -> int:
         """Offer the full blocks of the first ``computed`` tokens, at most ``room``: the jobs are
         added to ``dumps``. Steps that have ended computed ``settled`` of the tokens. ``lives``: the
-        request goes on, so what is stored for it alone is of use. Returns the number of blocks
+        request goes on, so blocks stored for it alone are of use. Returns the number of blocks
         offered."""
         request, size = tracker.request, self._block_tokens
         private_from = self._private_from(request) if lives else None
@@ -553,31 +503,25 @@ class UCMConnectorScheduler:
             self.miss_stats.offered(tracker.tally, offered)
             self._touch(tracker, tracker.cursor)
         if request.request_id in self._due:
-            ended = (
-                private_from is None and not self._dump_output and tracker.cursor >= limit // size
-            )
+            output = private_from is not None or self._dump_output
+            ended = not output and tracker.cursor >= limit // size
             ended = ended or tracker.cursor >= tracker.wrong_from
             self._due[request.request_id] = FAR if ended else (tracker.cursor + 1) * size
         return offered
 
     def _defer(self, tracker: RequestTracker, computed: int) -> None:
-        """The request ends: keep what is to be checked, or found no room."""
+        """The request ends: keep blocks that are to be checked, or found no room."""
         request = tracker.request
         upto = min(min(computed, self._limit(request)) // self._block_tokens, tracker.wrong_from)
-        if (
-            self._manager is None
-            or self._keys is None
-            or not tracker.keyable
-            or upto <= tracker.cursor
-        ):
+        keys, manager = self._keys, self._manager
+        if manager is None or keys is None or not tracker.keyable or upto <= tracker.cursor:
             return
         now = self._clock()
-        if self._keys.current(request, now) is False:
+        if keys.current(request, now) is False:
             return
-        upto = tracker.grow(upto, self._keys, self._block_tracker)
-        self._deferred.add(
-            tracker, upto, self._manager.get_blocks(request.request_id).blocks[0], now
-        )
+        upto = tracker.grow(upto, keys, self._block_tracker)
+        blocks = manager.get_blocks(request.request_id).blocks[0]
+        self._deferred.add(tracker, upto, blocks, now)
 
     def _plan_deferred(self, is_open: bool, dumps: list[Dump], now: float) -> None:
         if not is_open or self._keys is None:
@@ -593,8 +537,8 @@ class UCMConnectorScheduler:
 
     @harmless(None)
     def _touch(self, tracker: RequestTracker, blocks: int) -> None:
-        """Tell the store that a prefix is in use: ancestors of what is dumped count as used later
-        than that."""
+        """Touch a prefix that is in use: ancestors of dumped blocks then count as used later than
+        these."""
         now = self._clock()
         if blocks and self._lookups is not None and now - tracker.touched_at >= TOUCH_S:
             tracker.touched_at = now
@@ -602,7 +546,7 @@ class UCMConnectorScheduler:
             self._rank_hints.used(tracker.keys[:blocks])
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """What the ranks did: stores opened, dumps staged and ended, loads failed."""
+        """The ranks' reports: stores opened, dumps staged and ended, loads failed."""
         report = output.kv_connector_worker_meta
         if isinstance(report, UCMConnectorWorkerMetadata) and report.version == VERSION:
             self._on_rank_reports(report)
@@ -616,7 +560,7 @@ class UCMConnectorScheduler:
                     self._load_ended(tracker)
 
     def step_ended(self) -> None:
-        """vLLM is done with a step; what its workers did was reported before."""
+        """vLLM has processed a step and its workers' reports."""
         self.admission.step_ended()
 
     def _on_handshakes(self, handshakes: Sequence[Handshake]) -> None:
@@ -625,9 +569,8 @@ class UCMConnectorScheduler:
             self.readiness.handshake(handshakes)
         except Exception as error:
             self.readiness.off(f"the handshake with the workers failed: {error!r}")
-        if why := next(
-            (handshake.only_stores for handshake in handshakes if handshake.only_stores), ""
-        ):
+        whys = (handshake.only_stores for handshake in handshakes if handshake.only_stores)
+        if why := next(whys, ""):
             self._may_load = False
             logger.warning("blocks are stored, and none are loaded: %s", why)
 
@@ -657,27 +600,25 @@ class UCMConnectorScheduler:
                     reasons = (named(name, MissReason.INTERNAL) for name in failure.reasons)
                     tracker.failed_because(failure.first, reasons)
                     self._rewound(tracker)
-                throttle.warning(
-                    "load failed", "request %s: a load failed, computing instead", failure.request
-                )
+                text = "request %s: a load failed, computing instead"
+                throttle.warning("load failed", text, failure.request)
             self.dumps.report(rank, [*self._live.values(), *self._deferred.trackers])
             if any(result.failed for result in rank.done):
                 for tracker in self._live.values():
                     self._rewound(tracker)
-        self.miss_stats.dumped(
-            self.dumps.published_blocks - published, self.dumps.failed_blocks - failed
-        )
+        dumps = self.dumps
+        self.miss_stats.dumped(dumps.published_blocks - published, dumps.failed_blocks - failed)
         self.miss_stats.unstored(BUSY, self.dumps.busy_blocks - busy)
 
     def _on_room(self, rank: RankReport) -> None:
-        """How much the store holds. Offloaded blocks must be stored, however small it is."""
+        """How much the store holds. Offloaded blocks are always stored, however small it is."""
         if rank.room is not None and self._offload is None:
             self._rooms[rank.rank] = rank.room
             self._turnover.limited(limit_of(self._rooms.values(), len(self.readiness.masks)))
 
     def _refuse(self, keys: Sequence[bytes]) -> None:
-        """The records of these blocks are bad or missing: they are no hits, and no reason to leave
-        the device."""
+        """The records of these blocks are bad or missing: they are no hits, and their blocks stay
+        on the device."""
         for key in keys:
             self._block_tracker.refuse(key)
         if keys and self._offload is not None:
@@ -694,7 +635,7 @@ class UCMConnectorScheduler:
 
     @harmless(None)
     def _load_ended(self, tracker: RequestTracker) -> None:
-        """Every rank reported the load: what lies before the first failed block arrived
+        """Every rank reported the load: blocks before the first failed one are loaded
         everywhere."""
         load, failures, tally = tracker.loading, tracker.failures, tracker.tally
         tracker.loading, tracker.failures = range(0), {}
@@ -704,17 +645,14 @@ class UCMConnectorScheduler:
             self.miss_stats.missed(tally, failures.get(ordinal, MissReason.LOAD_FAILED), 1)
 
     def _rewound(self, tracker: RequestTracker) -> None:
-        """The cursor may have moved back: look at the request again in its next step."""
+        """The cursor may have moved back: offer the request's blocks again in its next step."""
         name = tracker.request.request_id
         self._due[name] = min(self._due.get(name, FAR), (tracker.cursor + 1) * self._block_tokens)
 
     def reset_cache(self) -> bool:
         """vLLM resets its caches together with this one, as after a change of the weights in
-        memory.
-
-        False where what is stored should be forgotten and was not: vLLM then reports the reset as
-        failed.
-        """
+        memory. False where stored blocks should be forgotten and were not: vLLM then reports the
+        reset as failed."""
         self._device_cache = getattr(self._pool, "cached_block_hash_to_block", None)
         try:
             self._begin_generation(forget=self._forget_on_reset)
@@ -722,34 +660,27 @@ class UCMConnectorScheduler:
             self.failures.note("a reset of the cache", error, vital=True)
             return not self._forget_on_reset
         if self._forget_on_reset:
-            logger.info(
-                "vLLM reset the cache: what this engine stored is forgotten, until it is started"
-                " again"
-            )
+            then = "what this engine stored is forgotten, until it is started again"
         else:
-            logger.info(
-                "vLLM reset the cache: stored blocks stay; the weights are checked before they are"
-                " used again"
-            )
+            then = "stored blocks stay; the weights are checked before they are used again"
+        logger.info("vLLM reset the cache: %s", then)
         return True
 
     def _notice_reset(self) -> None:
-        """vLLM does not tell connectors when it empties its prefix cache, unless asked to; but then
-        its pool has a new table."""
-        if (
-            self._pool is not None
-            and self._pool.cached_block_hash_to_block is not self._device_cache
-        ):
-            self._device_cache = self._pool.cached_block_hash_to_block
-            self._begin_generation()
-            logger.info(
-                "vLLM emptied its prefix cache: the weights in memory are checked before it is used"
-                " again"
-            )
+        """vLLM may empty its prefix cache without a call of connectors; its pool then has a new
+        table."""
+        if self._pool is None or self._pool.cached_block_hash_to_block is self._device_cache:
+            return
+        self._device_cache = self._pool.cached_block_hash_to_block
+        self._begin_generation()
+        logger.info(
+            "vLLM emptied its prefix cache: the weights in memory are checked before it is used"
+            " again"
+        )
 
     def _begin_generation(self, *, forget: bool = False) -> None:
-        """The weights in memory may be others from here on. What was computed before is not offered
-        any more."""
+        """The weights in memory may be others from here on. Blocks computed before are offered no
+        more."""
         self.readiness.begin_generation(emptied=True, forget=forget)
         late, self._late_dumps = self._late_dumps, []
         self.dumps.drop(late)
@@ -763,8 +694,7 @@ class UCMConnectorScheduler:
 
     @property
     def has_pending_push_work(self) -> bool:
-        """Whether an idle engine should take a step: stores are being opened, or something is still
-        to be sent."""
+        """Whether an idle engine should step: stores are being opened, or dumps are to be sent."""
         return self.readiness.busy() or bool(self._late_dumps) or bool(self._deferred)
 
     def _abandon(self, why: str) -> None:
@@ -776,12 +706,11 @@ class UCMConnectorScheduler:
         self._deferred.drop()
 
     def take_tiers(self) -> dict[str, Any]:
-        """What the tiers of this side's store did since the last call, about once a
-        second."""
+        """News of the tiers of this side's store, about once a second."""
         return self._tiers.take(self.readiness.store)
 
     def stats(self) -> Mapping[str, Any]:
-        """Counters of this half."""
+        """Counters of this side."""
         total = self.miss_stats.total
         return {
             "phase": self.readiness.phase,
@@ -817,20 +746,12 @@ class UCMConnectorScheduler:
             self._opened = opened
             for tracker in self._live.values():
                 tracker.rekey()
-            self._keys = KeyMaker(
-                self.readiness.identity_text,
-                self._block_tokens,
-                self._config.hash_method,
-                self._extra_keys,
-            )
+            identity, method = self.readiness.identity_text, self._config.hash_method
+            self._keys = KeyMaker(identity, self._block_tokens, method, self._extra_keys)
             self._locally_visible.open(self.readiness.readers)
-            assert self.readiness.store is not None  # the phase is open
-            self._lookups = Lookups(
-                self._background,
-                self.readiness.store,
-                self.readiness.masks,
-                self._locally_visible,
-            )
+            store, masks = self.readiness.store, self.readiness.masks
+            assert store is not None  # the phase is open
+            self._lookups = Lookups(self._background, store, masks, self._locally_visible)
             self.dumps.open(self.readiness.ranks)
             if self._rates is not None:
                 self._rates.open(self.readiness.identity_text, self.readiness.store_label)
@@ -839,7 +760,5 @@ class UCMConnectorScheduler:
     def _start_lookup(self, tracker: RequestTracker) -> None:
         assert self._lookups is not None and self._keys is not None  # the phase is open
         maker, request = self._keys, tracker.request
-        at_once = maker.at_once(request, AT_ONCE_TOKENS)
-        tracker.lookup = self._lookups.start(
-            lambda: maker.first(request), self._clock, at_once=at_once
-        )
+        at_once, clock = maker.at_once(request, AT_ONCE_TOKENS), self._clock
+        tracker.lookup = self._lookups.start(lambda: maker.first(request), clock, at_once=at_once)
