@@ -1,8 +1,9 @@
-"""Keeps failing and slow parts from holding up vLLM: failures become misses, repeated warnings are
-limited, and work that may take long runs on threads of its own.
+"""Keeps failing and slow parts from delaying vLLM: failures become misses, repeated warnings are
+limited, and slow work runs on threads of its own.
 
-Methods that vLLM calls are :func:`harmless`. Each side of a connector counts what its methods raise
-in one :class:`Failures`; at the bound the side is given up, and its methods are not called again.
+Methods that vLLM calls are :func:`harmless`. Each side of a connector counts the exceptions of its
+methods in one :class:`Failures`; at the bound the side is given up, and its methods are not called
+again.
 
 :class:`Background` is a small pool of daemon threads: opening stores, lookups, touches. Its threads
 are never joined: one that is stuck in a system call on a dead mount delays nothing else.
@@ -29,8 +30,8 @@ R = TypeVar("R")
 
 #: Seconds between two log lines about the same thing.
 QUIET_S = 60.0
-#: Exceptions of one side's methods, of all together, after which it is given up. The store's own
-#: failures are no exceptions here: they end as misses in the methods.
+#: Exceptions of one side's methods, of all together, after which it is given up. Failures of the
+#: store are no exceptions here: the methods treat them as misses.
 MOST_FAILURES = 16
 
 
@@ -68,8 +69,8 @@ def info_once(message: str, *args: object) -> None:
 
 
 class Failures:
-    """What the methods of one side raised so far. After :data:`MOST_FAILURES`, or after one that is
-    vital, the side is given up for the life of its engine."""
+    """The exceptions of one side's methods. After :data:`MOST_FAILURES`, or after a vital one, the
+    side is given up for the life of its engine."""
 
     def __init__(self, side: str, on_give_up: Callable[[str], None] | None = None) -> None:
         """``side`` is its name in the log; ``on_give_up`` is called once, with the reason."""
@@ -78,7 +79,7 @@ class Failures:
         self.why = ""  # the side is given up, empty while it is not
 
     def note(self, name: str, error: Exception, *, vital: bool = False) -> None:
-        """A method of this name raised; ``vital``: without it nothing the side does is right."""
+        """A method of this name raised; ``vital``: the side cannot work without it."""
         self.count += 1
         throttle.warning(f"{self._side} {name}", "%s failed, treated as a miss: %r", name, error)
         logger.debug("traceback", exc_info=error)
@@ -106,7 +107,7 @@ def harmless(
 
     Where the object has ``failures``, a :class:`Failures`, it is noted there, and the method is not
     called once the side is given up, unless ``after``. ``vital``: see :meth:`Failures.note`.
-    ``default`` may be a function without arguments, called for each answer.
+    ``default`` may be a function without arguments.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -118,12 +119,11 @@ def harmless(
                 try:
                     return function(*args, **kwargs)
                 except Exception as error:
+                    name = function.__name__
                     if failures is None:
-                        throttle.warning(
-                            function.__qualname__, "%s failed: %r", function.__name__, error
-                        )
+                        throttle.warning(function.__qualname__, "%s failed: %r", name, error)
                     else:
-                        failures.note(function.__name__, error, vital=vital)
+                        failures.note(name, error, vital=vital)
             answer: R = default() if callable(default) else default
             return answer
 
@@ -142,11 +142,8 @@ URGENT, IDLE = 0, 1
 
 
 class Background:
-    """Runs functions without arguments, urgent ones first; one thread is kept for the urgent ones
-    alone.
-
-    A thread is started when a job finds none that is free, and one alone wakes up for a job.
-    """
+    """Runs functions without arguments, urgent ones first; one thread is kept for these alone. A
+    thread is started when a job finds none that is free, and one alone wakes up for a job."""
 
     def __init__(
         self,
@@ -167,8 +164,7 @@ class Background:
         self._busy_since: list[float | None] = [None] * threads
 
     def submit(self, job: Callable[[], None], priority: int = URGENT) -> bool:
-        """Run ``job`` soon; False when too much of its kind waits already (the job is then
-        forgotten)."""
+        """Run ``job`` soon; False when too much of its kind waits already (the job is dropped)."""
         with self._lock:
             if self._closed or len(self._jobs[priority]) >= self._capacity:
                 return False
@@ -182,10 +178,9 @@ class Background:
             if index is None:
                 return True
             self._missing.remove(index)
+        name = f"{self._name}-{index}"
         try:
-            threading.Thread(
-                target=self._run, args=(index,), name=f"{self._name}-{index}", daemon=True
-            ).start()
+            threading.Thread(target=self._run, args=(index,), name=name, daemon=True).start()
         except RuntimeError as error:  # the system gives no thread: tried again with the next job
             throttle.warning("background", "a background thread cannot be started: %r", error)
             with self._lock:
@@ -193,13 +188,12 @@ class Background:
         return True
 
     def stalled(self) -> bool:
-        """Whether every thread has been at one job for longer than :data:`STUCK_S`: asking now is
-        pointless."""
+        """Whether every thread has been at one job for longer than :data:`STUCK_S`."""
         now = self._clock()
         return all(since is not None and now - since > STUCK_S for since in self._busy_since)
 
     def close(self) -> None:
-        """Forget what waits and let the threads end when their job does. Idempotent."""
+        """Drop waiting jobs and let the threads end when their job does. Idempotent."""
         with self._lock:
             self._closed = True
             for jobs in self._jobs:

@@ -1,11 +1,10 @@
 """The platforms of the core for vLLM, how the work of each is waited for, and with how many
 processor cores a model computes on a CPU.
 
-A dump may read a block once the model has written it. On an accelerator that is later than when the
-call returns, so a rank records an event on the model's stream and passes its handle to the store,
-which waits for it.
-
-A cache does not choose how many threads a model has: vLLM decides, and ucm warns of few.
+A dump may read a block once the model has written it. On an accelerator that is later than the
+return of the call, so a rank records an event on the model's stream and passes its handle to the
+store, which waits for it. A cache does not choose how many threads a model has: vLLM decides, and
+ucm warns of few.
 """
 
 from __future__ import annotations
@@ -30,23 +29,23 @@ class Platform:
 
     #: ``platform`` of a configuration, and the kind of device of the core.
     word: str
-    #: What vLLM calls it: ``device_name`` of its platform.
+    #: ``device_name`` of its platform in vLLM.
     names: tuple[str, ...]
-    #: Type of the device that torch says the KV lies on.
+    #: torch's type of the device that the KV lies on.
     device: str
     #: Marks the work that was given to the device so far.
     mark: Callable[[torch.device], Mark]
 
 
 def nothing(device: torch.device) -> Mark:
-    """No event: what was given to a processor is done when the call returns."""
+    """No event: a processor's work is done when the call returns."""
     del device
     return 0, None
 
 
 def event(handle: str) -> Callable[[torch.device], Mark]:
-    """An event of torch on the stream that the model runs on; ``handle`` names its handle of the
-    device's runtime."""
+    """An event of torch on the stream that the model runs on; ``handle`` is its attribute with the
+    handle of the device's runtime."""
 
     def mark(device: torch.device) -> Mark:
         module = torch.get_device_module(device)
@@ -58,7 +57,7 @@ def event(handle: str) -> Callable[[torch.device], Mark]:
 
 
 def _platform(row: PlatformRow) -> Platform:
-    # torch names the handle of an event after its device; for MUSA that is unverified.
+    # torch names the handle of an event after its device; not verified for MUSA.
     mark = nothing if row.in_torch == "cpu" else event(f"{row.in_torch}_event")
     return Platform(row.name, tuple(row.in_vllm), row.in_torch, mark)
 
@@ -67,18 +66,12 @@ PLATFORMS: list[Platform] = [_platform(row) for row in PLATFORM_ROWS]
 
 
 def platform_of(wanted: str | None, running: Any) -> Platform | str:
-    """The platform of an engine, or why ucm leaves it alone, as a sentence.
-
-    ``running`` is vLLM's ``current_platform``, which alone says what the engine runs on; ``wanted``
-    is ``platform`` of our configuration, which can choose among those that vLLM calls alike, and
-    never turns one into another.
-    """
+    """The platform of an engine, or why ucm does not serve it, as a sentence. ``running`` is vLLM's
+    ``current_platform``; ``wanted`` is ``platform`` of our configuration, which can choose among
+    platforms with the same name in vLLM, and never turns one into another."""
     try:
-        name = (
-            getattr(running, "device_name", "")
-            or getattr(running, "device_type", "")
-            or type(running).__name__
-        )
+        named = getattr(running, "device_name", "") or getattr(running, "device_type", "")
+        name = named or type(running).__name__
     except Exception as error:
         return f"vLLM does not say what it runs on ({error!r}): nothing is claimed or stored"
     served = [platform for platform in PLATFORMS if name in platform.names]
@@ -94,14 +87,13 @@ def platform_of(wanted: str | None, running: Any) -> Platform | str:
     )
 
 
-#: Processors that vLLM keeps free of computing on a CPU, and where its threads compute: what the
-#: user sets for both.
+#: The user's settings of the processors that vLLM keeps free of computing, and of those that its
+#: threads compute on.
 _RESERVED, _BOUND = "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_OMP_THREADS_BIND"
 
 
 def cores_here() -> int:
-    """Cores that this process may run on, each counted once however many threads it has; 0 if that
-    is not known."""
+    """Physical cores that this process may run on; 0 if that is not known."""
     topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     try:
         return len({Path(topology.format(cpu)).read_text() for cpu in os.sched_getaffinity(0)})
@@ -110,17 +102,11 @@ def cores_here() -> int:
 
 
 def why_slower(ranks: int, cores: int, environ: Mapping[str, str]) -> str:
-    """Why an engine on a CPU may be slower with a connector than without, as a sentence; empty
-    where it is not.
-
-    ``cores`` are those it may use. vLLM keeps one for each rank free of computing, two as soon as
-    any connector is configured, and none at all where nothing would be left to compute on.
-    """
-    if (
-        _RESERVED in environ
-        or environ.get(_BOUND, "auto") != "auto"
-        or not ranks < cores <= 2 * ranks
-    ):
+    """Why an engine on a CPU may be slower with a connector than without, as a sentence; else
+    empty. ``cores`` are those it may use. vLLM keeps one for each rank free of computing, two as
+    soon as any connector is configured, and none where no core would be left to compute on."""
+    chosen = _RESERVED in environ or environ.get(_BOUND, "auto") != "auto"
+    if chosen or not ranks < cores <= 2 * ranks:
         return ""
     return (
         f"with a connector vLLM computes on all {cores} cores here and keeps none for its"

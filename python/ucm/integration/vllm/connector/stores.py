@@ -1,14 +1,13 @@
 """The stores that a configuration names, and the small files that are kept beside their roots.
 
 The scheduler side and every rank make the same list of :class:`ConfiguredStore`, in order, each
-with the function that opens it; :class:`~.scheduler.readiness.StoreSelection` decides which store
-is used.
+with the function that opens it; :class:`~.scheduler.readiness.StoreSelection` chooses one.
 
 A :class:`RootFile` is a JSON file beside a root's marker that keeps results which are slow to
 compute, across processes. It is a cache: its content is checked when it is read and may be missing.
-A writer replaces it as a whole, and two processes that write at the same time may lose entries of
-one of them. Calls on a directory that does not answer are limited in time and number. Stores
-without a directory use the user's state directory.
+A writer replaces it as a whole, and two concurrent writers may lose entries of one. Calls on a
+directory that does not answer are limited in time and number. Stores without a directory use the
+user's state directory.
 """
 
 from __future__ import annotations
@@ -50,17 +49,12 @@ def engine_stores(
     config: UcmConfig, parallel: Any, platform: str = "host", step_tokens: int = 0
 ) -> list[ConfiguredStore]:
     """The stores for an engine with this ``ParallelConfig`` of vLLM, whose KV lies on this
-    platform, and which computes at most ``step_tokens`` in a step.
-
-    Memory is divided among the ranks of one host; where vLLM says nothing of hosts all ranks are on
-    this one.
-    """
-    world = parallel.world_size
+    platform, and which computes at most ``step_tokens`` in a step. Memory is divided among the
+    ranks of one host; without vLLM's ``local_world_size`` all ranks are on this one."""
+    world, replicas = parallel.world_size, getattr(parallel, "data_parallel_size_local", 1)
     here = getattr(parallel, "local_world_size", world)
-    replicas = max(1, getattr(parallel, "data_parallel_size_local", 1))
-    return stores_of(
-        config, here * replicas, platform, several_hosts=here < world, step_tokens=step_tokens
-    )
+    processes, several = here * max(1, replicas), here < world
+    return stores_of(config, processes, platform, several_hosts=several, step_tokens=step_tokens)
 
 
 def stores_of(
@@ -84,10 +78,7 @@ def stores_of(
 
 def refuse_model_directory(config: UcmConfig, models: Iterable[str]) -> None:
     """Raise :class:`~ucm.errors.ConfigError` for a root that is a model's directory, or lies in
-    one.
-
-    ``models``: as vLLM is given them, directories or names.
-    """
+    one. ``models``: as vLLM is given them, directories or names."""
     directories = [os.path.abspath(real_path(model)) for model in models if os.path.isdir(model)]
     for root in (root for one in (config, *config.alternatives) for root in one.roots):
         real = os.path.abspath(real_path(root))
@@ -103,7 +94,7 @@ def refuse_model_directory(config: UcmConfig, models: Iterable[str]) -> None:
 
 
 def _configured_store(config: UcmConfig, engine: dict[str, Any]) -> ConfiguredStore:
-    """``engine``: what a store of ucm's gets to know of the engine."""
+    """``engine``: the facts of the engine that a store of ucm's gets."""
     name, module = config.ucm_connector_name, config.ucm_connector_module_path
 
     def make(store_config: dict[str, Any]) -> UcmKVStoreBaseV1:
@@ -117,16 +108,14 @@ def _configured_store(config: UcmConfig, engine: dict[str, Any]) -> ConfiguredSt
     if not config.user_store:
         keys |= engine
     roots = keys.get("storage_backends") or config.root or ()
-    where = ", ".join(
-        without_login(str(root)) for root in ((roots,) if isinstance(roots, str) else roots)
-    )
+    every = (roots,) if isinstance(roots, str) else roots
+    where = ", ".join(without_login(str(root)) for root in every)
     full = f"{module}.{name}" if module else name
     return ConfiguredStore(full, f"{full} on {where}" if where else full, keys, make)
 
 
 def _must_serve_accelerators(store: StoreClass, platform: str) -> None:
-    """Raises ConfigError for a store that would take the device's addresses for the host's: the
-    process would end."""
+    """Raise ConfigError for a store that would take the device's addresses for the host's."""
     if not getattr(store, "serves_accelerators", False):
         raise ConfigError(
             f"the store {store.__name__} reads and writes the host's memory, and the KV lies on"
@@ -141,12 +130,10 @@ def _must_serve_accelerators(store: StoreClass, platform: str) -> None:
 #: The file that makes a directory a store's root; nothing is written beside it where it is missing
 #: (an unmounted share, a root no store has opened yet).
 ROOT_MARKER = "ucm-root.json"
-#: A longer file is none of ours.
+#: Most bytes of such a file.
 LONGEST = 16 << 20
 
-
-#: How long a directory has to answer, in seconds, and how many calls may hang on one before it is
-#: not asked any more.
+#: Seconds that a directory has to answer, and most calls that may hang on one.
 ANSWER_S, MOST_HANGING = 2.0, 4
 
 _under_way: Counter[str] = Counter()
@@ -155,13 +142,13 @@ _T = TypeVar("_T")
 
 
 def state_directory() -> str | None:
-    """Where processes of this user remember what belongs to no root: ``UCM_STATE_DIR``, or ``ucm``
-    below the directory of the XDG standard (``XDG_STATE_HOME``, ``~/.local/state``); None for a
-    user without a home."""
+    """The directory of files that belong to no root: ``UCM_STATE_DIR``, or ``ucm`` below the
+    directory of the XDG standard (``XDG_STATE_HOME``, ``~/.local/state``); None for a user without
+    a home."""
     if named := os.environ.get(STATE_VARIABLE):
         return os.path.abspath(named)
     below = os.environ.get("XDG_STATE_HOME", "")
-    if not os.path.isabs(below):  # the standard has such a one ignored
+    if not os.path.isabs(below):  # the standard ignores such a value
         below = os.path.join(os.path.expanduser("~"), ".local", "state")
     return os.path.join(below, "ucm") if os.path.isabs(below) else None
 
@@ -170,32 +157,28 @@ class RootFile:
     """Entries by name, each an object, in the list ``kind`` of one file."""
 
     def __init__(self, root: str, name: str, kind: str, limit: int) -> None:
-        """``limit``: most entries; those written last are kept."""
+        """``limit``: most entries; the newest are kept."""
         self._root, self._name, self._kind, self._limit = root, name, kind, limit
 
     def marked(self) -> bool:
-        """Whether a store has opened the root and it is there. The state directory always is, or is
-        made."""
+        """Whether a store has opened the root and it is there. The state directory is made if
+        necessary."""
         if self._root != state_directory():
             return os.path.exists(os.path.join(self._root, ROOT_MARKER))
-        try:
+        with contextlib.suppress(OSError):
             os.makedirs(self._root, mode=0o700, exist_ok=True)
-        except OSError:
-            return False
-        return True
+        return os.path.isdir(self._root)
 
     def read_soon(self) -> dict[str, dict[str, Any]]:
         """:meth:`read`; nothing where that takes too long."""
         return self._soon(self.read, {})
 
     def merge_soon(self, new: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]] | None:
-        """:meth:`merge` if the root is marked; None where it is not, or that takes too long: it may
-        be written yet."""
+        """:meth:`merge` if the root is marked; None where it is not, or that takes too long."""
         return self._soon(lambda: self.merge(new) if self.marked() else None, None)
 
     def _soon(self, work: Callable[[], _T], late: _T) -> _T:
-        """What ``work`` returns or raises, or ``late`` where the directory does not answer in
-        time."""
+        """The result of ``work``, or ``late`` where the directory does not answer in time."""
         with _counting:
             if _under_way[self._root] >= MOST_HANGING:
                 return late
@@ -213,7 +196,7 @@ class RootFile:
 
         try:
             threading.Thread(target=run, name="ucm-memo", daemon=True).start()
-        except RuntimeError:  # there is no thread to be had
+        except RuntimeError:  # no thread could be started
             with _counting:
                 _under_way[self._root] -= 1
             return late
@@ -223,34 +206,28 @@ class RootFile:
             return late
 
     def read(self) -> dict[str, dict[str, Any]]:
-        """What is there; nothing where there is no such file, or one of another version, or
-        damage."""
+        """The entries; none without the file, for another version, or for a damaged one."""
         try:
-            # A link in its place is none of ours, and makes way for the file that is written next.
+            # A link in its place is not followed, and is replaced by the next merge.
             how = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
             handle = os.open(os.path.join(self._root, self._name), how)
             with open(handle, encoding="ascii") as file:
                 stored = json.loads(file.read(LONGEST))
         except (OSError, ValueError, RecursionError):
             return {}
-        entries = (
-            stored.get(self._kind)
-            if isinstance(stored, dict) and stored.get("version") == 1
-            else None
-        )
+        sound = isinstance(stored, dict) and stored.get("version") == 1
+        entries = stored.get(self._kind) if sound else None
         if not isinstance(entries, dict):
             return {}
         return {name: entry for name, entry in entries.items() if isinstance(entry, dict)}
 
     def merge(self, new: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Write these entries beside what others have written, and return all. Raises
-        :class:`OSError`."""
+        """Write these entries beside those of others, and return all. Raises :class:`OSError`."""
         merged = {name: entry for name, entry in self.read().items() if name not in new}
         merged.update((name, dict(entry)) for name, entry in new.items())
         kept = dict(list(merged.items())[-self._limit :])
         text = json.dumps({"version": 1, self._kind: kept}, separators=(",", ":"))
-        # Named as the private files of a root are, so that one left behind by a killed process is
-        # removed like those.
+        # Named like a root's private files: the collector removes one left by a killed process.
         private = os.path.join(self._root, f".{uuid.uuid4().hex}.tmp")
         handle = os.open(private, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:

@@ -1,7 +1,7 @@
-"""How fast this engine computes prompts, and how fast each tier loads.
+"""The speed at which this engine computes prompts, and at which each tier loads.
 
 :class:`ComputeRate` models the time of a step as ``overhead + tokens * cost``: the overhead is the
-time of steps with few tokens, the cost is what each token of larger steps adds to it. The tokens of
+time of steps with few tokens, the cost is the addition of each token of larger steps. The tokens of
 a hit, added to a prompt that is computed anyway, cost their part and the steps they add, not a step
 of their own. The estimate is a low quartile of the last samples: compilation, a busy machine and
 long contexts make steps slower and nothing makes them faster, and one slow step must not make a hit
@@ -24,23 +24,21 @@ from typing import NamedTuple
 # Computing
 # --------------------------------------------------------------------------------------------------
 
-#: A step with fewer tokens of prompts says nothing about the speed of computing them, only about
-#: the overhead.
+#: Fewest prompt tokens of a step that counts for the speed of computing; others show the overhead.
 MIN_TOKENS = 64
 #: A request with fewer tokens in a step decodes, perhaps with guessed tokens.
 CHUNK_TOKENS = 16
 #: Steps of each kind that are remembered.
 STEPS = 16
-#: The first steps that compute a prompt are not counted: kernels are compiled and caches are cold.
+#: First prompt steps that are not counted: kernels are compiled and caches are cold.
 SKIPPED = 1
-#: At least so much of a step's time is its tokens', however large the overhead seems.
+#: Least part of a step's time that counts as its tokens', however large the overhead seems.
 LEAST_PART = 0.05
-#: A step that ended longer ago is followed by an idle time, in seconds.
+#: Seconds after the end of a step after which the engine counts as idle.
 IDLE_S = 0.005
 #: A load may take this many times as long as computing its tokens.
 FACTOR = 2.0
-#: Nothing that serves computes prompts more slowly, in tokens a second: 40 s to the first token of
-#: a prompt of 4000.
+#: Least plausible speed of computing prompts, in tokens a second.
 FLOOR = 100.0
 
 
@@ -49,10 +47,10 @@ class ComputeSpeed(NamedTuple):
 
     overhead: float  # seconds of a step
     cost: float  # seconds of a token
-    tokens: int  # of a step that computes prompts, by which this was measured
+    tokens: int  # of a prompt step by which this was measured
 
     def plausible(self) -> bool:
-        """Whether it can have been measured."""
+        """Whether it can be a measurement."""
         return self.tokens >= MIN_TOKENS and self.cost > 0
 
     def per_token(self) -> float:
@@ -61,40 +59,37 @@ class ComputeSpeed(NamedTuple):
 
 
 class ComputeRate:
-    """What the last steps took. Every method is cheap enough for each step or each request."""
+    """The times of the last steps. Every method is cheap enough for each step or each request."""
 
     def __init__(self, min_s: float, max_s: float, step_tokens: int = 0, overlap: int = 1) -> None:
         """A load gets at least ``min_s`` and at most ``max_s`` seconds; ``step_tokens``: most
-        tokens of one step; ``overlap``: most steps that are planned and have not ended, the next
-        one included."""
+        tokens of one step; ``overlap``: most steps that are planned and have not ended."""
         self._min_s = min_s
         self._max_s, self._step_tokens = max_s, step_tokens
         # planned at, prompts' tokens, all
         self._in_flight: deque[tuple[float, int, int]] = deque(maxlen=overlap)
         self._small: deque[float] = deque(maxlen=STEPS)
         self._large: deque[tuple[float, int]] = deque(maxlen=STEPS)  # seconds, tokens
-        # seconds for each token of a step, of whatever kind
-        self._shown: deque[float] = deque(maxlen=STEPS)
+        self._shown: deque[float] = deque(maxlen=STEPS)  # seconds for each token, of any step
         self._skip = SKIPPED
         self._ended_at = float("-inf")
-        # seconds of the last step that computed something, 0 when it computed nothing
-        self._last = 0.0
-        self._known: tuple[float, float] | None = None  # overhead, cost; None: to be worked out
+        self._last = 0.0  # seconds of the last step, 0 when it computed nothing
+        self._known: tuple[float, float] | None = None  # overhead, cost; None: to be computed
         self._borrowed: ComputeSpeed | None = None  # of another engine, used while _large is empty
 
-    # What is seen
+    # Samples
     # -------------------------------------------------------------------------------------------
 
     def planned(self, scheduled: Mapping[str, int], total: int, now: float) -> None:
-        """A step was planned at ``now`` (seconds) that computes these tokens of each request,
-        ``total`` of all."""
+        """A step was planned at ``now`` (seconds) with these tokens of each request, ``total`` of
+        all."""
         prompts = 0
         if total >= len(scheduled) + MIN_TOKENS:
             prompts = sum(tokens for tokens in scheduled.values() if tokens >= CHUNK_TOKENS)
         self._in_flight.append((now, prompts, total))
 
     def ended(self, now: float) -> None:
-        """The step planned longest ago has ended. Idle time does not count, overlapping steps share
+        """The oldest planned step has ended. Idle time does not count, overlapping steps share
         theirs."""
         if not self._in_flight:
             return
@@ -115,11 +110,11 @@ class ComputeRate:
             self._large.append((took, prompts))
             self._known = None
 
-    # What follows
+    # Estimates
     # -------------------------------------------------------------------------------------------
 
     def seconds(self, tokens: int, rest: int = 1) -> float | None:
-        """What computing ``tokens`` more of a prompt takes, of which ``rest`` are computed anyway;
+        """Seconds of computing ``tokens`` more of a prompt, of which ``rest`` are computed anyway;
         None: not known."""
         return self._estimate(tokens, rest, *self._model()) if self._large else None
 
@@ -130,24 +125,20 @@ class ComputeRate:
         return tokens * cost + steps * overhead
 
     def at_most(self, tokens: int) -> float:
-        """More than what computing ``tokens`` of a prompt can plausibly take, in seconds, also
-        while the speed is not known: at :data:`FLOOR`, or at the rate that steps of any kind have
-        shown where that is higher.
-
-        Those are steps with a token for each request that decodes, or with the rest of a prompt of
-        which the store had nearly all. A step with few tokens is paid for with the overhead of a
-        whole one, and its tokens look back on the longest context: no device computes a prompt more
-        slowly than by steps of that kind, and all but the poorest are many times faster.
-        """
+        """Upper bound of the seconds to compute ``tokens`` of a prompt, also while the speed is not
+        known: at :data:`FLOOR`, or at the higher rate that steps of any kind have shown. Those are
+        steps with a token for each decoding request, or with the rest of a prompt of which the
+        store had nearly all. They have the overhead of a whole step for few tokens and the longest
+        context, so prompts are computed faster than by them."""
         return tokens * min([1 / FLOOR, *([_lower_quartile(self._shown)] if self._shown else [])])
 
     def allowance(self, tokens: int, rest: int = 1) -> float | None:
-        """Seconds a load of ``tokens`` may take; None while the speed is not known."""
+        """Seconds that a load of ``tokens`` may take; None while the speed is not known."""
         compute = self.seconds(tokens, rest)
         return None if compute is None else self._allowed(compute)
 
     def borrowed_allowance(self, tokens: int, rest: int = 1) -> float | None:
-        """The same by what another engine showed on this machine; None where that is unknown."""
+        """The same by another engine's speed on this machine; None without one."""
         other = self._borrowed
         if other is None:
             return None
@@ -157,8 +148,8 @@ class ComputeRate:
         return min(max(FACTOR * compute, self._min_s), self._max_s)
 
     def step_under_way(self, now: float) -> float:
-        """What the step takes that is planned now if others compute in it, in seconds: a load is
-        not seen to end before the step does. 0 on an engine that computes nothing else."""
+        """Seconds of a step that is planned now if others compute in it: the end of a load is not
+        seen before the step ends. 0 on an engine that computes nothing else."""
         if not (self._last and self._small) or now - self._ended_at > IDLE_S:
             return 0.0
         return min(self._last, _lower_quartile(self._small))
@@ -172,19 +163,19 @@ class ComputeRate:
         overhead, cost = self._model()
         return tokens / (overhead + tokens * cost)
 
-    # What is remembered
+    # Memory
     # --------------------------------------------------------------------------------------
 
     def known(self) -> ComputeSpeed | None:
-        """What another process of this engine may start with; None: nothing is known."""
+        """The speed for another process of this engine; None: nothing is known."""
         if not self._large:
             return None
         sizes = sorted(tokens for _, tokens in self._large)
         return ComputeSpeed(*self._model(), sizes[len(sizes) // 2])
 
     def recall(self, known: ComputeSpeed) -> None:
-        """Start with what an earlier process knew. It counts as one step of each kind, so the next
-        few outweigh it; nothing if steps were measured already."""
+        """Start with the speed of an earlier process: as one step of each kind, so the next few
+        outweigh it; ignored if steps were measured already."""
         if self._large or not known.plausible():
             return
         if known.overhead > 0:
@@ -193,8 +184,8 @@ class ComputeRate:
         self._known = None
 
     def borrow(self, known: ComputeSpeed) -> None:
-        """Until a step of this engine is measured, the deadlines of loads follow from what another
-        engine showed on this machine. Nothing is declined because of it: it may be the speed of a
+        """Until a step of this engine is measured, the deadlines of loads follow from another
+        engine's speed on this machine. Nothing is declined because of it: it may be that of a
         smaller model."""
         if known.plausible():
             self._borrowed = known
@@ -202,9 +193,8 @@ class ComputeRate:
     def _model(self) -> tuple[float, float]:
         if self._known is None:
             overhead = _lower_quartile(self._small) if self._small else 0.0
-            cost = _lower_quartile(
-                [max(took - overhead, LEAST_PART * took) / tokens for took, tokens in self._large]
-            )
+            costs = [max(took - overhead, LEAST_PART * took) / n for took, n in self._large]
+            cost = _lower_quartile(costs)
             self._known = overhead, cost
         return self._known
 
@@ -221,21 +211,20 @@ def _lower_quartile(values: deque[float] | list[float]) -> float:
 LOADS, DECAY = 16, 0.9
 #: A sample off by this factor, and by this many seconds, is an outlier.
 OUTLIER, SLACK_S = 2.0, 0.003
-#: Sizes that vary less (variance relative to the square of the mean) do not tell the fixed part
-#: from the rate.
+#: Least variance of sizes (relative to the square of the mean) that separates fixed part and rate.
 SPREAD = 0.02
-#: A load longer or shorter by this factor than all remembered is no outlier, only something new.
+#: A load longer or shorter by this factor than all remembered is no outlier, only new.
 REACH = 1.25
 #: Weight of the newest load in the share of those given up.
 FAIL_WEIGHT = 0.1
 
 
 class LoadSpeed(NamedTuple):
-    """What is known of a tier's loads, as it is remembered."""
+    """The speed of a tier's loads, as it is remembered."""
 
     fixed: float  # seconds
     per_byte: float  # seconds
-    least: int  # bytes of the smallest and of the largest load by which this was measured
+    least: int  # bytes of the smallest and of the largest measured load
     most: int
     given_up: float  # share of loads that did not end in time
 
@@ -249,8 +238,7 @@ class LoadRate:
 
     def __init__(self) -> None:
         self._samples: deque[tuple[int, float]] = deque(maxlen=LOADS)  # bytes, seconds
-        # the newest sample if it was one, and whether slower
-        self._outlier: tuple[int, float, bool] | None = None
+        self._outlier: tuple[int, float, bool] | None = None  # the newest sample; whether slower
         self._least = self._most = 0  # bytes of the samples
         self.fixed = 0.0  # seconds
         self._per_byte = 0.0  # seconds
@@ -262,13 +250,12 @@ class LoadRate:
         return 1 / self._per_byte if self._per_byte > 0 else None
 
     def seconds(self, size: int) -> float | None:
-        """What a load takes that ends when ``size`` bytes were moved; None while nothing is
-        known."""
+        """Seconds until ``size`` bytes were moved; None while nothing is known."""
         return self.fixed + size * self._per_byte if self._samples else None
 
     def at_best(self, size: int) -> float:
-        """The least it can take by what is known: a load longer than those seen may take no longer,
-        and a shorter one less in proportion."""
+        """Least seconds: a load longer than those measured may take no longer, and a shorter one
+        less in proportion."""
         if not self._samples:
             return 0.0
         seen = min(max(size, self._least), self._most)
@@ -284,8 +271,8 @@ class LoadRate:
         accept_outlier: bool = False,
     ) -> None:
         """A load ended after between ``low`` and ``high`` seconds. ``late``: it was given up, so
-        that ``high`` is infinity. ``accept_outlier``: an outlier is accepted at once, as there are
-        few samples."""
+        that ``high`` is infinity. ``accept_outlier``: an outlier counts at once, as there are few
+        samples."""
         expected = self.seconds(size)
         guess = expected if expected is not None else low if late else (low + high) / 2
         took = min(max(guess, low), high)
@@ -307,14 +294,14 @@ class LoadRate:
         self._fit()
 
     def known(self) -> LoadSpeed | None:
-        """What another process of this engine may start with; None: nothing is known."""
+        """The speed for another process of this engine; None: nothing is known."""
         if not self._samples:
             return None
         return LoadSpeed(self.fixed, self._per_byte, self._least, self._most, self.given_up)
 
     def recall(self, known: LoadSpeed) -> None:
-        """Start with what an earlier process knew. It counts as one or two loads, so the next few
-        outweigh it, and two that are far off end it; nothing if loads were measured already."""
+        """Start with the speed of an earlier process: as one or two loads, so the next few outweigh
+        it, and two that are far off end it; ignored if loads were measured already."""
         if self._samples:
             return
         self.fixed, self.given_up = known.fixed, min(known.given_up, 1.0)
@@ -333,10 +320,8 @@ class LoadRate:
             xx, xy = DECAY * xx + size * size, DECAY * xy + size * took
         x, y = x / weight, y / weight
         spread = xx / weight - x * x
-        self._least, self._most = (
-            min(size for size, _ in self._samples),
-            max(size for size, _ in self._samples),
-        )
+        sizes = [size for size, _ in self._samples]
+        self._least, self._most = min(sizes), max(sizes)
         if spread > SPREAD * x * x:
             slope = (xy / weight - x * y) / spread
             self._per_byte = min(max(slope, 0.0), y / x)

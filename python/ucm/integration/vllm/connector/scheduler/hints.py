@@ -1,19 +1,17 @@
 """Hints for the ranks' own stores, sent with each step: blocks in use, and blocks that will be
-needed.
-
-Both are bounded and optional: a rank that ignores them serves every request as well, only later.
+needed. Both are bounded and optional: a rank that ignores them serves every request as well, only
+later.
 
 The scheduler side's own touch does not reach the memory and segments of the ranks, so
-:class:`TouchQueue` passes on what is in use. A request touches its whole prefix, including what it
-found on the device. A step carries a bounded number of keys; the rest goes with the next steps, and
-what exceeds that limit is dropped: the request touches again later.
+:class:`TouchQueue` passes on the blocks in use. A request touches its whole prefix, including
+blocks on the device. A step carries a bounded number of keys; the rest goes with the next steps,
+and chains beyond the limit are dropped: the request touches again later.
 
 A load begins when its request is admitted. While a request waits behind others, its blocks in lower
 tiers can be brought into memory: :class:`PrefetchPlanner` chooses those of the requests next in
-line, as many as the ranks have room for. Nothing waits for it, loads go before it, and the ranks'
-stores limit it as well. The tiers of a waiting request's blocks are looked up again from time to
-time, so that its hit is decided by where they are then. Requests are taken in the order of arrival;
-vLLM's own order may differ, by priorities.
+line, as many as the ranks have room for. Loads have precedence, and the ranks' stores limit
+prefetches too. The tiers of a waiting request's blocks are looked up again from time to time.
+Requests are taken in the order of arrival; vLLM's own order may differ, by priorities.
 """
 
 from __future__ import annotations
@@ -56,8 +54,7 @@ class TouchQueue:
             self._waiting += len(chain)
 
     def take(self) -> list[tuple[int, bytes]]:
-        """What is sent to the ranks in this step: pieces of chains, with the ordinals at which they
-        begin."""
+        """The pieces of chains for this step, with the ordinals at which they begin."""
         sent: list[tuple[int, bytes]] = []
         room = STEP
         while self._chains and room > 0:
@@ -73,11 +70,11 @@ class TouchQueue:
 # Blocks that will be needed
 # --------------------------------------------------------------------------------------------------
 
-#: Requests next in line that are looked at, and how often, in seconds.
+#: Requests next in line that are considered, and the seconds between two rounds.
 IN_LINE, EVERY_S = 16, 0.02
-#: Where the blocks of a request are is asked for again after so long, in seconds.
+#: Seconds after which the tiers of a request's blocks are looked up again.
 RELOCATE_S = 1.0
-#: Most urgent first, with the place in line up to which it holds.
+#: Most urgent first, with the end of its places in line.
 _PLACES: tuple[tuple[int, Priority], ...] = ((1, "urgent"), (4, "next_batch"), (IN_LINE, "normal"))
 
 
@@ -85,12 +82,12 @@ _PLACES: tuple[tuple[int, Priority], ...] = ((1, "urgent"), (4, "next_batch"), (
 class _Hinted:
     keys: list[bytes] = field(default_factory=list)
     level: int = len(_PLACES)
-    tiers: bytes = b""  # where its blocks were when that was last looked at
-    whole: bool = False  # everything was asked for
+    tiers: bytes = b""  # of its blocks when they were last considered
+    whole: bool = False  # all blocks were requested
 
 
 class PrefetchPlanner:
-    """What the ranks were asked to bring up, for one engine."""
+    """The prefetches of one engine."""
 
     def __init__(
         self,
@@ -98,19 +95,19 @@ class PrefetchPlanner:
         block_tokens: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``relocate`` asks, in the background, where the blocks of a lookup are now."""
+        """``relocate`` looks up, in the background, the tiers of a lookup's blocks."""
         self._relocate = relocate
         self._block_tokens = block_tokens
         self._clock = clock
         self._rooms: dict[int, int] = {}
         self._line: dict[str, RequestTracker] = {}
         self._hinted: dict[str, _Hinted] = {}
-        self._held: Counter[bytes] = Counter()  # requests that want a key which was asked for
+        self._held: Counter[bytes] = Counter()  # requests that want a key which was requested
         self._cancelled: list[bytes] = []
         self._next = float("-inf")
 
     def report(self, rank: int, room: int) -> None:
-        """Blocks that a rank may be asked to bring up, 0 where its store has no use for that."""
+        """Blocks that a rank may prefetch, 0 where its store has no use for that."""
         self._rooms[rank] = room
 
     def add(self, tracker: RequestTracker) -> None:
@@ -118,14 +115,14 @@ class PrefetchPlanner:
         self._line[tracker.request.request_id] = tracker
 
     def remove(self, name: str) -> None:
-        """A request waits no more: it was admitted (then its load reads what it needs) or has
+        """A request waits no more: it was admitted (then its load reads its blocks) or has
         ended."""
         self._line.pop(name, None)
         if hinted := self._hinted.pop(name, None):
             self._cancelled += self._drop(hinted.keys)
 
     def take(self) -> Prefetch | None:
-        """What is new for the ranks; None when nothing is, as in most steps."""
+        """News for the ranks; None without any, as in most steps."""
         room = min(self._rooms.values(), default=0)
         if not room:
             return None
@@ -140,12 +137,11 @@ class PrefetchPlanner:
         cancelled, self._cancelled = [key for key in self._cancelled if key not in self._held], []
         if not (wanted or cancelled):
             return None
-        return Prefetch(
-            join_keys(cancelled), [(priority, join_keys(keys)) for priority, keys in wanted.items()]
-        )
+        joined = [(priority, join_keys(keys)) for priority, keys in wanted.items()]
+        return Prefetch(join_keys(cancelled), joined)
 
     def _news(self, tracker: RequestTracker, level: int, room: int, now: float) -> Sequence[bytes]:
-        """The keys of a request to be asked for now, with this urgency."""
+        """The keys of a request to be requested now, with this urgency."""
         lookup = tracker.lookup
         if lookup is None or not lookup.done or not lookup.answered or lookup.keys is None:
             return ()
@@ -163,7 +159,7 @@ class PrefetchPlanner:
         if hinted.tiers is not lookup.tiers or not (hinted.whole or room <= 0):
             hinted.tiers = lookup.tiers
             below = dict.fromkeys(self._below(tracker, lookup))
-            # they have come up
+            # those that are no longer below were brought up
             room += len(self._drop([key for key in hinted.keys if key not in below]))
             hinted.keys = [key for key in hinted.keys if key in below]
             asked = set(hinted.keys)
@@ -177,11 +173,10 @@ class PrefetchPlanner:
         return hinted.keys if sooner else new
 
     def _below(self, tracker: RequestTracker, lookup: Lookup) -> Iterator[bytes]:
-        """Keys of the hits that lie further down, but for those a request never loads."""
+        """Keys of the hits in lower tiers, but for those a request never loads."""
         keys = lookup.keys or []
-        most = min(
-            (tracker.request.num_tokens - 1) // self._block_tokens, tracker.banned_from, len(keys)
-        )
+        limit = (tracker.request.num_tokens - 1) // self._block_tokens
+        most = min(limit, tracker.banned_from, len(keys))
         return (key for key, tier in zip(keys[:most], lookup.tiers, strict=False) if tier)
 
     def _drop(self, keys: Sequence[bytes]) -> list[bytes]:
@@ -207,13 +202,12 @@ class RankHints:
         block_tokens: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``relocate`` asks, in the background, where the blocks of a lookup are now."""
+        """``relocate`` looks up, in the background, the tiers of a lookup's blocks."""
         self._touches = TouchQueue()
         self.prefetches = PrefetchPlanner(relocate, block_tokens, clock)
 
     def report(self, rank: RankReport) -> None:
-        """Whether a rank uses hints about blocks in use, and what room it has in memory of its
-        own."""
+        """Whether a rank uses hints about blocks in use, and the room in its own memory."""
         if rank.ready:
             self._touches.report(rank.wants_touches)
             self.prefetches.report(rank.rank, rank.prefetch_room)
@@ -223,7 +217,7 @@ class RankHints:
         self._touches.add(chain)
 
     def take(self) -> tuple[list[tuple[int, bytes]], Prefetch | None]:
-        """What goes with the next plan. Never raises."""
+        """The hints for the next plan. Never raises."""
         try:
             return self._touches.take(), self.prefetches.take()
         except Exception as error:

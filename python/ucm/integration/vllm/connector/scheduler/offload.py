@@ -1,16 +1,16 @@
 """Which blocks of a request leave the device while it decodes, and how many hot blocks it gets for
 them.
 
-vLLM has its manager give back what is not needed before it allocates for a step, and the
-manager calls this module. A block may leave once every rank has stored it, and once it lies between
-the windows of what is chosen. The method says how much a request is to hold
-(:meth:`~ucm.sparse.base.UcmSparseBase.estimate_num_slots_sparsed`). What has left, and which blocks
-were given instead, goes to the workers with the next plan, whether the request is in it or not: its
-blocks may be written to by others in that very step.
+vLLM has its manager free unneeded blocks before it allocates for a step, and the manager calls this
+module. A block may leave once every rank has stored it, and once it lies between the windows of the
+selection. The method says how much a request holds
+(:meth:`~ucm.sparse.base.UcmSparseBase.estimate_num_slots_sparsed`). The blocks that left, and those
+given instead, go to the workers with the next plan, whether the request is in it or not: other
+requests may write its blocks in that very step.
 
-A prompt that is stored but for its last tokens is not loaded at all to be decoded from: it is
-admitted with the blocks of its windows and with hot ones, as if the others had left, and the
-workers load their representations alone.
+A prompt that is stored but for its last tokens is decoded from without a load: it is admitted with
+the blocks of its windows and with hot ones, as if the others had left, and the workers load their
+representations alone.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class _Admission:
-    """A prompt that is about to be selected from without being read."""
+    """A prompt that is to be selected from without being loaded."""
 
     unread: range  # logical: the blocks that stay in the store
-    stored: int  # blocks of it that are stored, the last ones of which are loaded
+    stored: int  # blocks of it that are stored; the last ones are loaded
 
 
 class OffloadPlanner:
-    """For one engine."""
+    """The offload of one engine."""
 
     def __init__(
         self,
@@ -76,40 +76,33 @@ class OffloadPlanner:
         self._free = spare
         policy = method.policy_of_blocks(block_tokens)
         self._init, self._local, self._budget = policy.init, policy.local, policy.budget
-        # What was in the last window when a choice was made is kept until the next one is used.
-        self._local_until_chosen = policy.local + -(
-            -(policy.stride - 1 + policy.lag) // block_tokens
-        )
+        # A block in the last window when a choice was made is kept until the next one is used.
+        lead = policy.stride - 1 + policy.lag
+        self._local_until_chosen = policy.local - (-lead // block_tokens)
         self._selects_stored = several_queries and method.settings.select_stored
         self._states: dict[str, _State] = {}
         self._admissions: dict[str, _Admission] = {}
         self._changes: dict[str, OffloadChange] = {}
         self._given_back: list[str] = []
-        # blocks of requests, when it did not pay that any of them leave
-        self._no_gain: dict[str, int] = {}
+        self._no_gain: dict[str, int] = {}  # a request's blocks when leaving did not pay
         self._all_stay: WeakSet[Request] = WeakSet()  # requests that have lost a block
-        #: The connector's: which blocks every rank has stored. None until there is a store.
+        #: The connector's: the blocks that every rank has stored. None until there is a store.
         self.stored: StoredKeys | None = None
 
     # Prompts that are stored
     # -----------------------------------------------------------------------------------------
 
     def consider(self, request: Request, first: int, stored: int) -> None:
-        """vLLM has the first ``first`` blocks of a new request, and is answered that those up to
-        ``stored`` can be loaded: decide whether all of them are. Where the rest of its prompt fits
-        into the last window, and loading them would be more than giving it hot blocks, they are
-        selected from, and those of the windows alone are loaded."""
+        """vLLM has the first ``first`` blocks of a new request, and those up to ``stored`` can be
+        loaded. Where the rest of its prompt fits into the last window, and loading them all is more
+        than giving it hot blocks, they are selected from, and only those of the windows are
+        loaded."""
         size = self._block_tokens
         self.forget(request.request_id)
-        if (
-            not self._selects_stored
-            or self.stored is None
-            or request.num_preemptions
-            or request.num_output_tokens
-        ):
+        fresh = not (request.num_preemptions or request.num_output_tokens)
+        if not self._selects_stored or self.stored is None or not fresh:
             return
-        # what fails is reported by the first block, which must be one that is loaded
-        if self._init == 0:
+        if self._init == 0:  # a failure is reported by the first block, which must be loaded
             return
         unread = range(self._init, stored + 1 - self._local_until_chosen)
         blocks = -(-request.num_tokens // size)
@@ -123,16 +116,16 @@ class OffloadPlanner:
             self._admissions[request.request_id] = _Admission(unread, stored)
 
     def forget(self, request_id: str) -> None:
-        """Nothing of a request is loaded, as far as is known."""
+        """Forget the decision about a request."""
         self._admissions.pop(request_id, None)
 
     def unread(self, request_id: str) -> range:
-        """Blocks for which a request that is being admitted needs no place."""
+        """Blocks for which a request that is being admitted gets no device block."""
         admission = self._admissions.get(request_id)
         return range(0) if admission is None else admission.unread
 
     def admitted(self, request: Request) -> range:
-        """A request was given blocks; those of it that stay in the store, and are not to be
+        """A request was given blocks; returns those of it that stay in the store and are not
         loaded."""
         admission = self._admissions.pop(request.request_id, None)
         if admission is None:
@@ -141,9 +134,8 @@ class OffloadPlanner:
         unread = admission.unread
         self._states[request.request_id] = _State(unread.stop)
         self._free -= len(unread)
-        self._change(request.request_id).unread = join_keys(
-            self.stored(request)[unread.start : unread.stop]
-        )
+        keys = self.stored(request)[unread.start : unread.stop]
+        self._change(request.request_id).unread = join_keys(keys)
         self._exact.selects_from(request, admission.stored * self._block_tokens)
         return unread
 
@@ -154,7 +146,7 @@ class OffloadPlanner:
         self, request_id: str, processed: int, held: int, frees: Callable[[range], int] = len
     ) -> range:
         """Logical blocks that leave now, of a request with ``processed`` tokens whose steps have
-        ended. ``frees``: how many of them other requests do not hold as well."""
+        ended. ``frees``: how many of them no other request holds."""
         request, size = self._requests.get(request_id), self._block_tokens
         nothing = range(0)
         if request is None or self.stored is None or request in self._all_stay:
@@ -177,42 +169,36 @@ class OffloadPlanner:
         if state is None:
             if self._no_gain.get(request_id) == blocks:
                 return nothing
-            # more would be held than before; that is looked at again once a block
+            # more would be held than before; checked again once a block
             if frees(leaving) <= hot:
                 self._no_gain[request_id] = blocks
                 return nothing
         return leaving
 
     def _slots(self, request: Request) -> int:
-        """What the method says, be it a user's: all blocks stay where it fails to."""
+        """The method's estimate; all blocks stay where it fails."""
         try:
             return int(self._method.estimate_num_slots_sparsed(request))
         except Exception as error:
-            about = "estimate_num_slots_sparsed"
-            throttle.warning(
-                about, "%s of %s failed: %r", about, type(self._method).__name__, error
-            )
+            about, kind = "estimate_num_slots_sparsed", type(self._method).__name__
+            throttle.warning(about, "%s of %s failed: %r", about, kind, error)
             return INVALID_SLOT
 
     def lost(self, request: Request) -> None:
         """A block of a request is neither on the device nor in the store. None of it leaves any
-        more; it begins anew (:meth:`begins_anew`), and computes what is lost."""
+        more; it begins again (:meth:`begins_anew`) and computes the lost block."""
         if request.request_id in self._states and request not in self._all_stay:
             self._all_stay.add(request)
-            throttle.warning(
-                "lost",
-                "request %s: a block that had left the device cannot be had any more: computed"
-                " again",
-                request.request_id,
-            )
+            text = "request %s: a block that had left the device is lost: computed again"
+            throttle.warning("lost", text, request.request_id)
 
     def begins_anew(self, request_id: str) -> bool:
-        """Whether a request is to give back all that it holds, as vLLM has requests do that find no
-        room: admitted again, it loads what is stored and computes the rest densely."""
+        """Whether a request is to free all its blocks, as one does that vLLM preempts: admitted
+        again, it loads stored blocks and computes the rest densely."""
         return request_id in self._states and self._requests.get(request_id) in self._all_stay
 
     def left(self, request_id: str, leaving: range, blocks: Sequence[int]) -> None:
-        """They leave."""
+        """These blocks have left."""
         assert self.stored is not None
         request = self._requests[request_id]
         state = self._states.setdefault(request_id, _State(leaving.start))
@@ -223,12 +209,9 @@ class OffloadPlanner:
         change.keys += join_keys(self.stored(request)[leaving.start : leaving.stop])
 
     def hot(self, request_id: str, tokens: int) -> int:
-        """How many hot blocks a request is to have in a step after which it has ``tokens``
-        tokens."""
+        """How many hot blocks a request needs for a step that ends with ``tokens`` tokens."""
         state, unread = self._states.get(request_id), self.unread(request_id)
-        end = (
-            unread.stop if state is None and unread else self._init if state is None else state.end
-        )
+        end = state.end if state is not None else unread.stop if unread else self._init
         wanted = min(self._budget(-(-tokens // self._block_tokens)), end - self._init)
         if state is not None:
             wanted = state.hot = max(state.hot, wanted)
@@ -239,7 +222,7 @@ class OffloadPlanner:
         self._change(request_id).hot += blocks
 
     def gave_back(self, request_id: str) -> None:
-        """It holds nothing any more: it has ended, or was preempted."""
+        """It holds no blocks any more: it has ended, or was preempted."""
         self._changes.pop(request_id, None)
         self._no_gain.pop(request_id, None)
         self.forget(request_id)
@@ -254,7 +237,7 @@ class OffloadPlanner:
     # ---------------------------------------------------------------------------------------
 
     def take(self) -> tuple[list[OffloadChange], list[str]]:
-        """What has changed since the last call, and which requests hold nothing any more."""
+        """The changes since the last call, and the requests that hold no blocks any more."""
         changes, given_back = list(self._changes.values()), self._given_back
         self._changes, self._given_back = {}, []
         return changes, given_back

@@ -1,6 +1,5 @@
-"""What the scheduler side keeps of one live request, which part of a hit it loads, and why its
-other blocks are no hits.
-"""
+"""The state of one live request on the scheduler side, which part of a hit it loads, and why its
+other blocks are no hits."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ FAR = 1 << 62
 
 
 class RequestTracker:
-    """A request: its block keys, its lookup, how far its blocks were offered, and what it may not
-    claim again."""
+    """A request: its block keys, its lookup, the blocks offered so far, and those it may not claim
+    again."""
 
     __slots__ = (
         "asked",
@@ -67,49 +66,44 @@ class RequestTracker:
         self.lookup: Lookup | None = None
         self.cursor = 0  # blocks before it were offered, or are in the store
         #: Only blocks before it are offered, since the chain was evicted from a store that is too
-        #: small; None: that is not so, or was not decided yet.
+        #: small; None: not so, or not decided yet.
         self.offered_below: int | None = None
         self.stored = 0  # blocks before it are in the store, on every rank
-        self.selectable = True  # it may be selected from without being read
-        # ordinal of the first key that no other request can have
-        self.private_at: int | None = None
-        #: Blocks computed before a time, and that time: they wait for a check of the adapter
-        #: that begins after it.
+        self.selectable = True  # its stored blocks may be selected from without being loaded
+        self.private_at: int | None = (
+            None  # ordinal of the first key that no other request can have
+        )
+        #: Blocks computed before a time, and that time: they wait for a later check of the adapter.
         self.confirming: tuple[int, float] | None = None
         self.decided_hit = range(0)  # ordinals of the hit that was decided about last
-        self.decided_tiers = b""  # where its blocks were
+        self.decided_tiers = b""  # of its blocks
         self.load_end = 0  # ordinal of the first that is not to be loaded
-        self.verdict = Verdict.LOAD  # and what became of it
+        self.verdict = Verdict.LOAD  # of that decision
         self.banned_from = FAR  # ordinal of the first block that failed to load
-        self.local = 0  # tokens found on the device, as of vLLM's last question
-        # ordinals of a load, between its admission and the last rank's report
-        self.loading = range(0)
-        # ordinal -> why this load did not bring the block
-        self.failures: dict[int, MissReason] = {}
+        self.local = 0  # tokens on the device at vLLM's last call
+        self.loading = range(0)  # ordinals of a load, from its admission to the last rank's report
+        self.failures: dict[int, MissReason] = {}  # of this load, by ordinal
         self.asked = False  # its blocks were counted since it was new or preempted
-        #: Why all its blocks were missed, None where its lookup says that. Admitted unasked:
+        #: Why all its blocks were missed, None where its lookup says that. Admitted before that:
         #: another connector was first.
         self.reason: MissReason | None = MissReason.NOT_TAKEN
-        # nothing was claimed before the store had answered: waiting for that did not pay
-        self.unanswered = False
+        self.unanswered = False  # a hit was not worth waiting for the store's answer
         self.tally = Tally()
         self.preemptions = request.num_preemptions
-        # tokens it began its first step since it was admitted with; None before
+        #: Tokens at the beginning of its first step since it was admitted; None before.
         self.ran_from: int | None = None
-        # ordinal of the first block that must not be stored: not filled, or of other weights
-        self.wrong_from = FAR
+        self.wrong_from = FAR  # first block that must not be stored: not filled, or other weights
         self.touched_at = NEVER  # when the store was last sent that its blocks are in use
-        # when it was asked for while a rank's health was not known
-        self.waits_since: float | None = None
+        self.waits_since: float | None = None  # first call while a rank's health was not known
 
     def may_wait(self, now: float, allowance: float) -> bool:
-        """Whether less than ``allowance`` seconds have passed since this was first asked."""
+        """Whether less than ``allowance`` seconds have passed since the first call."""
         if self.waits_since is None:
             self.waits_since = now
         return now - self.waits_since < allowance
 
     def restart(self) -> None:
-        """Preempted: its blocks were freed, it will be asked for again, perhaps with output
+        """Preempted: its blocks were freed, and it will be looked up again, perhaps with output
         tokens."""
         self.preemptions = self.request.num_preemptions
         self.lookup = self.waits_since = None
@@ -123,7 +117,7 @@ class RequestTracker:
         self.touched_at = NEVER
 
     def rekey(self) -> None:
-        """The identity is another one: what was hashed and looked up was under the one before."""
+        """The identity has changed: keys and lookup are those of the one before."""
         self.keys, self.keyable, self.lookup, self.waits_since = [], True, None, None
         self.decided_hit = range(0)
         self.cursor, self.banned_from, self.confirming = 0, FAR, None
@@ -132,14 +126,13 @@ class RequestTracker:
         self.touched_at = NEVER
 
     def invalidate(self) -> None:
-        """The weights may be others from here on: nothing that it holds now is stored."""
+        """The weights may have changed: no block that it holds now is stored."""
         self.rekey()
         if self.request.num_computed_tokens > 0:
             self.wrong_from = 0  # until it is admitted again
 
     def adopt(self, block_tracker: BlockTracker) -> bool:
-        """Take over what the lookup has computed and found; whether the store's answer was taken
-        over now."""
+        """Process the results of the lookup; whether the store's answer was among them."""
         lookup = self.lookup
         if lookup is None or lookup.keys is None:
             return False
@@ -149,13 +142,8 @@ class RequestTracker:
             lookup.adopted = True
             if lookup.answered:
                 absent = lookup.reason in (MissReason.ABSENT, MissReason.OTHER_RANK)
-                block_tracker.found(
-                    lookup.keys,
-                    lookup.hits,
-                    asked_at=lookup.began,
-                    absent=absent,
-                    tenant=self.tenant,
-                )
+                keys, hits, at = lookup.keys, lookup.hits, lookup.began
+                block_tracker.found(keys, hits, asked_at=at, absent=absent, tenant=self.tenant)
                 return True
         return False
 
@@ -166,17 +154,16 @@ class RequestTracker:
         block_tracker: BlockTracker,
         private_from: int | None = None,
     ) -> int:
-        """Make sure of keys for ``upto`` blocks; how many of those are known (fewer while a thread
-        hashes them).
+        """Make keys for ``upto`` blocks; returns how many are known (fewer while a thread hashes
+        them).
 
         ``private_from``: from this block on, keys that no other request can have, because the KV is
         not that of the tokens alone.
         """
         self.adopt(block_tracker)
         if private_from is not None and self.private_at is None:
-            # What was offered until now was exact. Keys of the tokens may be known beyond it: a
-            # lookup hashed them, or fewer blocks are exact since it is known from which length on
-            # choosing pays.
+            # Blocks offered until now were exact. Keys of the tokens may be known beyond it: a
+            # lookup hashed them, or fewer blocks are exact since the break-even length is known.
             private_from = max(private_from, self.cursor)
             del self.keys[private_from:]
             self.stored = min(self.stored, private_from)
@@ -185,11 +172,8 @@ class RequestTracker:
                 return len(self.keys)
             try:
                 self.keys.extend(maker.more(self.request, self._parents(private_from)))
-                if (
-                    private_from is not None
-                    and self.private_at is None
-                    and len(self.keys) > private_from
-                ):
+                began = private_from is not None and self.private_at is None
+                if began and len(self.keys) > (private_from or 0):
                     return self.grow(upto, maker, block_tracker, private_from)
             except UnkeyableError as error:
                 self.keyable = error.pending
@@ -197,8 +181,8 @@ class RequestTracker:
         return min(upto, len(self.keys))
 
     def _parents(self, private_from: int | None) -> list[bytes]:
-        """The keys that further ones are chained to; where these begin to be private, the last is
-        drawn by lot."""
+        """The keys that further ones are chained to; where private keys begin, the last one is
+        random."""
         if self.private_at is not None:
             private_from = self.private_at
         if private_from is None or len(self.keys) != private_from or not self.keys:
@@ -210,7 +194,7 @@ class RequestTracker:
         self, block_tracker: BlockTracker, private_from: int | None = None
     ) -> Sequence[bytes]:
         """Keys of its first blocks that every rank has stored. Beyond ``private_from`` the keys of
-        the tokens are not those of what the blocks hold, though the store may have them too."""
+        the tokens do not name the blocks' content, though the store may have them too."""
         while self.stored < len(self.keys) and block_tracker.is_stored(self.keys[self.stored]):
             self.stored += 1
         if private_from is None or self.private_at is not None:
@@ -218,16 +202,16 @@ class RequestTracker:
         return self.keys[: min(self.stored, max(private_from, self.cursor))]
 
     def withdrawn(self, keys: Collection[bytes]) -> None:
-        """These blocks are not in the store any more."""
+        """These blocks are no longer in the store."""
         first = (at for at, key in enumerate(self.keys[: self.stored]) if key in keys)
         self.stored = next(first, self.stored)
 
     def confirmed(self, upto: int, settled: int, maker: KeyMaker, now: float) -> int:
-        """How many of the first ``upto`` blocks may be offered; ``settled`` of them were computed
-        in steps that ended.
+        """How many of the first ``upto`` blocks may be offered; steps that ended computed
+        ``settled`` of them.
 
-        An adapter may be replaced and loaded anew before any step, so what a step computes with one
-        is named only once the step has ended and the adapter's files were looked at after that.
+        An adapter may be replaced and loaded again before any step, so blocks computed with one are
+        named only once the step has ended and the adapter's files were checked after that.
         """
         if self.request.lora_request is None:
             settled = upto
@@ -240,19 +224,15 @@ class RequestTracker:
         if answer is None:
             return 0
         self.keyable, self.confirming = answer, None
-        if settled > blocks:  # the next look begins now rather than with the next step
+        if settled > blocks:  # the next check begins now rather than with the next step
             self.confirming = settled, now
             maker.current(self.request, now)
         return min(blocks, upto) if answer else 0
 
     def most_claimable(self, block_tokens: int) -> int:
-        """Blocks that could be claimed if the store had all.
-
-        Never all tokens: vLLM computes at least the last one, in a block of its own, as with its
-        own prefix cache.
-        """
-        tokens: int = self.request.num_tokens
-        return (tokens - 1) // block_tokens
+        """Blocks that could be claimed if the store had all. Never all tokens: vLLM computes at
+        least the last one, in a block of its own."""
+        return (int(self.request.num_tokens) - 1) // block_tokens
 
     def claimable(self, block_tracker: BlockTracker, block_tokens: int) -> int:
         """Blocks of the prefix that may be claimed from the store now."""
@@ -261,7 +241,7 @@ class RequestTracker:
     def claimable_and_why(
         self, block_tracker: BlockTracker, block_tokens: int
     ) -> tuple[int, MissReason]:
-        """The same, and why no more of what the store has."""
+        """The same, and why no more of the stored blocks."""
         if self.lookup is None or self.lookup.keys is None:
             return 0, MissReason.INTERNAL
         limit = self.most_claimable(block_tokens)
@@ -272,14 +252,13 @@ class RequestTracker:
         return (trusted, MissReason.REFUSED) if trusted < hits else (hits, why)
 
     def failed_at(self, ordinal: int) -> None:
-        """A load did not bring the block at ``ordinal``: nothing at or past it is claimed again."""
+        """A load failed at the block ``ordinal``: nothing from there on is claimed again."""
         self.banned_from = min(self.banned_from, ordinal)
         self.cursor = min(self.cursor, ordinal)
         self.confirming = None  # they are computed again
 
     def failed_because(self, first: int, reasons: Iterable[MissReason]) -> None:
-        """Why a rank's load did not bring the blocks from ``first`` on. A block's own fault goes
-        first."""
+        """Why a rank's load failed from block ``first`` on; a block's own reason has precedence."""
         self.failures.setdefault(first, MissReason.LOAD_FAILED)
         for ordinal, reason in enumerate(reasons, first):
             if self.failures.get(ordinal, MissReason.LOAD_FAILED) == MissReason.LOAD_FAILED:
@@ -296,24 +275,22 @@ class HitPolicy:
         block_bytes: Callable[[], int],
         min_hit_tokens: int = 0,
     ) -> None:
-        """``block_bytes``: of all ranks; ``min_hit_tokens``: nothing shorter is loaded."""
+        """``block_bytes``: of all ranks; ``min_hit_tokens``: the shortest load."""
         self._admission = admission
         self._block_tokens = block_tokens
         self._block_bytes = block_bytes
         self._min_hit_tokens = min_hit_tokens
 
     def taken(self, tracker: RequestTracker, first: int, end: int) -> tuple[int, MissReason | None]:
-        """Up to where the blocks from ``first`` to ``end`` are loaded, and why the others are not
-        although the store has them; None: all are."""
-        tiers = self._tiers(tracker, first, end)
-        if tracker.decided_hit != range(first, end) or tracker.decided_tiers != tiers:
-            again = tracker.decided_hit == range(first, end)
-            tracker.decided_hit, tracker.decided_tiers = range(first, end), tiers
+        """The end of the blocks to load, of those from ``first`` to ``end``, and why not all; None:
+        all."""
+        tiers, hit = self._tiers(tracker, first, end), range(first, end)
+        again = tracker.decided_hit == hit
+        if not again or tracker.decided_tiers != tiers:
+            tracker.decided_hit, tracker.decided_tiers = hit, tiers
             rest = tracker.request.num_tokens - end * self._block_tokens
             cut, tracker.verdict = self._admission.decide(self._cuts(tiers), rest, again=again)
             tracker.load_end = first + (0 if cut is None else cut.tokens // self._block_tokens)
-        if tracker.load_end == first:
-            return first, MissReason.DECLINED
         return tracker.load_end, None if tracker.load_end == end else MissReason.DECLINED
 
     def begin_load(self, tracker: RequestTracker, tokens: int) -> float:
@@ -326,8 +303,7 @@ class HitPolicy:
         )
 
     def _cuts(self, tiers: bytes) -> list[Cut]:
-        """What can be loaded of a hit: up to the first block further down than each tier, and all
-        of it."""
+        """The possible loads of a hit: up to the first block below each tier, and all of it."""
         lengths, kinds = {len(tiers)}, sorted(set(tiers))
         for above in range(1, len(kinds)):
             length = min(tiers.find(tier) for tier in kinds[above:])
@@ -337,13 +313,12 @@ class HitPolicy:
 
     def _cut(self, tiers: bytes) -> Cut:
         size = max(self._block_bytes(), 1)
-        return Cut(
-            len(tiers) * self._block_tokens, {tier: tiers.count(tier) * size for tier in set(tiers)}
-        )
+        sizes = {tier: tiers.count(tier) * size for tier in set(tiers)}
+        return Cut(len(tiers) * self._block_tokens, sizes)
 
     @staticmethod
     def _tiers(tracker: RequestTracker, first: int, end: int) -> bytes:
-        """The tier of each block; what the lookup does not say is in the top one."""
+        """The tier of each block; the top one for those that the lookup does not name."""
         known = b"" if tracker.lookup is None else tracker.lookup.tiers[first:end]
         return known.ljust(end - first, b"\0")
 
@@ -357,9 +332,9 @@ def misses(
 ) -> dict[MissReason, int]:
     """Why the full blocks of a request beyond those on the device and the ``hit`` ones are no hits.
 
-    Where the store's prefix ends, its reason holds for all that follows: those blocks are of no use
-    without the one before. What the store has and was not claimed has the reason of that. Where its
-    answer was not worth waiting for, all that it could have was too short.
+    Where the store's prefix ends, its reason holds for all that follows, which are of no use
+    without the block before. Stored blocks that were not claimed have the reason of that. Where the
+    answer was not worth waiting for, every hit was too short.
     """
     full = tracker.request.num_tokens // block_tokens
     local = tracker.local // block_tokens

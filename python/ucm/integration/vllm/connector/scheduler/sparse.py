@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class BreakEven:
-    """From which length on choosing blocks pays in this engine: what its slowest rank measured,
-    remembered with the speeds of this machine. Until it is known every request is dense, and where
-    ``min_tokens`` is configured that is the answer. vLLM caches blocks as exact before the workers
-    are sent the step that computes them, so what is learnt holds from the next step on
+    """The length from which choosing blocks pays in this engine: the measurement of its slowest
+    rank, remembered with the speeds of this machine. Until it is known every request is dense; a
+    configured ``min_tokens`` replaces it. vLLM caches blocks as exact before the workers are sent
+    the step that computes them, so a new value holds from the next step on
     (:meth:`take_effect`)."""
 
     def __init__(self, method: UcmSparseBase, world: int) -> None:
@@ -50,7 +50,7 @@ class BreakEven:
         return 0 if self._method is None else self._method.break_even_tokens
 
     def ask(self) -> bool:
-        """Whether the ranks are to measure now; they are asked once."""
+        """Whether the ranks are to measure now; true once."""
         if self._known or self.asked:
             return False
         self.asked = True
@@ -64,37 +64,34 @@ class BreakEven:
             self._next = max(self._measured)
 
     def known(self) -> dict[str, Any]:
-        """What is to be remembered; not that a rank failed to measure."""
+        """The entry to be remembered; empty where a rank failed to measure."""
         if self._method is None or not self._measured or not self._known or self._next > NEVER:
             return {}
         return {"sparse": {"method": self._named(), "tokens": self._next}}
 
     def recall(self, entry: Mapping[str, Any]) -> None:
-        """What an earlier process had measured; anything that makes no sense counts as missing."""
+        """Use an earlier process's measurement; a malformed one counts as missing."""
         stored = entry.get("sparse")
         if self._known or not isinstance(stored, dict) or stored.get("method") != self._named():
             return
         tokens = stored.get("tokens")
         if isinstance(tokens, int) and 0 <= tokens <= NEVER:
-            self._known, self.asked = True, False
-            self._next = tokens
-            logger.info(
-                "sparse attention pays from %s tokens on: remembered of this machine",
-                length_text(tokens),
-            )
+            self._known, self.asked, self._next = True, False, tokens
+            text = "sparse attention pays from %s tokens on: remembered of this machine"
+            logger.info(text, length_text(tokens))
 
     def _named(self) -> str:
         assert self._method is not None
         return f"{type(self._method).__qualname__} {self._method.settings!r}"
 
     def take_effect(self) -> None:
-        """A step was planned: what was learnt since the one before holds for the next."""
+        """A step was planned: a value measured since the one before holds for the next."""
         if self._method is not None:
             self._method.break_even_tokens = self._next
 
 
 class SparseScheduler:
-    """One engine's method, on the scheduler's side."""
+    """One engine's method, on the scheduler side."""
 
     def __init__(
         self,
@@ -105,8 +102,8 @@ class SparseScheduler:
         *,
         latent: bool = False,
     ) -> None:
-        """``world`` is the number of ranks, ``num_blocks`` of device blocks; ``latent``: attention
-        is."""
+        """``world`` is the number of ranks, ``num_blocks`` of device blocks; ``latent``: latent
+        attention."""
         self.method = method
         self.break_even = BreakEven(method, world)
         self._block_tokens = block_tokens
@@ -115,30 +112,28 @@ class SparseScheduler:
         self._found: dict[str, int] = {}  # tokens on the device of requests that may be admitted
         self._given: list[int] = []  # device blocks that requests were given since the last plan
         self._manager: KVCacheManager | None = None
-        #: Tokens of a request whose KV is exact: the dump planner and vLLM's prefix cache stop
-        #: there.
+        #: Tokens of a request whose KV is exact: dumps and vLLM's prefix cache stop there.
         self.exact_tokens = ExactTokens(method)
         #: Which blocks leave the device; None where all stay.
         self.offload: OffloadPlanner | None = None
         if not isinstance(method, BlockSparse) and method.overrides("estimate_num_slots_sparsed"):
             logger.warning(
-                "sparse attention: estimate_num_slots_sparsed of %s is not asked: blocks leave the"
+                "sparse attention: estimate_num_slots_sparsed of %s is not called: blocks leave the"
                 " device only with a subclass of BlockSparse and `offload`",
                 type(method).__name__,
             )
         if isinstance(method, BlockSparse) and method.settings.offload:
-            spare = spare_rows(num_blocks)
             self.offload = OffloadPlanner(
                 method,
                 self._requests,
                 self.exact_tokens,
                 block_tokens,
-                spare,
+                spare_rows(num_blocks),
                 several_queries=not latent,
             )
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
-        """The block tables, and the managers that fill vLLM's prefix cache."""
+        """Bind the block tables, and the managers that fill vLLM's prefix cache."""
         self._manager = manager
         for each in manager.coordinator.single_type_managers:
             if isinstance(each, SparseManager):
@@ -151,13 +146,13 @@ class SparseScheduler:
         self._hook("request_begin", request.request_id, request.prompt_token_ids or [])
 
     def found_on_device(self, request: Request, tokens: int) -> None:
-        """vLLM is about to admit a request, whose first tokens are in its prefix cache."""
+        """vLLM may admit a request, whose first ``tokens`` are in its prefix cache."""
         self._found[request.request_id] = tokens
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks) -> None:
-        """It was given blocks. Another connector may load into them, of which the workers see no
-        keys: they are sent the blocks' numbers, so that no representation is taken for that of what
-        lies there now."""
+        """A request was given blocks. Another connector may load into them, of which the workers
+        see no keys: they are sent the blocks' numbers, so that no old representation is used for
+        the new content."""
         if (found := self._found.pop(request.request_id, None)) is not None:
             table = blocks.blocks[0][found // self._block_tokens :]
             self._given += [block.block_id for block in table if not block.is_null]
@@ -174,34 +169,32 @@ class SparseScheduler:
         self._hook("request_finished_in_scheduler", request.request_id)
 
     def measuring(self) -> bool:
-        """Whether the workers were asked to measure, and have not answered."""
+        """Whether the workers are to measure, and have not reported."""
         return self.break_even.asked
 
     def measured(self, tokens: list[int]) -> None:
-        """What ranks have measured."""
+        """The measurements of ranks."""
         if tokens:
             self.break_even.report(tokens)
 
     def plan(self, output: SchedulerOutput, settled: bool) -> SparsePlan:
-        """What is sent to the workers with a step. They call the method before the model runs, so
-        the connector is called then, as if it had something to load in the step. ``settled``: what
-        is remembered of other runs is known."""
+        """The plan of a step for the workers. They call the method before the model runs, so the
+        connector is called then, as if it had something to load in the step. ``settled``: the
+        measurement of other runs was read."""
         output.has_sync_kv_loads = True
         plan = SparsePlan(block_tokens=self._block_tokens, break_even=self.break_even.tokens)
         plan.metadata = self._hook("build_sparse_meta", output, self._requests)
-        cached = output.scheduled_cached_reqs
+        cached, scheduled = output.scheduled_cached_reqs, output.num_scheduled_tokens
         for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-            self._add(plan, name, computed, output.num_scheduled_tokens[name])
+            self._add(plan, name, computed, scheduled[name])
         for new in output.scheduled_new_reqs:
-            self._add(
-                plan, new.req_id, new.num_computed_tokens, output.num_scheduled_tokens[new.req_id]
-            )
+            self._add(plan, new.req_id, new.num_computed_tokens, scheduled[new.req_id])
         plan.finished, self._finished = self._finished, []
         plan.given, self._given = np.array(self._given, dtype=np.int64), []
-        if self.offload is not None:  # last: what is taken here must arrive
+        if self.offload is not None:  # last: a change that is taken must arrive
             plan.offloaded, plan.given_back = self.offload.take()
         # Only with a step that vLLM computes: the ranks measure after it, by the kernels that it
-        # ran. They are asked once, so behind all that may fail.
+        # ran. They measure once, so this stands behind all that may fail.
         plan.measure = settled and bool(plan.rows) and self.break_even.ask()
         self.break_even.take_effect()
         return plan
@@ -213,23 +206,21 @@ class SparseScheduler:
         tokens = computed + scheduled
         table = self._manager.get_blocks(name).blocks[0]
         plan.last_blocks.append(table[(tokens - 1) // self._block_tokens].block_id)
-        plan.rows.append(
-            SparseRow(
-                request_id=name,
-                tokens=tokens,
-                prefill_tokens=self.exact_tokens.prefill_tokens(request),
-                prompt_tokens=request.num_prompt_tokens,
-                queries=scheduled,
-            )
+        row = SparseRow(
+            request_id=name,
+            tokens=tokens,
+            prefill_tokens=self.exact_tokens.prefill_tokens(request),
+            prompt_tokens=request.num_prompt_tokens,
+            queries=scheduled,
         )
+        plan.rows.append(row)
 
     def _hook(self, name: str, *args: Any) -> Any:
         try:
             return getattr(self.method, name)(*args)
         except Exception as error:
-            throttle.warning(
-                f"hook {name}", "%s of %s failed: %r", name, type(self.method).__name__, error
-            )
+            kind = type(self.method).__name__
+            throttle.warning(f"hook {name}", "%s of %s failed: %r", name, kind, error)
             return None
 
     def close(self) -> None:
@@ -242,9 +233,9 @@ class SparseScheduler:
 def make_sparse_scheduler(
     config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> SparseScheduler:
-    """The scheduler's side of an engine's method. Raises :class:`~ucm.errors.ConfigError`."""
+    """The scheduler side of an engine's method. Raises :class:`~ucm.errors.ConfigError`."""
     method = make_method(config, vllm_config, UcmSparseRole.SCHEDULER)
-    if not has_ucm_sparse():  # a worker in the same process is the one that others want
+    if not has_ucm_sparse():  # a worker in the same process has precedence
         set_ucm_sparse(method)
     tokens = block_tokens(vllm_config, kv_cache_config)
     world = vllm_config.parallel_config.world_size

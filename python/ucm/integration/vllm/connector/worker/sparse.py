@@ -1,5 +1,5 @@
 """Sparse attention in the worker side: makes the method of this rank, its host, and the
-representations of what is loaded, and passes the step's plan on."""
+representations of loaded blocks, and passes the step's plan on."""
 
 from __future__ import annotations
 
@@ -49,19 +49,17 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-#: Backends whose pages can be read with a block table for each KV head: a page is one head after
-#: the other.
+#: Backends whose pages can be read with a block table for each KV head.
 _PER_HEAD = ("CPU_ATTN",)
 
 
 class SparseWorker:
-    """One rank's method and what it needs."""
+    """One rank's method and its parts."""
 
     def __init__(
         self, config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     ) -> None:
-        """Makes the method; raises :class:`~ucm.errors.ConfigError` for what is wrong in its
-        configuration."""
+        """Makes the method; raises :class:`~ucm.errors.ConfigError` for a wrong configuration."""
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self.method = make_method(config, vllm_config, UcmSparseRole.WORKER)
@@ -72,21 +70,19 @@ class SparseWorker:
         self._mask = b""
         self._writer = _writes(kv_cache_config)
         self._eager: EagerHooks | None = None
-        # once vLLM has run a step
-        self._learn_pages: Callable[[Mapping[str, Any]], None] | None = None
-        # attention metadata of the step that runs, by layer
-        self._step: Mapping[str, Any] | None = None
+        self._learn_pages: Callable[[Mapping[str, Any]], None] | None = None  # after the first step
+        self._step: Mapping[str, Any] | None = None  # attention metadata of the step, by layer
         self._measures = False  # after the step that runs
         self._measured: int | None = None
         self._num_blocks = 0
         self._counts = SparseCounts(time.monotonic)
 
     def bind_store(self, store: Callable[[], Any], mask: bytes) -> None:
-        """Where the store is once it is open, and the mask of this rank's part."""
+        """``store`` returns the store once it is open; ``mask``: of this rank's part."""
         self._store, self._mask = store, mask
 
     def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """Where the KV lies: get ready. Raises :class:`~ucm.errors.ConfigError` where this engine
+        """Get ready for these KV caches. Raises :class:`~ucm.errors.ConfigError` where this engine
         cannot be served."""
         group = self._kv_cache_config.kv_cache_groups[0]
         layers = served_layers(self._vllm_config, group.layer_names)
@@ -100,7 +96,10 @@ class SparseWorker:
         cache = caches[next(iter(layers))]
         self._num_blocks = int(cache.shape[0])
         _check_kernel_blocks(next(iter(layers.values())), spec)
+        eager = bool(self._vllm_config.model_config.enforce_eager)
         if isinstance(self.method, BlockSparse):
+            offload = self.method.settings.offload
+            plain = all(layer.impl.sinks is None for layer in layers.values())
             set_up(
                 self.method,
                 layers,
@@ -108,24 +107,20 @@ class SparseWorker:
                 self._vllm_config,
                 self._num_blocks,
                 device=cache.device,
-                per_head=backend in _PER_HEAD
-                and all(layer.impl.sinks is None for layer in layers.values()),
+                per_head=backend in _PER_HEAD and plain,
                 reduce=_reduce_over_ranks(),
-                spare_blocks=spare_rows(self._num_blocks) if self.method.settings.offload else 0,
+                spare_blocks=spare_rows(self._num_blocks) if offload else 0,
             )
-            self._prepare_representations(
-                self.method, layers, backend, caches, int(spec.block_size)
-            )
-            if self.method.settings.offload:
+            tokens = int(spec.block_size)
+            made = self._prepare_representations(self.method, layers, backend, caches, tokens)
+            self.representations = made
+            if offload:
                 self.offload = self._make_offload(self.method, group.layer_names, caches)
-                if self.representations is not None:
-                    self.representations.rows_of = self.offload.rows_of
+                made.rows_of = self.offload.rows_of
         self.method.register_kv_caches(caches)
         self.host = SparseHost(self.method, layers)
         self.host.offload = self.offload
-        self._eager = EagerHooks(
-            self.method, eager=bool(self._vllm_config.model_config.enforce_eager)
-        )
+        self._eager = EagerHooks(self.method, eager=eager)
         set_ucm_sparse(self.method)
         set_active_host(self.host)
         self._say(self.host, layers, backend, cache, len(caches))
@@ -137,9 +132,9 @@ class SparseWorker:
         backend: str,
         caches: Mapping[str, Any],
         tokens: int,
-    ) -> None:
+    ) -> Representations:
         first = next(iter(layers))
-        made = self.representations = Representations(
+        made = Representations(
             method,
             caches_by_layer(method, list(layers), caches),
             None,
@@ -155,9 +150,8 @@ class SparseWorker:
                 ask_for_tiles()
                 read = key_reader(layers[first], backend, caches[first], tokens)
             except Exception as error:
-                logger.warning(
-                    "sparse attention: prompts that are loaded from the store stay dense: %s", error
-                )
+                text = "sparse attention: prompts that are loaded from the store stay dense: %s"
+                logger.warning(text, error)
                 read = None
             made.read_by(read)
 
@@ -165,11 +159,12 @@ class SparseWorker:
             self._learn_pages = learn
         else:
             learn({})
+        return made
 
     def _make_offload(
         self, method: BlockSparse, names: Sequence[str], caches: Mapping[str, torch.Tensor]
     ) -> Offload:
-        """Raises :class:`~ucm.errors.ConfigError` where a layer could want a block that has
+        """Raises :class:`~ucm.errors.ConfigError` where a layer could need a block that has
         left."""
         dense = [name for name in names if not method.selects(name)]
         if dense:
@@ -177,11 +172,8 @@ class SparseWorker:
                 f"offload: {len(dense)} layers attend to all blocks ({dense[0]}, ...), so none can"
                 " leave the device; write `dense_layers: []`, or leave `offload` out"
             )
-        if (
-            method.policy.heads == "kv"
-            or method.policy.min_concurrency > 1
-            or method.settings.measure_recall
-        ):
+        policy, recall = method.policy, method.settings.measure_recall
+        if policy.heads == "kv" or policy.min_concurrency > 1 or recall:
             raise ConfigError(
                 "offload needs `heads: shared`, `min_concurrency: 1` and `measure_recall: false`"
             )
@@ -194,9 +186,8 @@ class SparseWorker:
         layer_bytes(layout)
         places = {method.layer_number(name): place for place, name in enumerate(layout.names)}
         assert len(places) == len(layout.names), "each attention has a number of its own"
-        return Offload(
-            method, places, lambda: self._store(), lambda keys: record_ids(keys, self._mask)
-        )
+        store, ids = lambda: self._store(), lambda keys: record_ids(keys, self._mask)
+        return Offload(method, places, store, ids)
 
     def _say(
         self,
@@ -208,12 +199,8 @@ class SparseWorker:
     ) -> None:
         method = self.method
         if not isinstance(method, BlockSparse):
-            logger.info(
-                "sparse attention: %s over %s, %d layers",
-                type(method).__name__,
-                backend,
-                len(layers),
-            )
+            name = type(method).__name__
+            logger.info("sparse attention: %s over %s, %d layers", name, backend, len(layers))
             return
         kv = cache.numel() * cache.element_size() * count
         logger.info(
@@ -234,8 +221,8 @@ class SparseWorker:
     # ----------------------------------------------------------------------------------------------
 
     def begin_step(self, plan: SparsePlan, context: Any) -> None:
-        """Before the model runs. Nothing is measured or tried out here: vLLM may not have run a
-        step yet."""
+        """Before the model runs. Nothing is measured or tried here: vLLM may not have run a step
+        yet."""
         if self.host is None:
             return
         if self._measures:  # the step of that plan had no end
@@ -248,8 +235,7 @@ class SparseWorker:
         self.host.begin_step(plan, context)
 
     def _after_first_steps(self, host: SparseHost, step: Mapping[str, Any]) -> None:
-        """What is tried out or measured by kernels of vLLM's, after a step in which vLLM ran
-        them."""
+        """Try and measure kernels of vLLM's, after a step in which vLLM ran them."""
         learn, self._learn_pages = self._learn_pages, None
         if learn is not None:
             learn(step)
@@ -257,7 +243,7 @@ class SparseWorker:
             self._measured, self._measures = self._measure(host, step), False
 
     def _measure(self, host: SparseHost, step: Mapping[str, Any]) -> int:
-        """From which length on choosing pays; where that cannot be measured, nothing is chosen."""
+        """The break-even length; where it cannot be measured, nothing is chosen."""
         spec = layer_specs(self._kv_cache_config.kv_cache_groups[0].kv_cache_spec)[0]
         began = time.perf_counter()
         try:
@@ -272,34 +258,32 @@ class SparseWorker:
         except Exception as error:
             return self._not_measured(repr(error))
         took = time.perf_counter() - began
-        logger.info(
-            "sparse attention pays from %s tokens on (measured in %.1f s)", length_text(found), took
-        )
+        text = "sparse attention pays from %s tokens on (measured in %.1f s)"
+        logger.info(text, length_text(found), took)
         return found
 
     @staticmethod
     def _not_measured(why: str) -> int:
-        logger.warning(
-            "sparse attention: what it gains could not be measured, so requests stay dense: %s", why
-        )
+        text = "sparse attention: its gain could not be measured, so requests stay dense: %s"
+        logger.warning(text, why)
         return FAILED
 
     def take_measured(self) -> int | None:
-        """What was measured since the last call."""
+        """The measurement since the last call."""
         measured, self._measured = self._measured, None
         return measured
 
     def take_lost(self) -> list[tuple[str, int]]:
-        """Blocks that are neither on the device nor in the store, noticed since the last call:
-        request and ordinal."""
+        """Blocks (request and ordinal) found lost since the last call: neither on the device nor in
+        the store."""
         return [] if self.offload is None else self.offload.take_lost()
 
     def take_counts(self) -> dict[str, float]:
-        """What the method counted since the last call, about once a second."""
+        """The method's counts since the last call, about once a second."""
         return self._counts.take(self.method.stats) if isinstance(self.method, BlockSparse) else {}
 
     def end_step(self) -> None:
-        """After it."""
+        """After the model has run."""
         if self.host is not None:
             self.host.end_step()
         if self.offload is not None:
@@ -309,7 +293,7 @@ class SparseWorker:
             self._after_first_steps(self.host, step)
 
     def stats(self) -> dict[str, float]:
-        """What the method counted."""
+        """The method's counts."""
         return self.method.stats.snapshot() if isinstance(self.method, BlockSparse) else {}
 
     def close(self) -> None:
@@ -326,18 +310,16 @@ class SparseWorker:
 
 
 def _writes(kv_cache_config: Any) -> bool:
-    """Whether this rank is the one that stores its part: of ranks that hold the same KV, the
-    first."""
+    """Whether this rank stores its part: of ranks with the same KV, the first does."""
     from vllm.distributed.parallel_state import get_tp_group
 
-    return bool(
-        get_tp_group().rank_in_group % max(1, getattr(kv_cache_config, "kv_tp_replicas", 1)) == 0
-    )
+    replicas = max(1, getattr(kv_cache_config, "kv_tp_replicas", 1))
+    return bool(get_tp_group().rank_in_group % replicas == 0)
 
 
 def _backend_of(layers: Mapping[str, Any]) -> str:
-    """Name of the attention backend of these layers, which is one of ours;
-    :class:`~ucm.errors.ConfigError` where it is not."""
+    """Name of the attention backend of these layers; :class:`~ucm.errors.ConfigError` if it is not
+    one of ours."""
     for layer in layers.values():
         backend = layer.get_attn_backend()
         if vars(backend).get("ucm_packs_like") is None:
@@ -361,7 +343,7 @@ def _check_kernel_blocks(layer: Any, spec: Any) -> None:
 
 
 def _reduce_over_ranks() -> Callable[..., torch.Tensor] | None:
-    """Adds scores up over the tensor ranks, or takes the greatest; None where there is one rank."""
+    """Returns the sum or the maximum of scores over the tensor ranks; None for one rank."""
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
@@ -369,9 +351,8 @@ def _reduce_over_ranks() -> Callable[..., torch.Tensor] | None:
         return None
 
     def reduce(scores: torch.Tensor, combine: str) -> torch.Tensor:
-        operation = (
-            torch.distributed.ReduceOp.MAX if combine == "max" else torch.distributed.ReduceOp.SUM
-        )
+        operations = torch.distributed.ReduceOp
+        operation = operations.MAX if combine == "max" else operations.SUM
         scores = scores.contiguous()
         torch.distributed.all_reduce(scores, operation, group=group.device_group)
         return scores
