@@ -1,13 +1,13 @@
 """Our attention backends, derived from vLLM's: one for each name, made when it is first selected.
 
-:func:`backend_for` gives vLLM's own class where the engine that is being built has no sparse
+:func:`backend_for` returns vLLM's own class where the engine that is being built has no sparse
 attention, and else a class derived from it with another implementation, metadata builder and KV
-cache spec. It keeps the name, packs the same bytes, and passes through where nothing is selected.
-:mod:`.registering` is the only caller.
+cache spec. It keeps the name and packs the same bytes. :mod:`.registering` is the only caller.
 
-The implementations call the host of this process before and after they compute a layer. vLLM's own
-kernels do the computing, but for rows that choose on a CPU. Without a host, in a profiling run, in
-a layer that the host does not serve, they are vLLM's own code and nothing else."""
+The implementations call the host of this process before and after they compute a layer, by vLLM's
+own kernels, except for rows that choose on a CPU. Without a host, in a profiling run, or in a layer
+that the host does not serve, they only call vLLM's own code.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionBackend
 
 
-#: Made so far, by the name of the backend; for the engine whose configuration stands beside it.
+#: Backends by name, with the configuration of their engine.
 _made: dict[str, tuple[VllmConfig, type[AttentionBackend]]] = {}
 
 
@@ -53,8 +53,7 @@ def derive(base: type[AttentionBackend], vllm_config: VllmConfig) -> type[Attent
     def get_cudagraph_support(
         cls: type, vllm_config: Any, kv_cache_spec: Any
     ) -> AttentionCGSupport:
-        """Blocks are chosen in Python between the kernels: graphs are captured around attention,
-        not over it."""
+        """Blocks are chosen in Python between the kernels: graphs are captured around attention."""
         del cls, vllm_config, kv_cache_spec
         return AttentionCGSupport.NEVER
 
@@ -70,7 +69,7 @@ def derive(base: type[AttentionBackend], vllm_config: VllmConfig) -> type[Attent
     )
 
     def spec_of(cls: type, spec: Any) -> Any:
-        """vLLM's spec for this backend, as one whose manager knows which tokens are exact."""
+        """vLLM's spec for this backend, with a manager that knows the exact tokens."""
         del cls
         return customize_spec(base.customize_spec(spec), vllm_config)
 
@@ -111,8 +110,8 @@ class _Grouped:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Write keys and values to the cache, and show them to the host: a CPU packs its pages, so
-        this is where keys can be read."""
+        """Write keys and values to the cache, and pass keys to the host: a CPU packs its pages, so
+        this is the place to read keys."""
         write = super().do_kv_cache_update  # type: ignore[misc]
         write(layer, key, value, kv_cache, slot_mapping, *args, **kwargs)
         if (host := active_host()) is not None:
@@ -135,17 +134,16 @@ class _Grouped:
         host = active_host()
         call = None if host is None else host.begin_layer(self, layer.layer_name, attn_metadata)
         if host is None or call is None:
-            result: Tensor = compute(
-                layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
-            )
+            given = (query, key, value, kv_cache, attn_metadata, output)
+            result: Tensor = compute(layer, *given, *args, **kwargs)
             return result
         q, k, v, out = host.attention_begin(call, query, key, value, output)
         if (written := host.to_rewrite(call)) is not None and k is not None and v is not None:
             slots = written.slots
             self.do_kv_cache_update(layer, k[: len(slots)], v[: len(slots)], kv_cache, slots)
 
-        def by_vllm(asked: Tensor, metadata: Any, found: Tensor) -> None:
-            compute(layer, asked, k, v, kv_cache, metadata, found, *args, **kwargs)
+        def by_vllm(queries: Tensor, metadata: Any, found: Tensor) -> None:
+            compute(layer, queries, k, v, kv_cache, metadata, found, *args, **kwargs)
 
         if host.attend_by_own_kernel(call, q, out, by_vllm):
             return output
@@ -176,7 +174,7 @@ class _Latent:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Write latent keys to the cache, and show them to the host."""
+        """Write latent keys to the cache, and pass them to the host."""
         write = super().do_kv_cache_update  # type: ignore[misc]
         write(kv_c_normed, k_pe, kv_cache, slot_mapping, *args, **kwargs)
         host = active_host()
@@ -187,23 +185,18 @@ class _Latent:
         self, q: Any, kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
     ) -> Any:
         """Rows of one token, over the blocks that the method kept."""
-        compute = super().forward_mqa  # type: ignore[misc]
-        host = active_host()
-        call = (
-            None
-            if host is None
-            else host.begin_layer(self, layer.layer_name, attn_metadata, phase="decode")
-        )
+        compute, cache = super().forward_mqa, kv_c_and_k_pe_cache  # type: ignore[misc]
+        host, call = active_host(), None
+        if host is not None:
+            call = host.begin_layer(self, layer.layer_name, attn_metadata, phase="decode")
         if host is None or call is None:
-            return compute(q, kv_c_and_k_pe_cache, attn_metadata, layer)
-        asked, key, value, out = host.latent_attention_begin(call, q)
-        self._rewrite(host, call, 0, (key, value), kv_c_and_k_pe_cache, layer._k_scale)
-        found, lse = host.compute(
-            self, call, lambda metadata: compute(asked, kv_c_and_k_pe_cache, metadata, layer)
-        )
+            return compute(q, cache, attn_metadata, layer)
+        query, key, value, out = host.latent_attention_begin(call, q)
+        self._rewrite(host, call, 0, (key, value), cache, layer._k_scale)
+        found, lse = host.compute(self, call, lambda made: compute(query, cache, made, layer))
         if out is not None:  # the kernel makes its output by itself
             found = out.copy_(found.reshape(out.shape)).reshape(found.shape)
-        host.attention_finished(call, asked, key, value, found)
+        host.attention_finished(call, query, key, value, found)
         return found, lse
 
     def forward_mha(
@@ -219,37 +212,25 @@ class _Latent:
         **kwargs: Any,
     ) -> None:
         """Rows of a prompt."""
-        compute = super().forward_mha  # type: ignore[misc]
+        compute, cache = super().forward_mha, kv_c_and_k_pe_cache  # type: ignore[misc]
         host = active_host()
         name = None if host is None else host.name_of(self)
         call: LayerCall | None = None
         if host is not None and name is not None and host.hooked:
             call = host.begin_layer(self, name, attn_metadata, phase="prefill")
         if host is None or call is None:
-            compute(
-                q,
-                kv_c_normed,
-                k_pe,
-                kv_c_and_k_pe_cache,
-                attn_metadata,
-                k_scale,
-                output,
-                *args,
-                **kwargs,
-            )
+            given = (q, kv_c_normed, k_pe, cache, attn_metadata, k_scale, output)
+            compute(*given, *args, **kwargs)
             return
-        asked, key, value, out = host.latent_prompt_begin(call, q, kv_c_normed, k_pe, output)
-        self._rewrite(
-            host, call, attn_metadata.num_decode_tokens, (key, value), kv_c_and_k_pe_cache, k_scale
-        )
-        host.compute(
-            self,
-            call,
-            lambda metadata: compute(
-                asked, key, value, kv_c_and_k_pe_cache, metadata, k_scale, out, *args, **kwargs
-            ),
-        )
-        host.attention_finished(call, asked, key, value, out)
+        query, key, value, out = host.latent_prompt_begin(call, q, kv_c_normed, k_pe, output)
+        begin = attn_metadata.num_decode_tokens
+        self._rewrite(host, call, begin, (key, value), cache, k_scale)
+
+        def run(metadata: Any) -> None:
+            compute(query, key, value, cache, metadata, k_scale, out, *args, **kwargs)
+
+        host.compute(self, call, run)
+        host.attention_finished(call, query, key, value, out)
         if out is not output:
             output.copy_(out)
 

@@ -1,13 +1,14 @@
 """The method of sparse attention inside a worker: which hooks are called, where, and with what.
 
-The connector's worker side makes one host per process, and passes it every step before the model
+The connector's worker side makes one host per process, and calls it every step before the model
 runs (:meth:`SparseHost.begin_step`) and after it (:meth:`SparseHost.end_step`); the implementations
-of :mod:`.backends` call it in each layer. Between the two the method may change what attention
-reads: the query, keys, values, where the output goes, and its copy of the metadata. A hook that
-raises changes nothing, and is logged: the layer is computed as without it.
+of :mod:`.backends` call it in each layer. Between the two the method may change the inputs of
+attention: the query, keys, values, the output, and its copy of the metadata. A hook that raises
+changes nothing, and is logged: the layer is computed as without it.
 
 Hooks around decoder layers and their feed-forward part are torch's own hooks of modules
-(:class:`EagerHooks`), in eager mode only."""
+(:class:`EagerHooks`), in eager mode only.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ from ucm.sparse.method import BlockSparse
 from ucm.sparse.selection import Selection, compact, compact_rows
 
 _LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.\d+$")
-#: What a decoder layer calls the norm before its feed-forward part, which takes and gives hidden
-#: states and residual.
+#: Names of the norm before a layer's feed-forward part, which takes and returns hidden states and
+#: residual.
 _BEFORE_FFN = ("post_attention_layernorm", "pre_feedforward_layernorm", "ln_2")
 
 T = TypeVar("T")
@@ -71,7 +72,7 @@ class _Context:
 
 @dataclass(slots=True)
 class Written:
-    """Keys that went into the cache of a layer in this step."""
+    """Keys that were written to the cache of a layer in this step."""
 
     name: str
     slots: Tensor  # of all tokens of the step
@@ -88,42 +89,36 @@ class LayerCall:
     original: Any
     made: Any  # the copy of the metadata
     context: _Context
-    selection: Selection | None = None  # what its rows keep, where our kernel may compute them
-    placed: bool = False  # blocks of its rows are elsewhere than the original says
+    selection: Selection | None = None  # of its rows, where our kernel may compute them
+    placed: bool = False  # blocks of its rows are elsewhere than in the original
 
 
 class SparseHost:
     """Calls the hooks of one method."""
 
     def __init__(self, method: UcmSparseBase, layers: Mapping[str, Any]) -> None:
-        """``layers``: vLLM's attention layers whose KV is in the one group that is served, by
-        name."""
+        """``layers``: vLLM's attention layers of the one served KV group, by name."""
         self.method = method
         self.layers = self._layers = dict(layers)
         self._names = {id(layer.impl): name for name, layer in self._layers.items()}
         self._rewriter = Rewriter()
-        #: Where blocks may be elsewhere than vLLM put them.
+        #: Places of blocks that are not where vLLM put them.
         self.offload: Offload | None = None
         self._rows: Sequence[SparseRow | None] = ()
         self._context: Any = None
         self._phase: str | None = None
         self._written: Written | None = None  # in the layer that is computed now
         self.blocks = method if isinstance(method, BlockSparse) else None
-        #: Whether the hooks around attention are a user's. The first may change whatever it is
-        #: handed, so it gets copies, and keys are written again after it; ours only puts other
-        #: block tables and lengths into the metadata.
+        #: Whether the hook before attention is a user's: it may change its arguments, so it gets
+        #: copies, and keys are written again after it.
         self.changes = _own(method, "attention_begin")
         self._observes = _own(method, "attention_finished")
-        #: Whether either is.
         self.hooked = self.changes or self._observes
         #: Whether rows that choose are computed by ucm's kernel (:func:`~.tables.attend`). A hook
-        #: after attention that only reads is shown the metadata that vLLM's kernel computed with.
-        self.uses_own_kernel = (
-            self.blocks is not None
-            and self.blocks.settings.attention_kernel == "auto"
-            and not self.hooked
-            and reads_pages_of(self._layers)
-        )
+        #: after attention that only reads gets the metadata of vLLM's kernel.
+        blocks = self.blocks
+        wanted = blocks is not None and blocks.settings.attention_kernel == "auto"
+        self.uses_own_kernel = wanted and not self.hooked and reads_pages_of(self._layers)
 
     # A step
     # ----------------------------------------------------------------------------------------------
@@ -135,7 +130,7 @@ class SparseHost:
         self._written, self._rows = None, ()
         if self.offload is not None:
             self.offload.begin_step(plan.offloaded, [*plan.given_back, *plan.finished])
-        if self.blocks is not None:  # after what leaves them was put aside
+        if self.blocks is not None:  # after blocks that leave were put aside
             self.blocks.store.invalidate(plan.given)
         for request_id in plan.finished:
             self._call("request_finished_in_worker", None, request_id)
@@ -152,48 +147,39 @@ class SparseHost:
     def end_step(self) -> None:
         """The model has run."""
         if self._call("execute_finished", None, None) is not None:
-            throttle.warning(
-                "execute_finished",
-                "execute_finished returned logits indices: vLLM offers no way to change them there,"
-                " so they are not used",
-            )
+            text = "execute_finished returned logits indices, which vLLM has no use for: ignored"
+            throttle.warning("execute_finished", text)
         self._call("clear_sparse_metadata", None)
         self._context = self._written = None
 
     def _batch(self, plan: SparsePlan, context: Any) -> Any:
-        """What the method gets of the step: its own metadata, or the rows in the order of the
+        """The metadata of the step for the method: its own, or the rows in the order of the
         batch."""
         batch = plan.metadata if plan.metadata is not None else SparseBatch()
-        if isinstance(batch, SparseBatch):
-            batch.finished = plan.finished
-            batch.rows = []
-            metadata = getattr(context, "attn_metadata", None)
-            first = (
-                next((metadata[name] for name in self._layers if name in metadata), None)
-                if metadata
-                else None
-            )
-            if first is not None and plan.rows:
-                rows = in_order(plan, first)
-                # what has left is not read, whatever becomes of the other rows
-                if self.offload is not None:
-                    self._rows = by_last_block(plan, first)
-                if rows is None:
-                    throttle.warning(
-                        "rows", "the rows of a step could not be assigned to requests: it is dense"
-                    )
-                batch.rows = rows or []
+        if not isinstance(batch, SparseBatch):
+            return batch
+        batch.finished, batch.rows = plan.finished, []
+        metadata = getattr(context, "attn_metadata", None) or {}
+        first = next((metadata[name] for name in self._layers if name in metadata), None)
+        if first is not None and plan.rows:
+            rows = in_order(plan, first)
+            if self.offload is not None:  # blocks that left are not read, in any row
+                self._rows = by_last_block(plan, first)
+            if rows is None:
+                text = "the rows of a step could not be assigned to requests: it is dense"
+                throttle.warning("rows", text)
+            batch.rows = rows or []
         return batch
 
     # Layers
     # ----------------------------------------------------------------------------------------------
 
     def name_of(self, impl: Any) -> str | None:
-        """Name of the layer of an implementation that does not know it."""
+        """Name of the layer of an implementation."""
         return self._names.get(id(impl))
 
     def keys_written(self, name: str, key: Tensor, slot_mapping: Tensor) -> None:
-        """Keys ``[t, h, d]`` went into the cache of a layer."""
+        """Keys ``[t, h, d]`` were written to the cache of a layer."""
         if self._context is None or name not in self._layers:
             return
         self._written = Written(name, slot_mapping)
@@ -215,18 +201,17 @@ class SparseHost:
             self._call("write_keys", None, name, key[:, None], slot_mapping)
 
     def to_rewrite(self, call: LayerCall) -> Written | None:
-        """What has to be written again once the hook before attention has run, for a user's was
-        handed keys and values and may have changed them, in place as well. It is all that was
-        written, into the same slots, so that representations of blocks are made anew."""
+        """What is written again after a user's hook before attention, which may have changed keys
+        and values: all that was written, into the same slots, so that representations are made
+        again."""
         written = self._written
-        return (
-            written if self.changes and written is not None and written.name == call.name else None
-        )
+        ours = self.changes and written is not None and written.name == call.name
+        return written if ours else None
 
     def begin_layer(
         self, impl: Any, name: str, metadata: Any, phase: str | None = None
     ) -> LayerCall | None:
-        """What the hooks of a layer are called with; None: the layer is computed by vLLM alone."""
+        """The arguments of a layer's hooks; None: the layer is computed by vLLM alone."""
         del impl
         if metadata is None or name not in self._layers:
             return None
@@ -234,8 +219,7 @@ class SparseHost:
             if self.offload is not None and self.offload.holds_any:
                 raise RuntimeError(
                     "sparse attention: blocks of requests have left the device, and this step's"
-                    " plan did not arrive, so where they are is not known; a dense layer would read"
-                    " blocks of other requests"
+                    " plan did not arrive; a dense layer would read blocks of other requests"
                 )
             return None
         selects = self.blocks is not None and self.blocks.selects(name)
@@ -249,15 +233,14 @@ class SparseHost:
     def attention_begin(
         self, call: LayerCall, query: Tensor, key: Any, value: Any, output: Tensor
     ) -> tuple[Tensor, Any, Any, Tensor]:
-        """The hook before attention: what it returns is used."""
+        """The hook before attention; its results are used."""
         given = (query, key, value, output)
         if self.offload is not None and self.offload.has_any(self._rows):
             self._choose(call, query, call.made)
             return given
         if self.uses_own_kernel and call.original.dynamic_causal is None:
-            call.selection = self._call(
-                "select_rows", None, call.name, query, call.original.block_table
-            )
+            table = call.original.block_table
+            call.selection = self._call("select_rows", None, call.name, query, table)
             return given
         return self._begin(call, given)
 
@@ -268,45 +251,46 @@ class SparseHost:
         output: Tensor,
         compute: Callable[[Tensor, Any, Tensor], Any],
     ) -> bool:
-        """Attention of a layer where some of its rows chose, by ucm's kernel and for the other rows
-        by vLLM's, ``compute(query, metadata, output)``. False: the layer is still to be computed,
-        from the copy of its metadata."""
+        """Attention of a layer where some rows chose, by ucm's kernel and for the other rows by
+        vLLM's, ``compute(query, metadata, output)``. False: the layer is still to be computed, from
+        the copy of its metadata."""
         selection, made = call.selection, call.made
         if selection is None:
             return False
         assert self.blocks is not None
         size = self.blocks.selector.geometry.block_size
-        # the end of a stored prompt
+        # the end of a stored prompt has several queries
         if int(made.query_start_loc.diff().index_select(0, selection.rows).max()) > 1:
-            if not call.placed:
-                made.block_table, made.seq_lens = compact_rows(
-                    selection, made.block_table, made.seq_lens, size
-                )
+            self._compact(call, selection, size)
             return False
         try:
+            table, lens = made.block_table, made.seq_lens
             if call.placed:
-                tables = (
-                    made.block_table.index_select(0, selection.rows),
-                    made.seq_lens.index_select(0, selection.rows),
-                )
+                picked = [whole.index_select(0, selection.rows) for whole in (table, lens)]
+                tables = picked[0], picked[1]
             else:
-                tables = compact(selection, made.block_table, made.seq_lens, size)
+                tables = compact(selection, table, lens, size)
             attend(call.layer, selection.rows, tables, made, query, output, compute, self._rewriter)
         except Exception as error:
-            logger.warning(
-                "sparse attention: ucm's kernel failed, so vLLM's computes from here on: %r", error
-            )
+            text = "sparse attention: ucm's kernel failed, so vLLM's computes from here on: %r"
+            logger.warning(text, error)
             self.uses_own_kernel = False
-            if not call.placed:
-                made.block_table, made.seq_lens = compact_rows(
-                    selection, made.block_table, made.seq_lens, size
-                )
+            self._compact(call, selection, size)
             return False
         return True
 
+    @staticmethod
+    def _compact(call: LayerCall, selection: Selection, size: int) -> None:
+        """Put the selection into the copy of the metadata, unless it is there."""
+        if not call.placed:
+            made = call.made
+            found = compact_rows(selection, made.block_table, made.seq_lens, size)
+            made.block_table, made.seq_lens = found
+
     def _choose(self, call: LayerCall, query: Tensor, part: Any) -> None:
-        """As the method does by itself, with blocks that have left where they are now. Nothing here
-        may fail into a dense layer: what has left is not where vLLM's table says."""
+        """As the method does by itself, with blocks that have left at their present places. After
+        any failure here the layer must not be dense: those blocks are not where vLLM's table
+        says."""
         assert self.blocks is not None
         assert self.offload is not None
         call.placed = True
@@ -315,9 +299,8 @@ class SparseHost:
         try:
             selection = self.blocks.select_rows(call.name, query, table)
         except Exception as error:
-            throttle.warning(
-                "choose", "blocks could not be chosen; what is there is attended to: %r", error
-            )
+            text = "blocks could not be chosen; resident ones are attended to: %r"
+            throttle.warning("choose", text, error)
         if selection is None:
             part.block_table, part.seq_lens = table.clone(), lens.clone()
         else:
@@ -334,16 +317,13 @@ class SparseHost:
         """The same for the rows of prompts with latent attention, from which no blocks are
         chosen."""
         given, codes = (query, latent, rope, output), self._codes(call.name)
-        return (
-            self._begin(call, given, decode_ql_nope=None, decode_q_pe=None, k_hash=codes)
-            if self.changes
-            else given
-        )
+        if not self.changes:
+            return given
+        return self._begin(call, given, decode_ql_nope=None, decode_q_pe=None, k_hash=codes)
 
     def latent_attention_begin(self, call: LayerCall, query: Any) -> tuple[Any, Any, Any, Any]:
         """The same for rows of one token with latent attention. ``query`` is that over the latent,
-        in two parts or joined. Where the output that is returned is None, it is what the kernel
-        makes."""
+        in two parts or joined. A returned output of None is made by the kernel."""
         rank = query[0].shape[-1] if isinstance(query, tuple) else call.layer.kv_lora_rank
         if isinstance(query, tuple) and self.hooked:
             query = torch.cat(query, dim=-1)
@@ -355,9 +335,8 @@ class SparseHost:
         if self.offload is not None and self.offload.has_any(self._rows):
             self._choose(call, torch.cat([latent, rope], dim=-1), call.made.decode)
             return given
-        return self._begin(
-            call, given, decode_ql_nope=latent, decode_q_pe=rope, k_hash=self._codes(call.name)
-        )
+        codes = self._codes(call.name)
+        return self._begin(call, given, decode_ql_nope=latent, decode_q_pe=rope, k_hash=codes)
 
     def _keys_of(self, name: str, tokens: int) -> tuple[Tensor | None, Tensor | None]:
         """Latent and rotary part of the keys of the first tokens of the step."""
@@ -374,7 +353,7 @@ class SparseHost:
         return kept if kept.dtype == torch.uint8 else None
 
     def compute(self, impl: Any, call: LayerCall, run: Callable[[Any], T]) -> T:
-        """Attention over what the hook left in its copy of the metadata."""
+        """Attention with the hook's copy of the metadata."""
         metadata = call.original
         try:
             metadata = self._rewriter.complete(
@@ -383,20 +362,15 @@ class SparseHost:
         except Exception as error:
             if call.placed:  # the original names blocks of other requests by now
                 raise
-            throttle.warning(
-                "metadata", "changed metadata could not be used, a layer is dense: %r", error
-            )
+            text = "changed metadata could not be used, a layer is dense: %r"
+            throttle.warning("metadata", text, error)
         return run(metadata)
 
     def heads_chose_apart(self, call: LayerCall) -> bool:
         """Whether the copy of the metadata has a block table for each KV head."""
-        table = call.made.block_table
-        return (
-            self.blocks is not None
-            and self.blocks.policy.heads == "kv"
-            and isinstance(table, Tensor)
-            and table.dim() == 3
-        )
+        table, blocks = call.made.block_table, self.blocks
+        per_head = blocks is not None and blocks.policy.heads == "kv"
+        return per_head and isinstance(table, Tensor) and table.dim() == 3
 
     def metadata_of_heads(self, impl: Any, call: LayerCall, rows: HeadRows) -> Any:
         """The metadata of rows that are split by KV head."""
@@ -419,8 +393,8 @@ class SparseHost:
     def _begin(
         self, call: LayerCall, given: tuple[Any, Any, Any, Any], **kwargs: Any
     ) -> tuple[Any, Any, Any, Any]:
-        """What the hook before attention returned; where that cannot be used, what it was given,
-        and the metadata is as it was."""
+        """The result of the hook before attention; where it cannot be used, its arguments, with the
+        metadata as before."""
         query, key, value, output = given
         arguments, failed = (
             (query, key, value, call.name, call.context, output, call.phase),
@@ -431,12 +405,11 @@ class SparseHost:
             query, key, value, output = found
             return query, key, value, output
         if found is not failed:
-            throttle.warning(
-                "result attention_begin",
+            text = (
                 "attention_begin of %s did not return query, key, value and output in the shapes"
-                " that it was given; it changes nothing",
-                type(self.method).__name__,
+                " that it was given; it changes nothing"
             )
+            throttle.warning("result attention_begin", text, type(self.method).__name__)
         call.made = copy_of(call.original, call.phase, deep=self.changes)
         return given
 
@@ -444,9 +417,8 @@ class SparseHost:
         try:
             return getattr(self.method, hook)(*args, **kwargs)
         except Exception as error:
-            throttle.warning(
-                f"hook {hook}", "%s of %s failed: %r", hook, type(self.method).__name__, error
-            )
+            kind = type(self.method).__name__
+            throttle.warning(f"hook {hook}", "%s of %s failed: %r", hook, kind, error)
             return default
 
     def close(self) -> None:
@@ -458,14 +430,12 @@ class SparseHost:
 
 def _own(method: UcmSparseBase, hook: str) -> bool:
     """Whether a hook is a user's, not one of ours."""
-    return method.overrides(hook) and not getattr(type(method), hook).__module__.startswith(
-        "ucm.sparse."
-    )
+    module = getattr(type(method), hook).__module__
+    return method.overrides(hook) and not module.startswith("ucm.sparse.")
 
 
 def _summary(plan: SparsePlan) -> Any:
-    """What ``execute_begin`` gets: the part of vLLM's SchedulerOutput that a worker needs, on
-    both model runners."""
+    """The argument of ``execute_begin``: the part of vLLM's SchedulerOutput that a worker needs."""
     scheduled = {row.request_id: row.queries for row in plan.rows}
     return SimpleNamespace(
         num_scheduled_tokens=scheduled,
@@ -476,23 +446,16 @@ def _summary(plan: SparsePlan) -> Any:
 
 def served_layers(vllm_config: Any, names: Sequence[str]) -> dict[str, Any]:
     """Of the layers of a KV cache group, those in which blocks can be left out: decoder layers that
-    see all of their context and weigh a key by what it is, not by where it stands in the table."""
+    see all of their context and weigh a key by its value, not by its place in the table."""
     found = {}
     for name in names:
         layer = vllm_config.compilation_config.static_forward_context.get(name)
         impl = getattr(layer, "impl", None)
-        if (
-            layer is None
-            or impl is None
-            or getattr(layer, "kv_sharing_target_layer_name", None) is not None
-        ):
+        shares = getattr(layer, "kv_sharing_target_layer_name", None) is not None
+        if layer is None or impl is None or shares or not _attends_backwards(impl):
             continue
         window = getattr(layer, "sliding_window", None)
-        if (
-            window is None
-            and getattr(impl, "alibi_slopes", None) is None
-            and _attends_backwards(impl)
-        ):
+        if window is None and getattr(impl, "alibi_slopes", None) is None:
             found[name] = layer
     return found
 
@@ -511,24 +474,21 @@ class EagerHooks:
         wanted = [hook for hook in EAGER_HOOKS if method.overrides(hook)]
         if not wanted:
             return
+        kind, names = type(method).__name__, ", ".join(wanted)
         if not eager:
             logger.warning(
                 "sparse attention: %s of %s are called in eager mode only, and this engine compiles"
                 " its model: none is called (--enforce-eager has them called)",
-                ", ".join(wanted),
-                type(method).__name__,
+                names,
+                kind,
             )
             return
-        logger.info(
-            "sparse attention: %s of %s are called: eager mode",
-            ", ".join(wanted),
-            type(method).__name__,
-        )
+        logger.info("sparse attention: %s of %s are called: eager mode", names, kind)
         self._first = torch.nn.modules.module.register_module_forward_pre_hook(self._found)
         self._handles.append(self._first)
 
     def remove(self) -> None:
-        """Take all hooks away again."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -541,30 +501,25 @@ class EagerHooks:
         for layer in layers:
             self._hang(layer)
         if not layers:
-            logger.warning(
-                "sparse attention: %s has no decoder layers that can be hooked",
-                type(model).__name__,
-            )
+            text = "sparse attention: %s has no decoder layers that can be hooked"
+            logger.warning(text, type(model).__name__)
 
     def _hang(self, layer: torch.nn.Module) -> None:
-        method = self._method
+        method, handles = self._method, self._handles
         if method.overrides("layer_begin"):
-            self._handles.append(
-                layer.register_forward_pre_hook(self._layer_begin, with_kwargs=True)
-            )
+            begin = self._layer_begin
+            handles.append(layer.register_forward_pre_hook(begin, with_kwargs=True))
         if method.overrides("ffn_finished") or method.overrides("layer_finished"):
-            self._handles.append(
-                layer.register_forward_hook(self._layer_finished, with_kwargs=True)
-            )
+            finished = self._layer_finished
+            handles.append(layer.register_forward_hook(finished, with_kwargs=True))
         norm = next((getattr(layer, name) for name in _BEFORE_FFN if hasattr(layer, name)), None)
         if method.overrides("ffn_begin") and norm is not None:
-            self._handles.append(norm.register_forward_hook(self._ffn_begin))
+            handles.append(norm.register_forward_hook(self._ffn_begin))
 
     def _layer_begin(self, _layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = ("positions", "hidden_states", "residual")
-        given = dict(zip(names, args, strict=False)) | {
-            name: kwargs[name] for name in names if name in kwargs
-        }
+        given = dict(zip(names, args, strict=False))
+        given |= {name: kwargs[name] for name in names if name in kwargs}
         if len(given) != len(names):
             return None
         found = dict(zip(names, self._call("layer_begin", *given.values()), strict=True))
@@ -578,21 +533,18 @@ class EagerHooks:
         if not (isinstance(output, tuple) and len(output) == 2):
             return None
         positions = args[0] if args else kwargs.get("positions")
-        # The feed-forward part is the last of a layer: what the layer gives is what that part gave.
+        # The feed-forward part is the last of a layer: its output is that of the layer.
         hidden, residual = self._call("ffn_finished", *output)
         _, hidden, residual = self._call("layer_finished", positions, hidden, residual)
         return hidden, residual
 
     def _ffn_begin(self, _norm: Any, _args: Any, output: Any) -> Any:
-        return (
-            self._call("ffn_begin", *output)
-            if isinstance(output, tuple) and len(output) == 2
-            else None
-        )
+        pair = isinstance(output, tuple) and len(output) == 2
+        return self._call("ffn_begin", *output) if pair else None
 
     def _call(self, hook: str, *given: Any) -> tuple[Any, ...]:
-        """What a hook returns; what it was given where it raises, or returns something else than as
-        much."""
+        """The results of a hook; its arguments where it raises, or returns another number of
+        values."""
         method = type(self._method).__name__
         try:
             found = getattr(self._method, hook)(*given)
@@ -600,25 +552,18 @@ class EagerHooks:
             throttle.warning(f"hook {hook}", "%s of %s failed: %r", hook, method, error)
             return given
         if not fits(found, given):
-            throttle.warning(
-                f"result {hook}",
-                "%s of %s did not return %d tensors as it was given; its result is not used",
-                hook,
-                method,
-                len(given),
-            )
+            text = "%s of %s did not return %d tensors as it was given; its result is not used"
+            throttle.warning(f"result {hook}", text, hook, method, len(given))
             return given
         return tuple(found)
 
 
 def fits(found: Any, given: Sequence[Any]) -> bool:
     """Whether a hook returned as many values as it was given, and tensors of the same shape and
-    kind for tensors. Anything else fails in code that is not the hook's."""
-    return (
-        isinstance(found, tuple | list)
-        and len(found) == len(given)
-        and all(map(_alike, found, given))
-    )
+    kind for tensors."""
+    if not isinstance(found, tuple | list) or len(found) != len(given):
+        return False
+    return all(map(_alike, found, given))
 
 
 def _alike(found: Any, given: Any) -> bool:

@@ -1,15 +1,14 @@
-"""Requests whose middle blocks are in the store, and of which the device holds those that are
-chosen.
+"""Requests whose middle blocks are in the store, and of which the device holds the chosen ones.
 
 A request that decodes keeps the blocks of its windows where vLLM put them. The others have left the
-device, or were never loaded (a prompt that was stored before). It was given *hot* blocks for them,
-and in each layer a hot block holds the KV of whichever block was chosen there. What is chosen and
-not there is loaded, this layer alone, and waited for within the step's bound. A block that still is
-not there is left out of the step and counted: nothing is ever read that was not loaded.
+device, or were never loaded (a stored prompt). It has *hot* blocks instead, each of which holds in
+each layer the KV of some chosen block. A chosen block that is not there is loaded, this layer
+alone, and waited for within the step's bound. A late block is left out of the step and counted:
+only loaded blocks are read.
 
 The representations of blocks that leave are kept in rows behind those of the device, so choosing
-reads no KV. What the next steps will likely choose is brought into the store's upper tiers
-besides, by a :class:`~ucm.sparse.residency.PrefetchEngine`.
+reads no KV. Blocks that the next steps will likely choose are brought into the store's upper tiers
+too, by a :class:`~ucm.sparse.residency.PrefetchEngine`.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ SPARE = 4
 
 
 def spare_rows(num_blocks: int) -> int:
-    """How many blocks may have left a device of ``num_blocks``: the scheduler side and the workers
-    must agree."""
+    """How many blocks may have left a device of ``num_blocks``; the same on both sides."""
     return SPARE * num_blocks
 
 
@@ -47,28 +45,28 @@ class _Request:
     """One request, some of whose blocks have left."""
 
     begin: int  # logical: the first that has left
-    ids: list[bytes] = field(default_factory=list)  # record ids of those that have, in their order
-    rows: list[int] = field(default_factory=list)  # where their representations are
+    ids: list[bytes] = field(default_factory=list)  # record ids of those that have left, in order
+    rows: list[int] = field(default_factory=list)  # of their representations
     hot: list[int] = field(default_factory=list)  # device blocks
     layers: dict[int, Residency] = field(default_factory=dict)
     predictors: dict[int, Predictor] = field(default_factory=dict)
 
     @property
     def end(self) -> int:
-        """The first behind them, which is where vLLM put it."""
+        """The first block behind them."""
         return self.begin + len(self.ids)
 
 
 @dataclass(slots=True)
 class _Wanted:
-    """What a row of the step is to attend to in one layer."""
+    """The blocks that a row of the step attends to in one layer."""
 
     place: int  # in the batch
     request: _Request
     row: SparseRow
     residency: Residency
     kept: list[int]  # logical blocks, ascending
-    chosen: bool  # for this row, and not merely there
+    chosen: bool  # for this row; else they are all resident ones
     last_tokens: int  # of the last one
 
     @property
@@ -77,21 +75,19 @@ class _Wanted:
         return [block for block in self.kept if self.request.begin <= block < self.request.end]
 
     def found(self, table: Tensor) -> Tensor:
-        """Device blocks of what is kept and there, in the order of the tokens; ``table`` is the
-        row's of vLLM."""
+        """Device blocks of the kept and resident ones, in the order of the tokens; ``table`` is
+        the row's of vLLM."""
         request, there = self.request, self.residency.resident
-        usable = self.residency.usable(self.middle)
         before = [block for block in self.kept if block < request.begin]
         behind = [block for block in self.kept if block >= request.end]
-        hot = torch.tensor(
-            [request.hot[there[block]] for block in usable], dtype=table.dtype, device=table.device
-        )
-        return torch.cat([table[before], hot, table[behind]])
+        hot = [request.hot[there[block]] for block in self.residency.usable(self.middle)]
+        middle = torch.tensor(hot, dtype=table.dtype, device=table.device)
+        return torch.cat([table[before], middle, table[behind]])
 
 
 @dataclass(slots=True)
 class _Loading:
-    """A load that was not waited for to its end."""
+    """A load that did not end in its step."""
 
     task: Any
     store: Any
@@ -99,7 +95,7 @@ class _Loading:
 
 
 class Offload:
-    """Those of one worker."""
+    """The offload of one worker."""
 
     def __init__(
         self,
@@ -110,8 +106,8 @@ class Offload:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``places``: number of a layer -> its place among those of this rank; ``store`` gives the
-        store by layers, None while it is not open; ``record_ids`` makes the ids of joined keys on
+        """``places``: number of a layer -> its place among those of this rank; ``store`` returns
+        the store by layers, None before it is open; ``record_ids`` makes the ids of joined keys on
         this rank."""
         self._method = method
         self._places = dict(places)
@@ -124,9 +120,8 @@ class Offload:
         self._late: list[_Loading] = []
         self._lost: dict[tuple[str, int], None] = {}
         settings = method.settings
-        self._prefetch = (
-            PrefetchEngine(settings, self._bring_up) if settings.prefetch_enabled else None
-        )
+        prefetches = settings.prefetch_enabled
+        self._prefetch = PrefetchEngine(settings, self._bring_up) if prefetches else None
         #: Ids of blocks that will likely be chosen soon, the likeliest of each layer first, by
         #: request in the order of the step's rows.
         self._foreseen: dict[str, dict[bytes, None]] = {}
@@ -135,8 +130,8 @@ class Offload:
     # ----------------------------------------------------------------------------------------------
 
     def begin_step(self, changes: Sequence[OffloadChange], ended: Sequence[str]) -> None:
-        """Blocks have left, or are about to be written to by others: before anything of the step is
-        computed."""
+        """Process blocks that have left, or will be written by others, before anything of the step
+        is computed."""
         given_back: set[int] = set()  # layers of requests that have ended, by identity
         for request_id in ended:
             request = self._requests.pop(request_id, None)
@@ -151,8 +146,8 @@ class Offload:
             self._change(change)
 
     def end_step(self) -> None:
-        """The model has run: have brought up what the next steps will likely choose, of the first
-        rows first."""
+        """The model has run: prefetch the likely choices of the next steps, those of the first rows
+        first."""
         foreseen, self._foreseen = self._foreseen, {}
         if self._prefetch is None:
             return
@@ -167,15 +162,14 @@ class Offload:
             self._prefetch.shutdown()
 
     def _ended(self, loading: _Loading, given_back: set[int]) -> bool:
-        """Whether a late load has ended. Where it writes into blocks that are given to others in
-        this step it is waited for: its time is over, so no more than a copy can be under way."""
+        """Whether a late load has ended. One that writes into blocks that are given to others in
+        this step is waited for: its time is over, so at most a copy is under way."""
         if not any(id(residency) in given_back for residency, _ in loading.wanted):
             return self._settle(loading, 0.0)
         if self._settle(loading, self._bound_s):
             return True
-        throttle.warning(
-            "late", "a load did not end in its time, and its blocks are given to other requests"
-        )
+        text = "a load did not end in its time, and its blocks are given to other requests"
+        throttle.warning("late", text)
         return False
 
     def _change(self, change: OffloadChange) -> None:
@@ -187,7 +181,7 @@ class Offload:
         if len(change.blocks):
             request.ids += self._record_ids(change.keys)
             request.rows += self._method.store.adopt(change.blocks)
-            # The first window is never scored, so it does not matter what stands there.
+            # The first window is never scored, so any row will do for it.
             self._method.set_rep_rows(change.request, [0] * request.begin + request.rows)
             self._check_representations(change.request, request, len(change.blocks))
         request.hot += change.hot
@@ -195,22 +189,19 @@ class Offload:
             residency.capacity = len(request.hot)
 
     def _check_representations(self, name: str, request: _Request, new: int) -> None:
-        """Of the ``new`` last blocks that have left: one without a representation can never be
-        chosen, so it is as good as lost (it was filled by another connector, or could not be
-        encoded), and its request is to compute it."""
+        """Of the ``new`` last blocks that have left, one without a representation can never be
+        chosen: it counts as lost (it was filled by another connector, or could not be encoded), and
+        its request computes it again."""
         rows = request.rows[-new:]
         missing = set(self._method.store.missing(rows))
         if missing:
             first = next(place for place, row in enumerate(rows) if row in missing)
             self._lost[name, request.end - new + first] = None
-            throttle.warning(
-                "unselectable",
-                "%d blocks left without a representation: computed again",
-                len(missing),
-            )
+            text = "%d blocks left without a representation: computed again"
+            throttle.warning("unselectable", text, len(missing))
 
     def rows_of(self, request_id: str) -> Sequence[int]:
-        """Where the representations of a request's blocks are that are not on the device, in their
+        """The rows of the representations of a request's blocks that are not on the device, in
         order."""
         request = self._requests.get(request_id)
         return () if request is None else request.rows
@@ -222,9 +213,8 @@ class Offload:
 
     def has_any(self, rows: Sequence[SparseRow | None]) -> bool:
         """Whether blocks of any of these have left."""
-        return bool(self._requests) and any(
-            row is not None and row.request_id in self._requests for row in rows
-        )
+        names = (row.request_id for row in rows if row is not None)
+        return bool(self._requests) and any(name in self._requests for name in names)
 
     # Layers
     # ----------------------------------------------------------------------------------------------
@@ -238,20 +228,16 @@ class Offload:
         table: Tensor,
         lens: Tensor,
     ) -> None:
-        """Write into ``table`` and ``lens``, which are the caller's own, what rows attend to whose
-        blocks have left.
+        """Write the blocks of rows with offloaded blocks into ``table`` and ``lens``, which are the
+        caller's own.
 
-        ``selection``: what was chosen of their blocks; a row that is not in it, or that it has keep
-        all (its choice is late), keeps its windows and what is there. ``rows``: None for one that
-        no request is known of. ``original [rows, N]`` is vLLM's block table, which is right outside
-        of what has left.
+        ``selection``: the choice for these rows; a row that is not in it, or whose choice is late,
+        keeps its windows and its resident blocks. ``rows``: None for an unknown request. ``original
+        [rows, N]`` is vLLM's block table, which is right outside of the offloaded blocks.
         """
         size = self._method.selector.geometry.block_size
-        numbers = (
-            {}
-            if selection is None
-            else {int(row): i for i, row in enumerate(selection.rows.tolist())}
-        )
+        chose = [] if selection is None else selection.rows.tolist()
+        numbers = {int(row): number for number, row in enumerate(chose)}
         wanted: list[_Wanted] = []
         for place, row in enumerate(rows[: len(original)]):
             request = None if row is None else self._requests.get(row.request_id)
@@ -263,12 +249,10 @@ class Offload:
             kept = [] if number is None or selection is None else selection.kept(number).tolist()
             chosen = 0 < len(kept) < blocks
             if not chosen:
-                kept = sorted(
-                    [*range(request.begin), *residency.resident, *range(request.end, blocks)]
-                )
-            wanted.append(
-                _Wanted(place, request, row, residency, kept, chosen, (row.tokens - 1) % size + 1)
-            )
+                outside = [*range(request.begin), *range(request.end, blocks)]
+                kept = sorted([*outside, *residency.resident])
+            tokens = (row.tokens - 1) % size + 1
+            wanted.append(_Wanted(place, request, row, residency, kept, chosen, tokens))
         self._bring(layer, wanted)
         for each in wanted:
             self._foresee(layer, each)
@@ -278,23 +262,20 @@ class Offload:
 
     def _resident(self, request: _Request, layer: int) -> Residency:
         if layer not in request.layers:
-            settings = self._method.settings
-            request.layers[layer] = Residency(
-                len(request.hot), eviction=settings.eviction, stats=self._method.stats
-            )
-            request.predictors[layer] = Predictor(stats=self._method.stats)
+            eviction, stats = self._method.settings.eviction, self._method.stats
+            request.layers[layer] = Residency(len(request.hot), eviction=eviction, stats=stats)
+            request.predictors[layer] = Predictor(stats=stats)
         return request.layers[layer]
 
     def _bring(self, layer: int, wanted: Sequence[_Wanted]) -> None:
-        """Load what is wanted and not there, of all rows at once, and wait for it. What does not
-        come before the step's time is over is left out, and so is what had no time at all."""
+        """Load wanted blocks that are not resident, of all rows at once, and wait for them. Blocks
+        that are not loaded in the step's time are left out."""
         ids: list[bytes] = []
         targets: list[int] = []
         loads: list[tuple[Residency, int]] = []
         for each in wanted:
             request, predictor = each.request, each.request.predictors[layer]
-            # What was chosen says nothing of its scores: how much a block matters is how often it
-            # was chosen.
+            # A choice says nothing of its scores: a block's weight is how often it was chosen.
             middle = predictor.by_use(each.middle)
             if each.chosen:
                 predictor.record(middle)
@@ -307,14 +288,12 @@ class Offload:
         store, left = self._store(), self._deadline - self._clock()
         task = None
         if store is not None and left > 0:
+            place, slots = self._places[layer], np.array(targets, dtype=np.int64)
             try:
-                task = store.load_layer(
-                    self._places[layer], ids, np.array(targets, dtype=np.int64), left
-                )
+                task = store.load_layer(place, ids, slots, left)
             except Exception as error:
-                throttle.warning(
-                    "hot blocks", "blocks could not be loaded, and are left out: %r", error
-                )
+                text = "blocks could not be loaded, and are left out: %r"
+                throttle.warning("hot blocks", text, error)
         if task is None:
             for residency, block in loads:
                 residency.failed(block)
@@ -324,7 +303,7 @@ class Offload:
             self._late.append(loading)
 
     def _settle(self, loading: _Loading, seconds: float) -> bool:
-        """Wait so long for a load, and note what it brought; False: it has not ended."""
+        """Wait up to ``seconds`` for a load, and process its result; False: it has not ended."""
         failed: set[int] = set()
         lost: set[int] = set()
         try:
@@ -337,9 +316,8 @@ class Offload:
         except (DeadlineError, BusyError):  # it has not ended
             return False
         except Exception as error:
-            throttle.warning(
-                "hot blocks", "blocks could not be loaded, and are left out: %r", error
-            )
+            text = "blocks could not be loaded, and are left out: %r"
+            throttle.warning("hot blocks", text, error)
             failed = set(range(len(loading.wanted)))
         for row, (residency, block) in enumerate(loading.wanted):
             if row in failed:
@@ -351,9 +329,8 @@ class Offload:
         return True
 
     def _foresee(self, layer: int, each: _Wanted) -> None:
-        """Note what a request will likely choose next in a layer, and has not there: the choices
-        that are made and wait for their step, where there is a lag, else what its predictor
-        says."""
+        """Note the likely next choices of a request in a layer that are not resident: with a lag
+        those already made for later steps, else the prediction."""
         if self._prefetch is None:
             return
         request, row, there = each.request, each.row, each.residency.resident
@@ -365,23 +342,21 @@ class Offload:
                 found[request.ids[block - request.begin]] = None
 
     def _bring_up(self, ids: Sequence[bytes | str]) -> int:
-        """Have the store bring blocks into its upper tiers, on a thread of the prefetch engine; how
-        many it does."""
+        """Have the store prefetch blocks, on a thread of the prefetch engine; returns their
+        number."""
         store = self._store()
         taken = 0 if store is None or not ids else store.prefetch(list(ids), "next_batch") or 0
         self._method.stats.add(blocks_prefetched=taken)
         return int(taken)
 
     def _note_lost(self, residency: Residency, block: int) -> None:
-        """The record of a block is missing or damaged: trying again is of no use, and its request
-        is to compute it."""
+        """The record of a block is missing or damaged: its request computes it again."""
         for name, request in self._requests.items():
             if any(each is residency for each in request.layers.values()):
                 self._lost[name, block] = None
 
     def take_lost(self) -> list[tuple[str, int]]:
-        """The blocks, by request and logical number, of which that was noticed since the last
-        call."""
+        """The blocks found lost since the last call, by request and logical number."""
         lost, self._lost = list(self._lost), {}
         return lost
 

@@ -1,10 +1,10 @@
-"""What the scheduler side reports of a step to the workers, and the request of each row of the
-batch.
+"""The plan of a step for the workers' sparse attention, and the request of each row of the batch.
 
 The scheduler side knows the requests of a step, a worker the rows, in the order of vLLM's model
-runner, which names no requests. But no two requests write to one device block, so the block that
-the last token of a row is written to names the request. This file imports nothing of the other
-files of the package: the connector's metadata imports it alone."""
+runner, which names no requests. But no two requests write to one device block, so the block of a
+row's last token names the request. This file imports no other file of the package: the connector's
+metadata imports it alone.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +21,14 @@ from ucm.sparse.base import SparseRow, UcmSparseMetadata
 @dataclass(slots=True)
 class OffloadChange:
     """Blocks of a request that leave the device, or that stay in the store when it is admitted, and
-    hot blocks that it was given for those that are not there."""
+    the hot blocks that it was given for them."""
 
     request: str
     begin: int  # logical: the first of its blocks that may leave
-    # the device blocks that leave now, which follow those that left before
-    blocks: npt.NDArray[np.int64]
+    blocks: npt.NDArray[np.int64]  # device blocks that leave now, after those that left before
     keys: bytes  # and their keys in the store
-    hot: list[int] = field(default_factory=list)  # device blocks, further ones
-    unread: bytes = (
-        b""  # keys of the first of these blocks, which are not loaded: no others have left before
-    )
+    hot: list[int] = field(default_factory=list)  # further device blocks
+    unread: bytes = b""  # keys of its first offloaded blocks, which are not loaded
 
 
 @dataclass(slots=True)
@@ -42,7 +39,7 @@ class SparsePlan:
     block_tokens: int
     #: Requests with fewer tokens are dense.
     break_even: int
-    #: The workers are to measure it: see :mod:`.break_even`.
+    #: The workers are to measure it: see :func:`.setup.measure`.
     measure: bool = False
     #: The requests of the step, in any order, and the device block of the last token of each.
     rows: list[SparseRow] = field(default_factory=list)
@@ -52,34 +49,33 @@ class SparsePlan:
     #: Blocks that leave the device, and requests all of whose blocks have been given back.
     offloaded: list[OffloadChange] = field(default_factory=list)
     given_back: list[str] = field(default_factory=list)
-    #: Device blocks that requests were given when they were admitted: whichever request fills them,
-    #: what they held is invalid.
+    #: Device blocks that requests were given when they were admitted: their old content is invalid.
     given: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    #: What the method's scheduler side has to say, None where it says nothing.
+    #: The metadata of the method's scheduler side, None without any.
     metadata: UcmSparseMetadata | None = None
 
 
 def in_order(plan: SparsePlan, metadata: Any) -> list[SparseRow] | None:
-    """The rows of a step in the order of its attention metadata; None where a row has no request of
-    the plan."""
+    """The rows of a step in the order of its attention metadata; None where a row has no
+    request."""
     found = [row for row in by_last_block(plan, metadata) if row is not None]
     return found if len(found) == len(plan.rows) == len(set(plan.last_blocks)) else None
 
 
 def by_last_block(plan: SparsePlan, metadata: Any) -> list[SparseRow | None]:
-    """The row of each place of the batch, None where it has no request of the plan."""
+    """The row of each place of the batch, None for an unknown request."""
     known = dict(zip(plan.last_blocks, plan.rows, strict=True))
     return [known.get(block) for block in last_blocks(metadata, plan.block_tokens, len(plan.rows))]
 
 
 def last_blocks(metadata: Any, block_tokens: int, rows: int) -> Sequence[int]:
-    """The device block that the last token of each of the first ``rows`` rows is written to."""
+    """The device block of the last token of each of the first ``rows`` rows."""
     ends = metadata.query_start_loc[1 : rows + 1].long() - 1
     slots = metadata.slot_mapping.index_select(0, ends.to(metadata.slot_mapping.device))
     return [int(slot) // block_tokens for slot in slots.tolist()]
 
 
 def written_blocks(metadata: Any, block_tokens: int) -> npt.NDArray[np.int64]:
-    """The device blocks that a step writes keys to; -1 where it pads."""
+    """The device blocks that a step writes keys to; -1 for padding."""
     slots: npt.NDArray[np.int64] = metadata.slot_mapping.cpu().numpy().astype(np.int64)
     return np.unique(slots // block_tokens)

@@ -3,7 +3,7 @@ backends.
 
 :func:`register` overrides each name with a path into this module, by vLLM's own
 :func:`register_backend`. It runs before an engine has a configuration, and vLLM resolves the paths
-in engines without ucm too. So this module imports only the standard library and vLLM. The rest of
+in engines without ucm too. So this module imports only the standard library and vLLM; the rest of
 ucm, and the compiled core, are imported where the configuration may ask for sparse attention.
 Everywhere else, and after any error, a path gives vLLM's own class.
 """
@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 #: Our connectors, as vLLM's configuration names them.
 CONNECTORS = ("UCMConnector", "UCMDirectConnector")
 
-#: Names of vLLM's attention backends that have a block table and lengths for each row, which is all
-#: that we change. FlashInfer plans its kernels ahead from both, and sparse backends of vLLM's own
-#: choose tokens already.
+#: Names of vLLM's attention backends that have a block table and lengths for each row. FlashInfer
+#: plans its kernels ahead from both, and sparse backends of vLLM's own choose tokens already.
 OVERRIDDEN = (
     "CPU_ATTN",
     "FLASH_ATTN",
@@ -40,25 +39,10 @@ OVERRIDDEN = (
 #: Keys that name an algorithm, in lower case without punctuation; keys with "sparse" in them count
 #: too. A unit test compares them with ``ucm.config``, which cannot be imported here.
 ALGORITHMS = frozenset(
-    {
-        "esa",
-        "gsa",
-        "gsaondevice",
-        "kvstarmultistep",
-        "kvstar",
-        "blend",
-        "rerope",
-        "quest",
-        "infllm",
-        "periodic",
-        "random",
-        "windows",
-        "oracle",
-        "auto",
-    }
+    {"esa", "gsa", "gsaondevice", "kvstarmultistep", "kvstar", "quest", "infllm", "auto"}
+    | {"periodic", "random", "windows", "oracle", "blend", "rerope"}
 )
-#: Variables, and keys of the dictionary, that name a configuration file. What it contains is not
-#: known here.
+#: Variables, and keys of the dictionary, that name a configuration file, which is not read here.
 _FILES = ("UCM_CONFIG_FILE", "ucm_config_path")
 _SPARSE_VARIABLES = ("UCM_SPARSE_TYPE", "ENABLE_SPARSE")
 _TRUE = ("true", "1", "yes", "on")
@@ -67,8 +51,7 @@ _warned = False
 
 
 def register() -> None:
-    """Override what is not overridden yet: another plug-in may have been first, and then its class
-    stays."""
+    """Override names that are not overridden yet: the class of another plug-in stays."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     for name in OVERRIDDEN:
@@ -104,8 +87,7 @@ def vllms_own(name: str) -> type[AttentionBackend]:
 
 
 def extra_config(vllm_config: Any) -> Any:
-    """Our section of vLLM's configuration, also inside a MultiConnector; None where there is
-    none."""
+    """Our section of vLLM's configuration, also inside a MultiConnector; None without one."""
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     if transfer is None:
         return None
@@ -132,8 +114,8 @@ def _current_config() -> VllmConfig | None:
 
 
 def _may_be_sparse(vllm_config: Any) -> bool:
-    """Whether our configuration has to be read. False without our connector, with ``UCM_DISABLE``,
-    or where nothing names sparse attention and no file is read."""
+    """Whether our configuration has to be read: not without our connector, with ``UCM_DISABLE``, or
+    where nothing names sparse attention or a file."""
     ours = extra_config(vllm_config)
     if ours is None or os.environ.get("UCM_DISABLE", "").strip().lower() in _TRUE:
         return False

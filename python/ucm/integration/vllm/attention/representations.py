@@ -1,17 +1,17 @@
-"""Representations of blocks that a worker did not compute, and those that it hands to the store
-beside the KV.
+"""Representations of blocks that a worker did not compute, and those that it stores beside the KV.
 
-A block that is computed here is encoded when its keys are written; one that vLLM finds in its
-prefix cache still has what it had. A loaded one gets its representation before the load is
-reported, so before vLLM lets the request run: from the store, where it lies beside the KV as a side
-shard, else from the keys that were loaded, and then it is stored once. That work is done in pieces
-between steps. What comes to nothing leaves a block without one, and its requests are dense.
+A block that is computed here is encoded when its keys are written; one in vLLM's prefix cache keeps
+its representation. A loaded one gets its representation before the load is reported, so before vLLM
+lets the request run: from the store, where it lies beside the KV as a side shard, else from the
+loaded keys, and then it is stored once. That work is done in pieces between steps. A failure leaves
+a block without one, and its requests are dense.
 
-Keys are read back out of the pages of a KV cache (:func:`key_reader`). On an accelerator a page is
-read as it is. The CPU backend arranges a page for the instruction set it computes with, and says
-nowhere how; so that is found out once vLLM has written keys of a step: numbers are written to a
-page of our own by vLLM's function, and where each one went is where each key will be. Where that
-gives no permutation, keys cannot be read back, and blocks that are loaded are not selected from."""
+Keys are read back from the pages of a KV cache (:func:`key_reader`). On an accelerator a page is
+read as it is. The CPU backend arranges a page for its instruction set and documents no order. So
+once vLLM has written keys of a step, numbers are written to a page of our own by vLLM's function,
+and the place of each number is that of each key. Where that gives no permutation, keys cannot be
+read back, and loaded blocks are not selected from.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from ucm.sparse.method import BlockSparse
 from ucm.sparse.selector import rep_bytes
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
-#: Blocks of one layer that are encoded in one go.
+#: Blocks of one layer that are encoded at a time.
 PIECE = 64
-#: How long a step works on this at most, in seconds; a piece that has begun is finished.
+#: Seconds of a step for this work; a piece that has begun is finished.
 STEP_S = 0.05
 #: Most bytes of a side shard that a store keeps.
 LARGEST = 16 << 20
-#: Most side shards that are being stored at once; further ones are made again another time.
+#: Most side shards that are being stored at once.
 MOST_WRITING = 64
 
-#: Keys of whole blocks ``[m, b, h, d]``, read from the cache of a layer ``[blocks, heads, b,
+#: Returns keys of whole blocks ``[m, b, h, d]`` from a layer's cache ``[blocks, heads, b,
 #: elements]``.
 ReadKeys = Callable[[Tensor, Tensor], Tensor]
 
@@ -51,17 +51,14 @@ _DIGITS = 128
 
 
 def is_packed(backend: str) -> bool:
-    """Whether how a backend's pages are read is to be found out, by a kernel of vLLM's that vLLM
-    has run before."""
+    """Whether the order of a backend's pages is found out with a kernel of vLLM's, after vLLM has
+    run it."""
     return backend == "CPU_ATTN"
 
 
 def key_reader(layer: Any, backend: str, cache: Tensor, block_tokens: int) -> ReadKeys:
-    """How the keys of a layer are read, of the backend of this name; ``cache`` is the layer's KV
-    cache.
-
-    Raises :class:`~ucm.errors.UnsupportedError` where they cannot be read.
-    """
+    """Reads the keys of a layer of this backend; ``cache`` is the layer's KV cache. Raises
+    :class:`~ucm.errors.UnsupportedError` where they cannot be read."""
     if is_packed(backend):
         return _packed(layer, cache)
     if backend.endswith("MLA"):
@@ -71,31 +68,27 @@ def key_reader(layer: Any, backend: str, cache: Tensor, block_tokens: int) -> Re
 
 
 def _packed(layer: Any, cache: Tensor) -> ReadKeys:
-    heads, size, tokens, dtype = (
-        layer.num_kv_heads,
-        layer.head_size,
-        int(cache.shape[2]),
-        cache.dtype,
-    )
-    place = _places(layer, dtype, tokens, size)
+    heads, size, tokens = layer.num_kv_heads, layer.head_size, int(cache.shape[2])
+    place = _places(layer, cache.dtype, tokens, size)
 
     def read(pages: Tensor, ids: Tensor) -> Tensor:
         found = pages.index_select(0, ids).reshape(len(ids), heads, 2 * tokens * size)
         return found[:, :, place].reshape(len(ids), heads, tokens, size).transpose(1, 2)
 
-    shown = torch.randn(tokens, heads, size).to(dtype)
-    if not torch.equal(
-        read(_write(layer, shown, tokens), torch.zeros(1, dtype=torch.int64))[0], shown
-    ):
-        raise UnsupportedError(
-            "the pages of this CPU hold keys in another form", context={"isa": layer.isa}
-        )
+    shown, first = torch.randn(tokens, heads, size).to(cache.dtype), torch.zeros(1).long()
+    if not torch.equal(read(_write(layer, shown, tokens), first)[0], shown):
+        raise _other_form(layer)
     return read
 
 
+def _other_form(layer: Any) -> UnsupportedError:
+    return UnsupportedError(
+        "the pages of this CPU hold keys in another form", context={"isa": layer.isa}
+    )
+
+
 def _places(layer: Any, dtype: torch.dtype, tokens: int, size: int) -> Tensor:
-    """Where in a page (of one head, keys and values) the element of each token and channel is,
-    ``[b * d]``."""
+    """The place in a page (of one head, keys and values) of each token and channel, ``[b * d]``."""
     numbers = torch.arange(tokens * size)
     heads = layer.num_kv_heads
     found = torch.zeros(tokens * size, dtype=torch.int64)
@@ -106,9 +99,7 @@ def _places(layer: Any, dtype: torch.dtype, tokens: int, size: int) -> Tensor:
         found += page.float().round().long() * scale
         scale *= _DIGITS
     if not torch.equal(found.sort().values, numbers):
-        raise UnsupportedError(
-            "the pages of this CPU hold keys in another form", context={"isa": layer.isa}
-        )
+        raise _other_form(layer)
     place = torch.empty_like(found)
     place[found] = numbers
     return place
@@ -121,17 +112,9 @@ def _write(layer: Any, keys: Tensor, tokens: int) -> Tensor:
     heads, size = keys.shape[1], keys.shape[2]
     page = torch.zeros(1, heads, tokens, 2 * size, dtype=keys.dtype)
     key_cache, value_cache = page.view(1, heads, 2 * tokens, size).chunk(2, dim=2)
-    keys = keys.contiguous()
-    slots = torch.arange(tokens, dtype=torch.int64)
-    ops.cpu_attn_reshape_and_cache(
-        keys,
-        torch.zeros_like(keys),
-        key_cache,
-        value_cache,
-        slots,
-        layer.isa,
-        kv_cache_dtype="auto",
-    )
+    keys, slots = keys.contiguous(), torch.arange(tokens, dtype=torch.int64)
+    write, values = ops.cpu_attn_reshape_and_cache, torch.zeros_like(keys)
+    write(keys, values, key_cache, value_cache, slots, layer.isa, kv_cache_dtype="auto")
     return page
 
 
@@ -140,33 +123,31 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class _Load:
-    """Blocks that are being filled, and their side shards on the way."""
+    """Blocks that are being filled, and their side shards."""
 
     ids: Sequence[bytes]
     blocks: Ids
     store: UcmKVStoreBaseV1
-    # blocks that are selected from and not filled: their side shards come behind those of the
-    # others
-    unread: int = 0
+    unread: int = 0  # blocks that are selected from and not filled: their side shards come last
     task: Any = None
 
 
 @dataclass(slots=True)
 class _Job:
-    """Blocks that are there, and have no representation yet."""
+    """Blocks that are filled, and have no representation yet."""
 
     request: str
     blocks: Ids
     load: _Load | None
-    store_them: npt.NDArray[np.bool_] | None = None  # which are to be stored once they are made
-    asked: bool = False  # the store was asked for them, and has answered
+    store_them: npt.NDArray[np.bool_] | None = None  # those to be stored once they are made
+    asked: bool = False  # the store has answered
     missing: Ids | None = None  # of the blocks
-    layer: int = 0  # place of the next layer
+    layer: int = 0  # index of the next layer
     first: int = 0  # and of the next block in it
 
 
 class Representations:
-    """Those of one worker's method."""
+    """The representations of one worker's method."""
 
     def __init__(
         self,
@@ -180,10 +161,10 @@ class Representations:
         shards: int = 1,
     ) -> None:
         """``caches``: the KV cache of each layer that has representations, by its number; ``read``
-        reads keys from them, None where that is not possible; ``reads_later``: it is given once
-        vLLM has computed a step (:meth:`read_by`); ``writer``: whether this rank stores its part;
-        ``shards``: how many the store makes of a block, each of which brings an equal share of what
-        is kept beside."""
+        reads keys from them, None where that is not possible; ``reads_later``: :meth:`read_by` is
+        called once vLLM has computed a step; ``writer``: whether this rank stores its part;
+        ``shards``: shards of a block in the store, each with an equal share of the
+        representations."""
         self._method = method
         self._caches = dict(caches)
         self._layers = list(method.store.layers)
@@ -196,8 +177,8 @@ class Representations:
         self._jobs: deque[_Job] = deque()
         self._writing: deque[tuple[UcmKVStoreBaseV1, Any]] = deque()
         self._unselectable: set[str] = set()
-        #: Where the representations of a request's blocks are to be that are not on the device;
-        #: none once it has ended.
+        #: Rows for the representations of a request's blocks that are not on the device; empty once
+        #: it has ended.
         self.rows_of: Callable[[str], Sequence[int]] = lambda _request: ()
         size = rep_bytes(method.selector) * len(self._layers)
         self._padding = -size % shards
@@ -207,26 +188,19 @@ class Representations:
 
     @property
     def sides(self) -> dict[str, int]:
-        """What a store is to keep beside the KV of a block, by name: bytes."""
+        """Side shards that a store is to keep for a block: bytes by name."""
         return {self.name: self.size} if 0 < self.size <= LARGEST else {}
 
     def read_by(self, read: ReadKeys | None) -> None:
-        """How keys are read, or that they cannot be. What waited for it is made at once: the first
+        """Set how keys are read, None if they cannot be. Postponed jobs are done at once: the first
         requests of an engine choose from their first decode step on."""
         self._read, self._reads_later = read, False
         postponed, self._postponed = self._postponed, []
         for job in postponed if read is not None else ():
-            try:
-                self._go_on(job, float("inf"))
-            except Exception as error:
-                throttle.warning(
-                    "representations",
-                    "loaded blocks could not be encoded, and are dense: %r",
-                    error,
-                )
+            self._try(job, float("inf"))
 
     def overwritten(self, blocks: Ids) -> None:
-        """These blocks are filled with something else: nothing that waits is made of them."""
+        """These blocks get other content: no representation is made of the old one."""
         self._postponed = [job for job in self._postponed if not np.isin(job.blocks, blocks).any()]
 
     # Dumps
@@ -235,8 +209,7 @@ class Representations:
     def beside(
         self, blocks: Ids, store: UcmKVStoreBaseV1
     ) -> dict[str, npt.NDArray[np.uint8]] | None:
-        """What is stored beside the KV of these blocks; None where the store keeps nothing, or one
-        has none."""
+        """The side shards of these blocks; None where the store keeps none, or a block has none."""
         if self.name not in store.side_sizes or not self._method.store.ready(blocks):
             return None
         return {self.name: self._bytes(blocks)}
@@ -263,66 +236,54 @@ class Representations:
             try:
                 load.task = store.load_sides([*ids, *unread], self.name, timeout)
             except Exception as error:
-                throttle.warning(
-                    "load sides", "representations are made anew, the store gave none: %r", error
-                )
+                text = "the store has no representations, they are computed: %r"
+                throttle.warning("load sides", text, error)
 
     def failed(self, request: str) -> None:
-        """The load did not bring all: what it brought is computed over, or is not selected from."""
+        """The load failed: its blocks are computed over, or not selected from."""
         self._loads.pop(request, None)
 
     def forget(self, request: str) -> None:
-        """The load of this request is over as failed, whatever became of it: nothing is made of its
-        blocks, which vLLM may give to others."""
+        """The load of this request was reported as failed: no representation is made of its blocks,
+        which vLLM may give to others."""
         self._loads.pop(request, None)
         self._unselectable.discard(request)
         self._jobs = deque(job for job in self._jobs if job.request != request)
         self._postponed = [job for job in self._postponed if job.request != request]
 
     def arrived(self, request: str, blocks: Ids) -> bool:
-        """The KV of these blocks is there. False: their representations are still to be made, see
+        """These blocks are filled. False: their representations are still to be made, see
         :meth:`work`."""
         load = self._loads.pop(request, None)
         if load is not None and load.unread and load.task is None:
             self._unselectable.add(request)
             return True
-        without = self._read is None and (load is None or load.task is None)
         if not self._layers or not len(blocks):
             return True
-        if without:
-            if self._reads_later:
-                self._postponed.append(_Job(request, blocks, load))
-            return True
-        self._jobs.append(_Job(request, blocks, load))
-        return False
+        job = _Job(request, blocks, load)
+        if self._read is not None or (load is not None and load.task is not None):
+            self._jobs.append(job)
+            return False
+        if self._reads_later:
+            self._postponed.append(job)
+        return True
 
     def selectable(self, request: str) -> bool:
-        """Whether all representations were loaded that a request needs for blocks that are not
-        read; asked once, when its load is over."""
+        """Whether all representations of blocks that are not read were loaded; called once, after
+        the load."""
         found = request not in self._unselectable
         self._unselectable.discard(request)
         return found
 
     def work(self) -> list[str]:
-        """Go on with what is to be made; the requests whose loads are over with it."""
+        """Go on with the jobs; returns the requests whose loads have ended with that."""
         deadline = self._clock() + STEP_S
         done: list[str] = []
         while self._writing and _finished(*self._writing[0]):
             self._writing.popleft()
         for _ in range(len(self._jobs)):
             job = self._jobs.popleft()
-            try:
-                over = self._go_on(job, deadline)
-            except Exception as error:
-                throttle.warning(
-                    "representations",
-                    "loaded blocks could not be encoded, and are dense: %r",
-                    error,
-                )
-                if job.load is not None and job.load.unread:
-                    self._unselectable.add(job.request)
-                over = True
-            if over:
+            if self._try(job, deadline):
                 done.append(job.request)
             else:
                 self._jobs.append(job)
@@ -330,12 +291,23 @@ class Representations:
                 break
         return done
 
+    def _try(self, job: _Job, deadline: float) -> bool:
+        """As :meth:`_go_on`; a job that fails is over."""
+        try:
+            return self._go_on(job, deadline)
+        except Exception as error:
+            text = "loaded blocks could not be encoded, and are dense: %r"
+            throttle.warning("representations", text, error)
+            if job.load is not None and job.load.unread:
+                self._unselectable.add(job.request)
+            return True
+
     def __len__(self) -> int:
         """Loads whose representations are being made."""
         return len(self._jobs)
 
     def _go_on(self, job: _Job, deadline: float) -> bool:
-        """Do what can be done of a job now; whether it is over."""
+        """Go on with a job until the deadline; whether it is over."""
         if not job.asked and not self._take(job):
             return False
         assert job.missing is not None
@@ -349,7 +321,7 @@ class Representations:
         return True
 
     def _take(self, job: _Job) -> bool:
-        """Take what the store has; False: it has not answered yet."""
+        """Use the store's representations; False: it has not answered yet."""
         load, found = job.load, np.zeros(len(job.blocks), dtype=np.bool_)
         if load is not None and load.task is not None:
             if not _finished(load.store, load.task):
@@ -372,7 +344,7 @@ class Representations:
     def _take_unread(
         self, request: str, data: npt.NDArray[np.uint8], found: npt.NDArray[np.bool_]
     ) -> None:
-        """Take those of blocks that are not read: all of them, or the request cannot be selected
+        """Use those of blocks that are not read: all of them, or the request cannot be selected
         from."""
         rows = np.array(self.rows_of(request)[: len(data)], dtype=np.int64)
         if len(rows) < len(data) or not found.all():
@@ -395,22 +367,15 @@ class Representations:
         return job.layer == len(self._layers)
 
     def _store_made(self, job: _Job) -> None:
-        """Keep what was made from keys, beside the blocks that are stored without."""
+        """Store representations that were made from keys, for blocks that are stored without."""
         load, wanted = job.load, job.store_them
-        if (
-            load is None
-            or wanted is None
-            or not wanted.any()
-            or not self._writer
-            or len(self._writing) >= MOST_WRITING
-        ):
+        full = not self._writer or len(self._writing) >= MOST_WRITING
+        if load is None or wanted is None or not wanted.any() or full:
             return
         ids = [load.ids[row] for row in np.flatnonzero(wanted)]
         try:
             task = load.store.dump_sides(ids, {self.name: self._bytes(job.blocks[wanted])})
-        except (
-            Exception
-        ) as error:  # no room, or a store that is being closed: they are made again the next time
+        except Exception as error:  # no room, or the store is closed: they are made again later
             throttle.warning("dump sides", "representations could not be stored: %s", error)
             return
         self._writing.append((load.store, task))
@@ -419,14 +384,11 @@ class Representations:
     # ----------------------------------------------------------------------------------------------
 
     def _bytes(self, blocks: Ids) -> npt.NDArray[np.uint8]:
-        """Representations of these blocks, of one layer behind the other: ``[blocks, size]``."""
-        rows = len(blocks)
-        layers = [
-            self._method.store.get(layer, blocks).cpu().contiguous() for layer in self._layers
-        ]
-        joined: npt.NDArray[np.uint8] = torch.cat(
-            [reps.view(rows, -1).view(torch.uint8) for reps in layers], 1
-        ).numpy()
+        """Representations of these blocks, one layer after the other: ``[blocks, size]``."""
+        store, rows = self._method.store, len(blocks)
+        reps = [store.get(layer, blocks).cpu().contiguous() for layer in self._layers]
+        flat = [each.view(rows, -1).view(torch.uint8) for each in reps]
+        joined: npt.NDArray[np.uint8] = torch.cat(flat, 1).numpy()
         return np.pad(joined, ((0, 0), (0, self._padding)))
 
     def _put(self, blocks: Ids, data: npt.NDArray[np.uint8]) -> None:
@@ -434,16 +396,15 @@ class Representations:
         if not len(blocks):
             return
         shape, dtype = self._method.selector.rep_shape()
-        parts = np.split(
-            np.ascontiguousarray(data[:, : self.size - self._padding]), len(self._layers), axis=1
-        )
+        joined = np.ascontiguousarray(data[:, : self.size - self._padding])
+        parts = np.split(joined, len(self._layers), axis=1)
         for layer, part in zip(self._layers, parts, strict=True):
             reps = torch.from_numpy(part.copy()).view(dtype).view(len(blocks), *shape)
             self._method.store.put(layer, blocks, reps)
 
 
 def _of_missing(job: _Job, found: npt.NDArray[np.bool_]) -> _Job:
-    """What is left of a job of which the store had some."""
+    """The rest of a job of which the store had some."""
     blocks, load = job.blocks[~found], job.load
     if load is not None:
         ids = [each for each, there in zip(load.ids, found, strict=False) if not there]
@@ -453,7 +414,7 @@ def _of_missing(job: _Job, found: npt.NDArray[np.bool_]) -> _Job:
 
 
 def _finished(store: UcmKVStoreBaseV1, task: Any) -> bool:
-    """Whether a task has ended, however."""
+    """Whether a task has ended or failed."""
     try:
         return bool(store.check(task))
     except Exception:
@@ -461,11 +422,10 @@ def _finished(store: UcmKVStoreBaseV1, task: Any) -> bool:
 
 
 def _name(method: BlockSparse, padding: int) -> str:
-    """Name of the side shard: another one for everything that shapes the bytes."""
-    said = f"{method.selector.signature()} layers {method.store.layers}" + (
-        f" padding {padding}" if padding else ""
-    )
-    return f"rep-{hashlib.sha256(said.encode()).hexdigest()[:12]}"
+    """Name of the side shard: different for everything that shapes the bytes."""
+    text = f"{method.selector.signature()} layers {method.store.layers}"
+    text += f" padding {padding}" if padding else ""
+    return f"rep-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def caches_by_layer(

@@ -1,14 +1,15 @@
 """Sparse attention before the first step: whether an engine is configured for it, the method with
-the shape of the engine's keys, and from which length on choosing pays.
+the shape of the engine's keys, and from which length choosing pays.
 
 Below the break-even length a request is dense, so that sparse attention is never slower
 (:func:`measure`). One layer's decode attention is timed dense and sparse at growing lengths, with
-random queries over whatever the blocks hold, and nothing is written. A step costs its layers and
-what choosing costs once a step; with a stride most steps do not choose.
+random queries over the blocks' present content, and nothing is written. A step costs its layers and
+one overhead of choosing; with a stride most steps do not choose.
 
 A kernel that is run where it cannot run ends the process. So nothing is run here before vLLM has
 computed a step: the layer is computed first with the metadata of that step itself, then with copies
-of it in which the rows alone differ."""
+of it in which only the rows differ.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +31,7 @@ from ucm.integration.vllm.attention.plan import SparsePlan
 from ucm.integration.vllm.attention.registering import extra_config
 from ucm.integration.vllm.attention.tables import Rewriter
 from ucm.integration.vllm.compat.versions import installed, why_unserved
+from ucm.integration.vllm.connector.identity.engine_identity import layer_specs, transferable_groups
 from ucm.sparse.base import SparseRow, UcmSparseBase, UcmSparseRole
 from ucm.sparse.factory import UcmSparseFactory
 from ucm.sparse.method import BlockSparse
@@ -41,17 +43,16 @@ from ucm.sparse.selector import Geometry
 NEVER = 1 << 40
 #: Reported by a rank that could not measure: requests stay dense, and the next engine tries again.
 FAILED = NEVER + 1
-#: Lengths that are tried, in tokens: the first one, and the last.
+#: First and last length that is tried, in tokens.
 FIRST, LAST = 512, 64 * 1024
-#: Each time is the best of this many, and of as many as fit in this many seconds: what else runs on
-#: the machine takes a processor for some milliseconds, which is longer than a step over few blocks.
+#: Each time is the best of at least this many, and of as many as fit in this many seconds: other
+#: processes delay single runs by some milliseconds.
 TIMES, SECONDS = 5, 0.03
 #: Choosing pays where a step takes at most this share of a dense one.
 PAYS = 0.95
 _NAME = "ucm: measuring"
 
-#: What was found for the configuration that was read last: that of every layer of a model is the
-#: same.
+#: The configuration that was read last, and the result for it.
 _last: tuple[Any, UcmConfig | None] = (None, None)
 
 
@@ -70,19 +71,14 @@ def sparse_config(vllm_config: Any) -> UcmConfig | None:
 
 
 def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raises :class:`~ucm.errors.ConfigError`, which says what to change, where sparse attention
-    cannot be right."""
+    """Raises :class:`~ucm.errors.ConfigError`, with what to change, where sparse attention cannot
+    be right."""
     parallel = vllm_config.parallel_config
-    groups = [
-        group
-        for group in kv_cache_config.kv_cache_groups
-        if getattr(group, "enable_kv_transfer", True)
-    ]
+    groups = transferable_groups(kv_cache_config)
+    dtype = vllm_config.cache_config.cache_dtype
     problem = ""
     if vllm_config.speculative_config is not None:
-        problem = (
-            "speculative decoding computes several tokens a step, of which some are taken back"
-        )
+        problem = "speculative decoding computes several tokens a step and takes some back"
     elif getattr(parallel, "decode_context_parallel_size", 1) > 1:
         problem = "decode context parallelism splits a block's tokens over ranks"
     elif getattr(parallel, "prefill_context_parallel_size", 1) > 1:
@@ -91,27 +87,18 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
         problem = "microbatches (enable_dbo) split the rows of a step"
     elif len(groups) != 1:
         problem = f"this model has {len(groups)} KV cache groups, and blocks are chosen in one"
-    elif any(getattr(spec, "kv_quant_mode", 0) for spec in _specs(groups[0].kv_cache_spec)):
-        problem = (
-            f'the KV cache is quantised (kv_cache_dtype "{vllm_config.cache_config.cache_dtype}")'
-        )
+    elif any(getattr(spec, "kv_quant_mode", 0) for spec in layer_specs(groups[0].kv_cache_spec)):
+        problem = f'the KV cache is quantised (kv_cache_dtype "{dtype}")'
     if problem:
         raise ConfigError(
             f"sparse attention: {problem}: not supported; change that, or set ENABLE_SPARSE=false"
         )
 
 
-def _specs(spec: Any) -> list[Any]:
-    inner = getattr(spec, "kv_cache_specs", None)
-    return list(inner.values()) if isinstance(inner, dict) else [spec]
-
-
 def method_class(config: UcmConfig) -> type[UcmSparseBase]:
     """The class that the configuration names: of an algorithm, or in a user's module, which may
-    register selectors as well.
-
-    Raises :class:`~ucm.errors.ConfigError` where there is none of that name.
-    """
+    register selectors too. Raises :class:`~ucm.errors.ConfigError` where there is none of that
+    name."""
     name, path = config.sparse.type or "", config.sparse.module_path
     if path is None:
         return UcmSparseFactory.method_class(name)
@@ -139,7 +126,7 @@ def make_method(config: UcmConfig, vllm_config: Any, role: UcmSparseRole) -> Ucm
 
 
 def settings_for(kind: type[BlockSparse], config: UcmConfig) -> AlgorithmConfig:
-    """The keys of the algorithm of a method, its defaults where none are written."""
+    """The keys of a method's algorithm, its defaults where none are written."""
     found = config.sparse.section(kind.algorithm)
     assert isinstance(found, AlgorithmConfig)
     return found
@@ -160,15 +147,14 @@ def geometry_of(spec: Any, vllm_config: Any, scale: float | None = None) -> Geom
 
 
 def bytes_beside(config: UcmConfig, spec: Any, vllm_config: Any) -> int:
-    """Bytes that one block of the device costs in one layer that selects, beside its KV: its
-    representation, and with offload those of the blocks that have left."""
+    """Bytes of one device block in one layer that selects, beside its KV: its representation, and
+    with offload those of the blocks that have left."""
     kind = method_class(config)
     if not issubclass(kind, BlockSparse):
         return 0
     settings = settings_for(kind, config)
-    method = method_of(
-        settings, geometry_of(spec, vllm_config), str(vllm_config.model_config.model)
-    )
+    geometry = geometry_of(spec, vllm_config)
+    method = method_of(settings, geometry, str(vllm_config.model_config.model))
     return bytes_per_block(method.selector, 1) * (1 + SPARE if settings.offload else 1)
 
 
@@ -184,7 +170,7 @@ def set_up(
     reduce: Any,
     spare_blocks: int = 0,
 ) -> None:
-    """Get a worker's method ready for the KV cache of its rank. Raises
+    """Set up a worker's method for the KV cache of its rank. Raises
     :class:`~ucm.errors.ConfigError` where settings and engine do not fit."""
     first = next(iter(layers.values()))
     method.setup(
@@ -201,12 +187,9 @@ def set_up(
 
 
 def ask_for_tiles() -> None:
-    """Ask for the tiles, for all threads of this process; nothing on a processor without AMX.
-
-    Raises :class:`~ucm.errors.UnsupportedError` where the system refuses them.
-    """
-    cpu = torch.cpu
-    if cpu._is_amx_tile_supported() and not cpu._init_amx():
+    """Request the tiles of AMX for all threads of this process; does nothing without AMX. Raises
+    :class:`~ucm.errors.UnsupportedError` where the system refuses them."""
+    if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
         raise UnsupportedError(
             "the system refuses this process the tiles of AMX, which this processor has"
         )
@@ -225,9 +208,9 @@ class _Bench:
     method: BlockSparse
     name: str
     layer: Any
-    metadata: Any  # that of the last step that vLLM computed
-    layers: int  # that a step has
-    selecting: int  # of which this many choose
+    metadata: Any  # of the last step that vLLM computed
+    layers: int  # of a step
+    selecting: int  # of these, layers that choose
     block_tokens: int
     blocks: int  # of the KV cache
 
@@ -247,29 +230,25 @@ class _Bench:
             prefill = tokens - step
             row = SparseRow(_NAME, tokens, prefill_tokens=prefill, prompt_tokens=prefill)
             last = [int(metadata.slot_mapping[0]) // self.block_tokens]
-            self.host.begin_step(
-                SparsePlan(self.block_tokens, 0, rows=[row], last_blocks=last), context
-            )
+            plan = SparsePlan(self.block_tokens, 0, rows=[row], last_blocks=last)
+            self.host.begin_step(plan, context)
 
         policy = self.method.policy
         dense = choosing = later = float("inf")
         turns, end = 0, time.perf_counter() + SECONDS
         while turns < TIMES or time.perf_counter() < end:
-            # In turns, so that what disturbs one of them disturbs all.
+            # In turns, so that a disturbance affects all.
             dense = min(dense, _timed(attend, device))
             choosing = min(choosing, self._step(begin, attend, device, 1))
             if policy.stride > 1:
                 later = min(later, self._step(begin, attend, device, 2))
             turns += 1
-        sparse = (
-            choosing
-            if policy.stride == 1
-            else (choosing + (policy.stride - 1) * later) / policy.stride
-        )
+        mean = choosing if policy.stride == 1 else choosing + (policy.stride - 1) * later
+        sparse = mean / policy.stride
         return dense * self.layers, sparse + dense * (self.layers - self.selecting)
 
     def repeat_step(self) -> None:
-        """The attention of vLLM's own step once more, by the same kernel with the same metadata."""
+        """The attention of vLLM's own step again, by the same kernel with the same metadata."""
         self._attention(self.metadata)()
         _settle(self.layer.kv_cache.device)
 
@@ -286,8 +265,8 @@ class _Bench:
     def _step(
         self, begin: Callable[[int], None], attend: Callable[[], None], device: Any, step: int
     ) -> float:
-        """The layers that may choose, of a step that chooses (1), or that goes on with what was
-        chosen (2)."""
+        """Seconds of the selecting layers in a step that chooses (1), or that reuses the choice
+        (2)."""
         if step == 1:
             self.method.retriever.forget(_NAME)
         began = time.perf_counter()
@@ -296,14 +275,13 @@ class _Bench:
         whole = time.perf_counter() - began
         again = _timed(attend, device)
         self.host.end_step()
-        # With a lag the second call goes on with the choice that the first one waited for: it
-        # chooses nothing.
+        # With a lag the second call uses the choice that the first one waited for.
         choosing = first if self.method.policy.lag else min(first, again)
         return whole + (self.selecting - 1) * choosing
 
 
 class _Context:
-    """As much of a forward context as attention reads."""
+    """The parts of a forward context that attention reads."""
 
     def __init__(self, metadata: dict[str, Any]) -> None:
         self.attn_metadata = metadata
@@ -319,25 +297,23 @@ def measure(
     num_blocks: int,
     max_tokens: int,
 ) -> int:
-    """Tokens from which on a request is worth choosing for; :data:`NEVER` where none within reach
-    is.
+    """The break-even length of a request in tokens; :data:`NEVER` where no length within reach
+    pays.
 
     ``step`` is the attention metadata, by layer, of the last step that vLLM computed;
-    ``max_tokens`` the longest request. Raises whatever a kernel raises, and
-    :class:`~ucm.errors.UnsupportedError` where it may not run.
+    ``max_tokens`` the longest request. Raises the errors of kernels, and
+    :class:`~ucm.errors.UnsupportedError` where one may not run.
 
-    Not measured is latent attention; nor a method with an ``attention_begin`` of its own: the keys
-    and values that it is handed are written to the cache, whose blocks hold the KV of requests that
-    run; nor ranks that choose together, each of which would leave off by its own clock while others
-    wait for its scores; nor a method that chooses for several requests at once alone. There it is
-    four times what is kept, by the arithmetic of bytes in ``docs/sparse.md``.
+    Not measured are latent attention; a method with an ``attention_begin`` of its own, which could
+    write to the blocks of running requests; ranks that choose together, which would wait for each
+    other; a method that chooses only for several requests at once. There it is four times the kept
+    tokens (``docs/sparse.md``).
     """
     method = host.blocks
     assert method is not None
     limit = min(max_tokens, (num_blocks - 1) * block_tokens, LAST)
-    by_rule: int = (
-        4 * (method.policy.windows + method.policy.budget(-(-limit // block_tokens))) * block_tokens
-    )
+    kept = method.policy.windows + method.policy.budget(-(-limit // block_tokens))
+    by_rule: int = 4 * kept * block_tokens
     name = next((name for name in layers if method.writes(name)), None)
     together = method.policy.shared_ranks or method.policy.min_concurrency > 1
     if name is None or method.selector.geometry.rope_dim or host.changes or together:
@@ -370,7 +346,7 @@ def _first_that_pays(pays: Callable[[int], bool], limit: int) -> int:
     while lengths[-1] * 2 <= limit:
         lengths.append(lengths[-1] * 2)
     found = NEVER
-    # long ones first: where they do not pay, short ones do not either
+    # from long to short: where a length does not pay, shorter ones do not either
     for length in reversed(lengths):
         if length > limit or not pays(length):
             break
@@ -380,7 +356,7 @@ def _first_that_pays(pays: Callable[[int], bool], limit: int) -> int:
 
 
 def _of_one_row(step: Any, layer: Any, tokens: int, block_tokens: int, num_blocks: int) -> Any:
-    """The metadata of a step with its rows replaced by one, of one query and this length."""
+    """The metadata of a step with one row, of one query and this length."""
     if step.causal is not True:
         raise UnsupportedError("the attention of this engine's steps is not causal")
     device = step.seq_lens.device

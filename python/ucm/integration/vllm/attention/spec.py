@@ -1,15 +1,16 @@
-"""Which KV of a request is exact, and what keeps the rest out of vLLM's prefix cache: a KV cache
-spec with vLLM's own pages and a manager of ours.
+"""Which KV of a request is exact, and how vLLM's prefix cache keeps only that: a KV cache spec with
+vLLM's own pages and a manager of ours.
 
-What is computed under a selection is approximate, and so is all that is computed from it later. It
+KV that is computed under a selection is approximate, and so is all KV computed from it later. It
 must not be stored under the dense identity, nor stay in vLLM's prefix cache: a later prompt would
-go on from it densely, and its blocks would be taken for exact ones. One number per request says
-where that begins (:class:`ExactTokens`); the dump planner and the manager of vLLM's prefix cache
-both stop there. It is known before a step runs: tokens computed before the first decode step are
-dense, and from then on the method says up to which length it selects nothing.
+continue from it densely, and its blocks would count as exact. One number per request says where
+that begins (:class:`ExactTokens`); dumps and the manager of vLLM's prefix cache both stop there. It
+is known before a step runs: tokens computed before the first decode step are dense, and from then
+on the method says up to which length it selects nothing.
 
 The bytes of representations lie beside the KV, so they are no part of the page; they count in
-``max_memory_usage_bytes``, by which vLLM decides whether the longest request fits."""
+``max_memory_usage_bytes``, by which vLLM decides whether the longest request fits.
+"""
 
 from __future__ import annotations
 
@@ -33,21 +34,18 @@ if TYPE_CHECKING:
 
 
 class ExactTokens:
-    """The scheduler's side of one engine."""
+    """The exact tokens of one engine's requests, for its scheduler side."""
 
     def __init__(self, method: UcmSparseBase) -> None:
         self._method = method
-        #: Tokens that each request had when it was admitted last, and how often it had been
-        #: preempted then.
+        #: Tokens of each request when it was last admitted, and its preemptions then.
         self._admitted: WeakKeyDictionary[Request, tuple[int, int]] = WeakKeyDictionary()
-        #: Dense tokens of those that were admitted with the rest of their prompt to be computed
-        #: under a selection.
+        #: Dense tokens of those admitted with the rest of their prompt computed under a selection.
         self._selecting: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
 
     def selects_from(self, request: Request, tokens: int | None) -> None:
-        """What follows the first ``tokens`` of a request that is admitted is computed under a
-        selection, be it of its prompt; None: it has given back its blocks, and is admitted as
-        others are."""
+        """Tokens after the first ``tokens`` of an admitted request are computed under a selection,
+        those of its prompt too; None: it has freed its blocks, and is admitted like others."""
         if tokens is None:
             self._selecting.pop(request, None)
         else:
@@ -56,13 +54,12 @@ class ExactTokens:
     def prefill_tokens(self, request: Request) -> int:
         """Tokens of a request that are computed densely before its first decode step: the prompt,
         and after a preemption also the output that is computed again; of a prompt that is selected
-        from in the store, what is stored."""
+        from in the store, the stored ones."""
         if request in self._selecting:
             return self._selecting[request]
         preemptions, tokens = self._admitted.get(request, (-1, 0))
         if preemptions != request.num_preemptions:
-            # Asked for by both sides while the request is admitted, before anything is appended to
-            # it.
+            # Called by both sides while the request is admitted, before it has output.
             tokens = request.num_tokens
             self._admitted[request] = request.num_preemptions, tokens
         return tokens
@@ -72,20 +69,18 @@ class ExactTokens:
         return self.after_prefill(self.prefill_tokens(request))
 
     def after_prefill(self, tokens: int) -> int:
-        """The same of a request of which ``tokens`` are computed before its first decode step.
-        None is exact where the method fails to say: it may be a user's."""
+        """The same for a request with ``tokens`` computed before its first decode step; 0 where the
+        method, perhaps a user's, fails."""
         try:
             return int(self._method.exact_tokens(tokens))
         except Exception as error:
-            throttle.warning(
-                "exact_tokens", "exact_tokens of %s failed: %r", type(self._method).__name__, error
-            )
+            kind = type(self._method).__name__
+            throttle.warning("exact_tokens", "exact_tokens of %s failed: %r", kind, error)
             return 0
 
 
 class _LeavingBlocks(Protocol):
-    """Which blocks of a request leave the device. The connector's planner of offload has these
-    methods, and says what they mean."""
+    """Which blocks of a request leave the device: methods of the connector's planner of offload."""
 
     def leaving(
         self, request_id: str, computed: int, blocks: int, freed_by: Callable[[range], int], /
@@ -99,13 +94,13 @@ class _LeavingBlocks(Protocol):
 
 
 class _Beside:
-    """What both specs add to vLLM's."""
+    """The additions of both specs to vLLM's."""
 
     beside_bytes: int
     block_size: int
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        """The KV of the longest request and what lies beside it, of one layer."""
+        """The KV of the longest request and the bytes beside it, of one layer."""
         pages: int = super().max_memory_usage_bytes(vllm_config)  # type: ignore[misc]
         blocks = -(-vllm_config.model_config.max_model_len // self.block_size)
         return pages + int(blocks) * self.beside_bytes
@@ -146,8 +141,8 @@ _SPARSE: dict[type, type] = {
 
 
 def customize_spec(spec: KVCacheSpec, vllm_config: VllmConfig) -> KVCacheSpec:
-    """The spec that a layer of an engine with sparse attention has; one that is not selected from
-    stays as it is."""
+    """The spec of a layer in an engine with sparse attention; unchanged for one that is not
+    selected from."""
     kind, config = _SPARSE.get(type(spec)), sparse_config(vllm_config)
     if kind is None or config is None:
         return spec
@@ -162,10 +157,10 @@ class SparseManager(FullAttentionManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        #: Tokens of a request with exact KV. The connector gives it when vLLM hands it this
-        #: manager, before there are requests; without one nothing is selected, and all are exact.
+        #: Tokens of a request with exact KV. The connector sets it before there are requests;
+        #: without it nothing is selected, and all are exact.
         self.exact_tokens: Callable[[Request], int] = lambda _request: ALL_TOKENS
-        #: Which blocks leave the device; None: none does.
+        #: The blocks that leave the device; None: none does.
         self.offload: _LeavingBlocks | None = None
         self._hot: dict[str, list[KVCacheBlock]] = {}
 
@@ -173,13 +168,12 @@ class SparseManager(FullAttentionManager):
         """Blocks of the first ``num_tokens`` tokens are full: cache those that are exact."""
         super().cache_blocks(request, min(num_tokens, self.exact_tokens(request)), *args, **kwargs)
 
-    # Offload: a request that decodes holds its windows, and hot blocks for what is chosen between
-    # them ---------------
+    # Offload: a request that decodes holds its windows and hot blocks between them
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Give back the blocks that are in the store and not in a window."""
+        """Free the blocks that are in the store and not in a window."""
         super().remove_skipped_blocks(request_id, processed_computed_tokens, num_prompt_tokens)
         blocks = self.req_to_blocks.get(request_id)
         if self.offload is None or not blocks:
@@ -200,9 +194,9 @@ class SparseManager(FullAttentionManager):
     def get_num_blocks_to_allocate(
         self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any
     ) -> int:
-        """Blocks for new tokens, and hot ones that are still to be given. More than there are for a
-        request that has lost one: vLLM preempts it, as the only way in which it computes tokens
-        again, and those admitted after it."""
+        """Blocks for new tokens, and hot ones that are missing. More than there are for a request
+        that has lost one: vLLM preempts it, the only way to compute tokens again, and those
+        admitted after it."""
         if self.offload is not None and self.offload.begins_anew(request_id):
             return int(self.block_pool.num_gpu_blocks) + 1
         unread = self._unread(request_id)
@@ -221,14 +215,10 @@ class SparseManager(FullAttentionManager):
         num_external_computed_tokens: int,
     ) -> None:
         """Blocks of the prefix cache. A prompt that is selected from in the store uses none and
-        puts none there: a load that fails then leaves nothing to go on from."""
+        adds none, so that nothing continues from a failed load."""
         if not self._unread(request_id):
-            super().add_local_computed_blocks(
-                request_id,
-                new_computed_blocks,
-                num_local_computed_tokens,
-                num_external_computed_tokens,
-            )
+            local, external = num_local_computed_tokens, num_external_computed_tokens
+            super().add_local_computed_blocks(request_id, new_computed_blocks, local, external)
             return
         tokens = num_local_computed_tokens + num_external_computed_tokens
         self.num_cached_block[request_id] = tokens // self.block_size
@@ -244,14 +234,13 @@ class SparseManager(FullAttentionManager):
         """Blocks that are loaded. Of a prompt that is selected from in the store, those of the
         windows."""
         unread = self._unread(request_id)
+        local, external = num_local_computed_tokens, num_external_computed_tokens
         if not unread:
-            super().allocate_external_computed_blocks(
-                request_id, num_local_computed_tokens, num_external_computed_tokens, *args, **kwargs
-            )
+            super().allocate_external_computed_blocks(request_id, local, external, *args, **kwargs)
             return
-        tokens = num_local_computed_tokens + num_external_computed_tokens
+        tokens = local + external
         new = self.block_pool.get_new_blocks(-(-tokens // self.block_size) - len(unread))
-        # Whether they are to be zeroed before they are used, which only newer versions say.
+        # Whether they are to be zeroed before use; an argument of newer versions.
         record_for_zeroing = args[0] if args else kwargs.get("record_for_zeroing", True)
         if self._record_new_block_ids and record_for_zeroing:
             self.new_block_ids.extend(block.block_id for block in new)
@@ -261,11 +250,10 @@ class SparseManager(FullAttentionManager):
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any
     ) -> list[KVCacheBlock]:
-        """Blocks for new tokens; hot ones are not among them, for the workers' block tables do not
-        have them."""
-        new: list[KVCacheBlock] = super().allocate_new_blocks(
-            request_id, num_tokens, *args, **kwargs
-        )
+        """Blocks for new tokens, without the hot ones: the workers' block tables do not have
+        them."""
+        grow = super().allocate_new_blocks
+        new: list[KVCacheBlock] = grow(request_id, num_tokens, *args, **kwargs)
         missing = self._hot_missing(request_id, num_tokens)
         if missing > 0 and self.offload is not None:
             hot = self.block_pool.get_new_blocks(missing)
@@ -274,7 +262,7 @@ class SparseManager(FullAttentionManager):
         return new
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """All that a request holds."""
+        """All blocks of a request."""
         blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
         if self.offload is not None:
             self.offload.gave_back(request_id)

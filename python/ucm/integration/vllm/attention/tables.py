@@ -1,14 +1,15 @@
-"""Attention metadata for one layer: copies that may be changed, what has to follow from a change,
-and the rows that ucm's own kernel computes.
+"""Attention metadata for one layer: copies that may be changed, the consequences of a change, and
+the rows that ucm's own kernel computes.
 
-vLLM makes one metadata object for a step, which all layers of a group share; nothing in it is ever
-written to here. A method gets a copy and gives other block tables and lengths to it; what a backend
-computed ahead from the old ones is made anew (:class:`Rewriter`). A copy that was not changed is
-thrown away: the layer computes with vLLM's own object.
+vLLM makes one metadata object for a step, which all layers of a group share; it is never written to
+here. A method gets a copy and sets other block tables and lengths; results that a backend computed
+ahead from the old ones are made again (:class:`Rewriter`). For an unchanged copy the layer computes
+with vLLM's own object.
 
-Two things are computed in another way than by one call of vLLM's kernel with one table. Where each
-KV head has a table of its own, every row becomes one row for each head (:class:`HeadRows`). Rows
-that chose on a CPU are computed by ucm's kernel (:func:`attend`)."""
+Two cases are not computed by one call of vLLM's kernel with one table. Where each KV head has a
+table of its own, every row becomes one row for each head (:class:`HeadRows`). Rows that chose on a
+CPU are computed by ucm's kernel (:func:`attend`).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from ucm.errors import InvalidInputError
 from ucm.sparse import retrieval
 
-#: What a method may change, where the rows of one call are.
+#: Attributes that a method may change, on the object with the rows of one call.
 CHANGED = ("block_table", "seq_lens")
 
 #: Parts of the metadata of latent attention, which computes rows of one token and prompts apart, by
@@ -33,7 +34,7 @@ PARTS = ("decode", "prefill")
 
 
 def rows_of(metadata: Any, phase: str | None) -> Any:
-    """The part of the metadata that has the block table of the rows of one call."""
+    """The part of the metadata with the block table of the rows of one call."""
     part = getattr(metadata, phase, None) if phase in PARTS else None
     return metadata if part is None else part
 
@@ -53,8 +54,7 @@ def copy_of(metadata: Any, phase: str | None, *, deep: bool) -> Any:
 
 
 def is_changed(made: Any, original: Any, *, deep: bool) -> bool:
-    """Whether a copy differs from the original in anything. Only a deep copy has to be compared by
-    its content."""
+    """Whether a copy differs from the original. Only a deep copy is compared by its content."""
     if type(made) is not type(original):
         return True
     for name, value in vars(made).items():
@@ -75,18 +75,15 @@ def is_changed(made: Any, original: Any, *, deep: bool) -> bool:
 
 
 class Rewriter:
-    """Makes a changed copy whole: what the kernels of a backend take besides block table and
-    lengths.
-
-    What is made from lengths is kept for the step, because most layers keep as many blocks as the
-    one before.
-    """
+    """Completes a changed copy: the other inputs of a backend's kernels besides block table and
+    lengths. Results made from lengths are kept for the step, because most layers keep as many
+    blocks as the one before."""
 
     def __init__(self) -> None:
         self._plans: list[tuple[tuple[Any, ...], Tensor, Any]] = []
 
     def begin_step(self) -> None:
-        """What was made belongs to the step before."""
+        """Drop the results of the step before."""
         self._plans = []
 
     def complete(
@@ -122,8 +119,8 @@ class Rewriter:
         return made
 
     def planned(self, kind: tuple[Any, ...], lens: Tensor, make: Callable[[Tensor], Any]) -> Any:
-        """What a kernel of this kind computes ahead from the lengths of its rows: by ``make``, once
-        a step."""
+        """The result that a kernel of this kind computes ahead from the lengths of its rows: by
+        ``make``, once a step."""
         for known, before, plan in self._plans:
             if known == kind and before.shape == lens.shape and torch.equal(before, lens):
                 return plan
@@ -140,32 +137,33 @@ def _family(part: Any) -> str:
 
 
 def _longest(made: Any, part: Any) -> int:
-    """The longest row; where prompts are computed apart from single tokens, their lengths count as
-    well."""
+    """The longest row; where prompts are computed apart from single tokens, with their lengths."""
     longest = int(part.seq_lens.max())
-    return (
-        max(longest, int(made.max_seq_len)) if part is not made and made.num_prefills else longest
-    )
+    apart = part is not made and made.num_prefills
+    return max(longest, int(made.max_seq_len)) if apart else longest
 
 
 def _check(part: Any, before: Any) -> None:
-    """Raises :class:`~ucm.errors.InvalidInputError` where a kernel could not read what a hook
-    wrote there."""
+    """Raises :class:`~ucm.errors.InvalidInputError` where a kernel could not read a hook's
+    tensors."""
     for name in CHANGED:
         found, was = getattr(part, name, None), getattr(before, name, None)
-        if isinstance(was, Tensor) and not (
-            isinstance(found, Tensor)
-            and (found.dtype, found.device, found.dim()) == (was.dtype, was.device, was.dim())
-            and len(found) == len(was)
-        ):
+        if not isinstance(was, Tensor):
+            continue
+        if not isinstance(found, Tensor) or _form(found) != _form(was):
             raise InvalidInputError(
                 f"{name} must be a tensor like the one it replaces: {tuple(was.shape)}, {was.dtype}"
             )
 
 
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.device, tensor.dim(), len(tensor)
+
+
 def _renew_notes(part: Any, before: Any) -> None:
-    """What an implementation noted down on the object besides its fields was made from other blocks
-    and lengths: make that of AMX_MLA anew, which is read in every layer, and forget the rest."""
+    """Attributes that an implementation set on the object besides its fields were made from other
+    blocks and lengths: those of AMX_MLA, read in every layer, are made again, and others are
+    dropped."""
     fields = {field.name for field in dataclasses.fields(part)}
     notes = [name for name in vars(part) if name not in fields]
     if "req_to_token" in notes:  # the slot of each token
@@ -180,7 +178,7 @@ def _renew_notes(part: Any, before: Any) -> None:
 
 
 def cpu_plan(impl: Any, layer: Any, part: Any, lens: Tensor, heads: int, kv_heads: int) -> Any:
-    """What vLLM's CPU kernel computes ahead from the lengths of its rows."""
+    """The result that vLLM's CPU kernel computes ahead from the lengths of its rows."""
     from vllm import _custom_ops as ops
     from vllm import envs
 
@@ -211,8 +209,7 @@ def _flashmla_plan(heads: int, lens: Tensor) -> Any:
 class HeadRows:
     """The rows of a step, one for each KV head."""
 
-    #: ``[tokens * heads]``: which token and head is where, the tokens of a row and head one after
-    #: the other.
+    #: ``[tokens * heads]``: token and head at each place, the tokens of a row and head together.
     order: Tensor
     starts: Tensor
     tokens: int
@@ -220,7 +217,7 @@ class HeadRows:
 
     @classmethod
     def of(cls, query_start_loc: Tensor, rows: int, heads: int) -> HeadRows:
-        """From where the queries of each row begin ``[rows + 1]``."""
+        """From the beginning of the queries of each row ``[rows + 1]``."""
         starts = query_start_loc[: rows + 1].long()
         lengths = (starts[1:] - starts[:-1]).repeat_interleave(heads)
         order = [
@@ -244,7 +241,7 @@ class HeadRows:
 
 def metadata_of(made: Any, rows: HeadRows, plan: Callable[[Any], Any]) -> Any:
     """The metadata of these rows, from a copy whose block table is ``[rows, heads, blocks]`` and
-    whose lengths are ``[rows, heads]``; ``plan`` makes what the kernel wants computed ahead."""
+    whose lengths are ``[rows, heads]``; ``plan`` computes the kernel's plan."""
     found = copy.copy(made)
     heads = torch.arange(rows.heads, dtype=made.block_table.dtype)[None, :, None]
     found.block_table = (made.block_table * rows.heads + heads).flatten(0, 1).contiguous()
@@ -256,12 +253,10 @@ def metadata_of(made: Any, rows: HeadRows, plan: Callable[[Any], Any]) -> Any:
 
 
 def reads_pages_of(layers: Mapping[str, Any]) -> bool:
-    """Whether the kernel can compute these layers (of vLLM, all of one KV cache group): an
-    instruction set that it is written for, pages of a packing and type that it reads, and nothing
-    that vLLM adds to a logit."""
-    return retrieval.instruction_sets() != ("scalar",) and all(
-        _reads(layer) for layer in layers.values()
-    )
+    """Whether ucm's kernel can compute these layers (of vLLM, all of one KV cache group):
+    instruction set, packing and type of the pages, and nothing that vLLM adds to a logit."""
+    served = retrieval.instruction_sets() != ("scalar",)
+    return served and all(_reads(layer) for layer in layers.values())
 
 
 def _reads(layer: Any) -> bool:
@@ -269,18 +264,10 @@ def _reads(layer: Any) -> bool:
     if packed_for is None:
         return False
     impl, cache = layer.impl, layer.kv_cache
-    plain = (
-        impl.sinks is None
-        and impl.alibi_slopes is None
-        and not impl.logits_soft_cap
-        and impl.sliding_window == -1
-    )
-    return (
-        plain
-        and impl.kv_cache_dtype == "auto"
-        and cache.is_cpu
-        and retrieval.can_attend(packed_for, cache.dtype, impl.head_size, int(cache.shape[2]))
-    )
+    plain = impl.sinks is None and impl.alibi_slopes is None and not impl.logits_soft_cap
+    if not plain or impl.sliding_window != -1 or impl.kv_cache_dtype != "auto" or not cache.is_cpu:
+        return False
+    return retrieval.can_attend(packed_for, cache.dtype, impl.head_size, int(cache.shape[2]))
 
 
 def attend(
@@ -294,38 +281,34 @@ def attend(
     rewriter: Rewriter,
 ) -> None:
     """Attention of rows that chose by ucm's kernel (:func:`ucm.sparse.retrieval.paged_attention`),
-    which takes about half the time of vLLM's for rows of one query (``docs/performance.md``) and
-    reads pages where they lie. Rows that keep every block are computed by vLLM's kernel as in a
-    dense engine, so which kernel computes a row does not depend on its neighbours.
+    which takes about half the time of vLLM's for rows of one query (``docs/performance.md``). Rows
+    that keep every block are computed by vLLM's kernel as in a dense engine, so the kernel of a row
+    does not depend on its neighbours.
 
-    Computes a layer of a step into ``output [tokens, heads, d]``, for the queries ``query
-    [tokens, heads, d]``.
-
-    ``tables`` are the blocks and tokens of ``rows [s]``, which have one query each, ``[s, N]`` and
-    ``[s]``, or one for each KV head, ``[s, heads, N]`` and ``[s, heads]``. All other rows are
-    computed by vLLM's kernel, ``compute(query, metadata, output)``, with what ``metadata``, that of
-    all rows of the step, says of them.
+    Computes a layer of a step into ``output [tokens, heads, d]``, for the queries ``query [tokens,
+    heads, d]``. ``tables`` are the blocks and tokens of ``rows [s]``, which have one query each,
+    ``[s, N]`` and ``[s]``, or one for each KV head, ``[s, heads, N]`` and ``[s, heads]``. All other
+    rows are computed by ``compute(query, metadata, output)``, vLLM's kernel, from ``metadata``,
+    that of all rows of the step.
     """
     scale, count = float(layer.impl.scale), metadata.query_start_loc.shape[0] - 1
     if len(rows) == count:  # each has one query, so these are all queries
         retrieval.paged_attention(query[:count], layer.kv_cache, *tables, scale, output[:count])
         return
     places = metadata.query_start_loc[1:].index_select(0, rows).long() - 1
-    output.index_copy_(
-        0,
-        places,
-        retrieval.paged_attention(query.index_select(0, places), layer.kv_cache, *tables, scale),
-    )
+    chosen = query.index_select(0, places)
+    attended = retrieval.paged_attention(chosen, layer.kv_cache, *tables, scale)
+    output.index_copy_(0, places, attended)
     others = _all_but(rows, count)
     tokens = _all_but(places, int(metadata.query_start_loc[-1]))
-    asked = query.index_select(0, tokens)
-    found = torch.empty_like(asked)
-    compute(asked, _metadata_of_some(layer, metadata, others, rewriter), found)
+    rest = query.index_select(0, tokens)
+    found = torch.empty_like(rest)
+    compute(rest, _metadata_of_some(layer, metadata, others, rewriter), found)
     output.index_copy_(0, tokens, found)
 
 
 def _all_but(some: Tensor, count: int) -> Tensor:
-    """The numbers below ``count`` that are not among these."""
+    """The numbers below ``count`` except these."""
     left = torch.ones(count, dtype=torch.bool)
     left[some.long()] = False
     return left.nonzero()[:, 0]
@@ -335,9 +318,8 @@ def _metadata_of_some(layer: Any, original: Any, rows: Tensor, rewriter: Rewrite
     """The metadata of some rows of a step, of any number of queries."""
     impl, found = layer.impl, copy.copy(original)
     lengths = original.query_start_loc.diff().index_select(0, rows)
-    found.query_start_loc = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(
-        original.query_start_loc.dtype
-    )
+    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    found.query_start_loc = starts.to(original.query_start_loc.dtype)
     found.num_actual_tokens = int(found.query_start_loc[-1])
     found.max_query_len = int(lengths.max())
     found.block_table = original.block_table.index_select(0, rows)
