@@ -1,8 +1,8 @@
-"""The face of sparse attention: the hooks that an engine calls, and that every method, ours or a
-user's, may override.
+"""The interface of sparse attention: the hooks that an engine calls, and that every method, ours or
+a user's, may override.
 
-A method exists once per process, as scheduler or as worker. Nothing here needs torch or vLLM: types
-that belong to them are named in the doc comments. The order of the calls in one step of an engine:
+A method exists once per process, as scheduler or as worker. Nothing here needs torch or vLLM. The
+order of the calls in one step of an engine:
 
 ```
 scheduler   request_begin   estimate_num_slots_sparsed
@@ -14,8 +14,7 @@ worker      bind_sparse_metadata   execute_begin
 scheduler   request_finished_in_scheduler              worker   request_finished_in_worker
 ```
 
-Here are besides the rows of a batch (:class:`SparseBatch`), which one side of a step passes to the
-other, and the counters of what selection did (:class:`SparseStats`).
+:class:`SparseBatch` has the rows of a step, :class:`SparseStats` the counters.
 """
 
 from __future__ import annotations
@@ -26,26 +25,17 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-#: Answer of :meth:`UcmSparseBase.estimate_num_slots_sparsed`: this request is allocated as without
-#: sparse attention.
+#: Result of :meth:`UcmSparseBase.estimate_num_slots_sparsed`: allocated as without a method.
 INVALID_SLOT = -1
-
-#: Hooks by which a method may change what is computed.
-CHANGING_HOOKS: tuple[str, ...] = (
-    "attention_begin",
-    "attention_finished",
-    "layer_begin",
-    "layer_finished",
-    "ffn_begin",
-    "ffn_finished",
-)
 
 #: More tokens than a request can have.
 ALL_TOKENS = 1 << 62
 
-#: Hooks that an engine can call only where the model runs eagerly: no graph is captured around a
-#: layer.
+#: Hooks that an engine can call only in eager mode.
 EAGER_HOOKS: tuple[str, ...] = ("layer_begin", "layer_finished", "ffn_begin", "ffn_finished")
+
+#: Hooks by which a method may change the computation.
+CHANGING_HOOKS: tuple[str, ...] = ("attention_begin", "attention_finished", *EAGER_HOOKS)
 
 
 class UcmSparseRole(Enum):
@@ -56,16 +46,13 @@ class UcmSparseRole(Enum):
 
 
 class UcmSparseMetadata:
-    """What the scheduler's side passes to the worker's for one step. A method of a user's own
-    subclasses it; it must pickle."""
+    """The scheduler side's message to the worker side for one step. A user's method subclasses it;
+    it must pickle."""
 
 
 class UcmSparseBase:
-    """A method of sparse attention.
-
-    Every hook has a default that changes nothing, so a subclass defines only what it needs. Hooks
-    must be quick and must not wait without a bound: they run between the kernels of a step.
-    """
+    """A method of sparse attention. Every hook has a default that changes nothing. Hooks must be
+    quick and must not wait without a bound: they run between the kernels of a step."""
 
     def __init__(self, vllm_config: Any, role: UcmSparseRole) -> None:
         """``vllm_config`` is vLLM's ``VllmConfig``, ``role`` the side this object is on."""
@@ -79,39 +66,37 @@ class UcmSparseBase:
         return self._role
 
     def overrides(self, hook: str) -> bool:
-        """Whether this method has a hook of its own of that name, so that an engine need not call
-        the others."""
+        """Whether this method defines the hook of that name."""
         return getattr(type(self), hook) is not getattr(UcmSparseBase, hook)
 
-    # Scheduler's side
+    # Scheduler side
     # ----------------------------------------------------------------------------------------------
 
     def request_begin(self, request_id: str, prompt_token_ids: Sequence[int]) -> None:
         """A request has arrived."""
 
     def estimate_num_slots_sparsed(self, request: Any) -> int:
-        """How many token slots of KV the device must hold for ``request`` (vLLM's ``Request``) in
-        its next step, when a method keeps the rest elsewhere; :data:`INVALID_SLOT`: all of them, as
-        without a method. Under vLLM it is asked of subclasses of
-        :class:`~ucm.sparse.method.BlockSparse` with ``offload``, whose blocks the host brings back.
-        It says whether blocks leave; how many come back in their place is the policy's budget."""
+        """Token slots of KV that the device must hold for ``request`` (vLLM's ``Request``) in its
+        next step; :data:`INVALID_SLOT`: all of them, as without a method. Under vLLM it is called
+        for subclasses of :class:`~ucm.sparse.method.BlockSparse` with ``offload``. It says whether
+        blocks leave; how many hot blocks replace them is the policy's budget."""
         del request
         return INVALID_SLOT
 
     def exact_tokens(self, prefill_tokens: int) -> int:
-        """How many of a request's first tokens have the KV that they would have without the method,
-        when ``prefill_tokens`` are computed before its first decode step. Only their blocks are
-        stored and shared.
+        """How many of a request's first tokens have the same KV as without the method, when
+        ``prefill_tokens`` are computed before its first decode step. Only their blocks are stored
+        and shared.
 
-        Here: all tokens where no hook can change anything, else none. A method of a user's own that
-        leaves prompts alone returns ``prefill_tokens``, one that only looks on :data:`ALL_TOKENS`.
+        By default all tokens where no hook can change anything, else none. A method that does not
+        change prompts returns ``prefill_tokens``, one that only reads :data:`ALL_TOKENS`.
         """
         del prefill_tokens
         return 0 if any(self.overrides(hook) for hook in CHANGING_HOOKS) else ALL_TOKENS
 
     def update_state_after_alloc(self, request: Any, num_blocks: int) -> None:
-        """``request`` was admitted and given blocks; it holds ``num_blocks`` now. vLLM does not
-        tell of those that it gets later."""
+        """``request`` was admitted and holds ``num_blocks`` blocks now. Not called for later
+        blocks."""
 
     def build_sparse_meta(
         self,
@@ -120,23 +105,20 @@ class UcmSparseBase:
         input_batch: Any = None,
         attn_metadata: Any = None,
     ) -> UcmSparseMetadata | None:
-        """What the worker's side must know of the next step; None: nothing.
-
-        Called where the step is planned: ``scheduler_output`` is vLLM's, ``requests`` maps ids to
-        its requests. ``input_batch`` and ``attn_metadata`` exist only in workers and are None here;
-        the original passed them.
-        """
+        """The message to the worker side for the next step, None for none. ``scheduler_output`` is
+        vLLM's, ``requests`` maps ids to its requests. ``input_batch`` and ``attn_metadata``, which
+        the original passed, are None."""
         del scheduler_output, requests, input_batch, attn_metadata
         return None
 
     def request_finished_in_scheduler(self, request_id: str) -> None:
         """A request has ended, or was aborted."""
 
-    # Worker's side
+    # Worker side
     # ----------------------------------------------------------------------------------------------
 
     def bind_sparse_metadata(self, metadata: UcmSparseMetadata | None) -> None:
-        """Take what the scheduler's side said of the step that begins."""
+        """Keep the scheduler side's message for the step that begins."""
         self._sparse_metadata = metadata
 
     def clear_sparse_metadata(self) -> None:
@@ -144,19 +126,19 @@ class UcmSparseBase:
         self._sparse_metadata = None
 
     def _get_sparse_metadata(self) -> UcmSparseMetadata | None:
-        """What was bound for the step under way, None outside a step."""
+        """The message of the step under way, None outside a step."""
         return self._sparse_metadata
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        """Where the KV of each layer lies: layer name to tensor, in the shape of the attention
-        backend. Once, at start."""
+        """The KV of each layer: layer name to tensor, in the shape of the attention backend. Once,
+        at start."""
 
     def execute_begin(self, scheduler_output: Any) -> None:
         """The forward pass is about to begin."""
 
     def execute_finished(self, logits_indices: Any = None) -> Any:
-        """The forward pass has ended. Returns ``logits_indices`` unchanged: vLLM offers no way
-        to change them here."""
+        """The forward pass has ended. Returns ``logits_indices`` unchanged: vLLM cannot change them
+        here."""
         return logits_indices
 
     def attention_begin(
@@ -170,17 +152,17 @@ class UcmSparseBase:
         phase: str | None = None,
         **kwargs: Any,
     ) -> tuple[Any, Any, Any, Any]:
-        """Attention of a layer is about to be computed. What is returned is used instead: query,
-        key, value, output.
+        """Attention of a layer is about to be computed, with the returned query, key, value and
+        output.
 
         ``query`` is ``[tokens, query heads, head size]``, ``key`` and ``value`` ``[tokens, KV
-        heads, head size]``, ``output`` where the result goes.
+        heads, head size]``, ``output`` has the result.
         ``forward_context.attn_metadata[layer_name]`` is a copy made for this layer, and may be
-        changed: ``block_table [rows, blocks]`` and ``seq_lens [rows]`` say which blocks a row
-        attends to. ``phase`` is ``"prefill"``, ``"decode"`` or None where a batch holds both.
+        changed: ``block_table [rows, blocks]`` and ``seq_lens [rows]`` are the blocks that a row
+        attends to. ``phase`` is ``"prefill"``, ``"decode"`` or None where a batch has both.
 
-        Keys and values are in the cache already; what is returned is written over them, so later
-        steps read it too. Any of these may be written into in place. All else in the metadata is
+        Keys and values are in the cache already; the returned ones are written over them, so later
+        steps read them too. All of these may be written into in place. All else in the metadata is
         vLLM's own, and is only read.
 
         Models with latent attention compute rows of one token and prompts by two calls, each with
@@ -190,13 +172,12 @@ class UcmSparseBase:
         ``metadata.decode.block_table`` and ``.seq_lens``; ``kwargs`` has ``decode_ql_nope [tokens,
         heads, rank]`` and ``decode_q_pe [tokens, heads, rope size]``, which are views of the query.
         ``"prefill"``: ``query [tokens, heads, head size]``, ``output [tokens, heads * value
-        size]``, rows in ``metadata.prefill.block_table``, which vLLM reads for what was computed in
-        earlier steps; both are None. In either ``k_hash [blocks, block size, 1, bytes]`` has the
-        codes of the layer's keys, by physical block, where the method keeps some (GSAOnDevice),
-        else None.
+        size]``, rows in ``metadata.prefill.block_table``, for tokens of earlier steps; both are
+        None. In either ``k_hash [blocks, block size, 1, bytes]`` has the codes of the layer's keys,
+        by physical block, where the method keeps some (GSAOnDevice), else None.
 
-        What cannot be used (not four values, a tensor of another shape, dtype or device) changes
-        nothing, and is logged; so does a hook that raises.
+        A result that cannot be used (not four values, a tensor of another shape, dtype or device)
+        changes nothing, and is logged; so does a hook that raises.
         """
         del layer_name, forward_context, phase, kwargs
         return query, key, value, output
@@ -212,33 +193,31 @@ class UcmSparseBase:
         phase: str | None = None,
     ) -> None:
         """Attention of a layer was computed into ``attn_output [tokens, query heads, head size]``,
-        which may be written into. A method that only looks on says so in :meth:`exact_tokens`, or
-        none of its KV is stored."""
+        which may be written into. A method that only reads overrides :meth:`exact_tokens`, or none
+        of its KV is stored."""
 
     def layer_begin(
         self, positions: Any, hidden_states: Any, residual: Any
     ) -> tuple[Any, Any, Any]:
-        """A decoder layer begins; what is returned is used instead. Eager mode only."""
+        """A decoder layer begins, with the returned values. Eager mode only."""
         return positions, hidden_states, residual
 
     def layer_finished(
         self, positions: Any, hidden_states: Any, residual: Any
     ) -> tuple[Any, Any, Any]:
-        """A decoder layer has ended; what is returned is used instead. Eager mode only."""
+        """A decoder layer has ended, with the returned values. Eager mode only."""
         return positions, hidden_states, residual
 
     def ffn_begin(self, hidden_states: Any, residual: Any) -> tuple[Any, Any]:
-        """The feed-forward part of a layer begins; what is returned is used instead. Eager mode
-        only."""
+        """The feed-forward part of a layer begins, with the returned values. Eager mode only."""
         return hidden_states, residual
 
     def ffn_finished(self, hidden_states: Any, residual: Any) -> tuple[Any, Any]:
-        """The feed-forward part of a layer has ended; what is returned is used instead. Eager mode
-        only."""
+        """The feed-forward part of a layer has ended, with the returned values. Eager mode only."""
         return hidden_states, residual
 
     def request_finished_in_worker(self, request_id: str) -> None:
-        """A request has ended; what is kept for it may go."""
+        """A request has ended; its state may be dropped."""
 
     def close(self) -> None:
         """The engine ends: stop threads, free memory. Idempotent."""
@@ -252,25 +231,24 @@ class SparseRow:
     #: Tokens whose KV exists once this step has run (vLLM's ``seq_len`` of the row).
     tokens: int
     #: Tokens that are computed densely before the first decode step: the prompt, and after a
-    #: preemption also the output that is computed again. Of a prompt that is selected from without
-    #: being read, what is stored of it.
+    #: preemption also the output that is computed again; of a prompt that is selected from without
+    #: being read, the stored ones.
     prefill_tokens: int
-    #: Tokens of the prompt alone: steps are counted from here, so that a resumed request keeps its
-    #: rhythm.
+    #: Tokens of the prompt: steps are counted from here, also after a preemption.
     prompt_tokens: int
     #: Tokens computed in this step.
     queries: int = 1
 
     @property
     def decodes(self) -> bool:
-        """Whether the row computes nothing but tokens after everything that is computed densely:
-        one, or the last ones of a prompt that is selected from."""
+        """Whether all tokens of the row follow the densely computed ones: one, or the last ones of
+        a prompt that is selected from."""
         return self.tokens - self.queries >= self.prefill_tokens
 
     @property
     def step(self) -> int:
-        """Number of the decode step, 1 for the first token after the prompt; 0 or less while the
-        prompt is computed."""
+        """Number of the decode step, 1 for the first token after the prompt; 0 or less for the
+        prompt."""
         return self.tokens - self.prompt_tokens
 
 
@@ -297,19 +275,16 @@ class SparseStats:
                 self._sums[name] = self._sums.get(name, 0) + amount
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Reset all counters."""
         with self._lock:
             self._sums.clear()
 
     def snapshot(self) -> dict[str, float]:
-        """All counters, and the ratios made from them:
-
-        ``density`` blocks kept / blocks there were, of sparse rows; ``turnover`` chosen blocks that
-        were not chosen the time before / blocks chosen; ``lag`` mean decode steps from a query to a
-        use of its choice; ``recall`` attention mass on kept blocks / all of it, where it is
-        measured; ``hit_rate`` blocks that had been predicted / chosen. ``selection_s`` is no ratio:
-        seconds that steps spent on representations of new keys and on choosing.
-        """
+        """All counters, and the ratios made from them: ``density`` kept blocks / blocks of sparse
+        rows; ``turnover`` newly chosen blocks / chosen blocks; ``lag`` mean decode steps from a
+        query to a use of its choice; ``recall`` attention mass on kept blocks / all of it, where it
+        is measured; ``hit_rate`` predicted blocks / chosen blocks. ``selection_s``: seconds of
+        steps for representations of new keys and for choosing."""
         with self._lock:
             found = dict(self._sums)
         for name, part, whole in RATIOS:

@@ -5,15 +5,15 @@ An engine's side calls, for each step: :meth:`BlockSparse.bind_sparse_metadata` 
 :class:`~ucm.sparse.base.SparseBatch`; for each layer :meth:`BlockSparse.write_keys` when keys are
 written to the cache, then :meth:`BlockSparse.attention_begin`, which replaces block table and
 lengths in the layer's copy of the metadata (or :meth:`BlockSparse.select_rows`, where attention
-reads the kept blocks in a way of its own); and at the end
-:meth:`BlockSparse.clear_sparse_metadata`. Rows that compute a prompt, and requests that the policy
-calls dense, are left alone; where all are, nothing is changed at all.
+reads the kept blocks itself); and at the end :meth:`BlockSparse.clear_sparse_metadata`. Rows that
+compute a prompt, and requests that are dense by the policy, keep all blocks.
 
-:class:`PositionalMethod` also takes the calls of document 002, which knows no layer names and no
-engine: ``attention_begin(layer_idx, q, k, v, metadata)``. A caller of this form registers the KV
-cache once and passes, for each layer, metadata with the block table and the lengths; what else an
-engine would say is found here: the shape of the keys from the cache, the representations from its
-blocks. A row is a request; ``metadata.request_ids`` names it, else its place in the batch."""
+:class:`PositionalMethod` also takes the calls of document 002, without layer names and engine:
+``attention_begin(layer_idx, q, k, v, metadata)``. A caller of this form registers the KV cache once
+and passes, for each layer, metadata with the block table and the lengths; the shape of the keys is
+read from the cache, representations from its blocks. A row is a request; ``metadata.request_ids``
+names it, else its place in the batch.
+"""
 
 from __future__ import annotations
 
@@ -71,25 +71,19 @@ class BlockSparse(UcmSparseBase):
         role: Any,
         settings: AlgorithmConfig | Mapping[str, Any] | None = None,
     ) -> None:
-        """``vllm_config`` is vLLM's, or the keys of the algorithm; ``settings`` are the keys where
-        they are given beside it. The order of document 002, ``GSA(role, config)``, is understood as
-        well."""
+        """``vllm_config`` is vLLM's, or the keys of the algorithm; ``settings`` are the keys beside
+        it. The order of document 002, ``GSA(role, config)``, works too."""
         if isinstance(vllm_config, UcmSparseRole):
             vllm_config, role = role, vllm_config
         super().__init__(vllm_config, role)
-        if settings is None and (
-            vllm_config is None or isinstance(vllm_config, Mapping | AlgorithmConfig)
-        ):
-            settings = vllm_config
-        if settings is None and vllm_config is not None:
-            settings = cast(
-                "AlgorithmConfig", config_of(vllm_config).sparse.section(self.algorithm)
-            )
+        if settings is None:
+            plain = vllm_config is None or isinstance(vllm_config, Mapping | AlgorithmConfig)
+            found = vllm_config if plain else config_of(vllm_config).sparse.section(self.algorithm)
+            settings = cast("AlgorithmConfig | Mapping[str, Any] | None", found)
         self.model = str(getattr(getattr(vllm_config, "model_config", None), "model", "") or "")
         self.settings = resolve_auto(settings_of(self.algorithm, settings), self.model)
         self.stats = SparseStats()
-        #: Requests shorter than this are dense where ``min_tokens`` is not configured: what was
-        #: measured to pay.
+        #: Requests shorter than this are dense where ``min_tokens`` is not configured: measured.
         self.break_even_tokens = 0
         self._method: Method | None = None
         self._scheduler_policy: Policy | None = None
@@ -99,8 +93,7 @@ class BlockSparse(UcmSparseBase):
     # ----------------------------------------------------------------------------------------------
 
     def estimate_num_slots_sparsed(self, request: Any) -> int:
-        """Slots of the blocks that a decoding request keeps on the device when the others are kept
-        elsewhere."""
+        """Slots of the blocks that a decoding request keeps on the device with offload."""
         if not self.settings.offload or request.num_output_tokens < 1:
             return INVALID_SLOT
         size = int(self._vllm_config.cache_config.block_size)
@@ -116,13 +109,11 @@ class BlockSparse(UcmSparseBase):
         return self._scheduler_policy
 
     def exact_tokens(self, prefill_tokens: int) -> int:
-        """Prompts are dense, and so are the tokens decoded before a request is long enough to be
-        chosen from. None is exact where a subclass has hooks of its own that may change more,
-        unless it says otherwise here."""
-        if any(
-            not getattr(type(self), hook).__module__.startswith("ucm.sparse.")
-            for hook in CHANGING_HOOKS
-        ):
+        """Prompts are dense, and so are tokens decoded before a request is long enough for a
+        choice. With a subclass's own hooks, which may change more, 0 is exact, unless it overrides
+        this."""
+        hooks = (getattr(type(self), hook) for hook in CHANGING_HOOKS)
+        if not all(hook.__module__.startswith("ucm.sparse.") for hook in hooks):
             return 0
         config = self._vllm_config
         size, most = int(config.cache_config.block_size), int(config.model_config.max_model_len)
@@ -156,10 +147,9 @@ class BlockSparse(UcmSparseBase):
         ``num_blocks`` physical blocks.
 
         ``max_sequences`` bounds how many run at once; ``spare_blocks`` are rows for the
-        representations of offloaded blocks; ``per_head``: the attention that reads the selection
-        can read another one for each KV head; ``reduce`` is needed for ``shared_selection`` where
-        there are several tensor ranks. Raises :class:`~ucm.errors.ConfigError` where the settings
-        do not fit.
+        representations of offloaded blocks; ``per_head``: attention can read another selection for
+        each KV head; ``reduce`` is needed for ``shared_selection`` with several tensor ranks.
+        Raises :class:`~ucm.errors.ConfigError` where the settings do not fit.
         """
         numbers = [layer_index(name, place) for place, name in enumerate(layer_names)]
         if len(set(numbers)) < len(numbers):
@@ -172,23 +162,16 @@ class BlockSparse(UcmSparseBase):
         method = method_of(self.settings, geometry, self.model, count)
         policy = method.policy
         if policy.heads == "kv" and not per_head:
-            raise ConfigError(
-                "heads: kv needs attention that reads a block table for each head; write heads:"
-                " shared"
-            )
+            wrong = "heads: kv needs attention that reads a block table for each head"
+            raise ConfigError(f"{wrong}; write heads: shared")
         if policy.heads == "kv" and policy.shared_ranks:
             raise ConfigError(
                 "heads: kv and shared_selection exclude each other: ranks have different heads"
             )
-        selecting = [
-            layer for layer in policy.selecting_layers(count) if layer in set(self._layers.values())
-        ]
-        self._method, self.policy, self.selector, self._reduce = (
-            method,
-            policy,
-            method.selector,
-            reduce,
-        )
+        own = set(self._layers.values())
+        selecting = [layer for layer in policy.selecting_layers(count) if layer in own]
+        self._method, self.policy, self.selector = method, policy, method.selector
+        self._reduce = reduce
         self.store = RepStore(
             method.selector,
             selecting,
@@ -207,10 +190,9 @@ class BlockSparse(UcmSparseBase):
             threads=self.settings.retrieval_threads,
             bound_s=self.settings.retrieval_ms / 1000,
         )
-        recall = self.settings.measure_recall
-        self._probe = (
-            RecallProbe(geometry, selecting, num_blocks, device, key_dtype) if recall else None
-        )
+        self._probe: RecallProbe | None = None
+        if self.settings.measure_recall:
+            self._probe = RecallProbe(geometry, selecting, num_blocks, device, key_dtype)
         self._queries: dict[str, dict[int, Tensor]] = {}
         self._sampled: dict[tuple[str, int], set[int]] = {}
         self._rep_rows: dict[str, Tensor] = {}
@@ -220,16 +202,16 @@ class BlockSparse(UcmSparseBase):
         self._spent_s = 0.0  # of this step, on selection
 
     def layer_number(self, layer_name: str) -> int:
-        """The number of a layer of :meth:`setup`, by which :attr:`store` knows it."""
+        """The number of a layer of :meth:`setup` in :attr:`store`."""
         return self._layers[layer_name]
 
     def writes(self, layer_name: str) -> bool:
-        """Whether :meth:`write_keys` is wanted for a layer."""
+        """Whether :meth:`write_keys` is needed for a layer."""
         return self._layers.get(layer_name) in self.store.layers
 
     def selects(self, layer_name: str) -> bool:
-        """Whether rows of a layer may keep fewer blocks than all: it chooses, or takes the choice
-        of another one."""
+        """Whether rows of a layer may keep fewer blocks than all: it chooses, or reuses a
+        choice."""
         layer = self._layers.get(layer_name)
         return layer is not None and layer not in self.policy.dense_layers
 
@@ -237,8 +219,7 @@ class BlockSparse(UcmSparseBase):
     # ----------------------------------------------------------------------------------------------
 
     def bind_sparse_metadata(self, metadata: UcmSparseMetadata | None) -> None:
-        """A step begins, with these rows; None, or a batch without rows, is a step in which nothing
-        is chosen."""
+        """A step begins, with these rows; with None, or a batch without rows, nothing is chosen."""
         super().bind_sparse_metadata(metadata)
         self._forget_step()
         if isinstance(metadata, SparseBatch):
@@ -268,7 +249,7 @@ class BlockSparse(UcmSparseBase):
         layer, plan = self._layers[layer_name], self._write_plan(torch.as_tensor(slot_mapping))
         try:
             self.store.write(layer, key, plan)
-        except Exception:  # the plan said of some that they are ready: they are not
+        except Exception:  # the plan marked some as ready, which they are not
             self.store.invalidate(plan.blocks)
             raise
         self._spent_s += time.perf_counter() - began
@@ -276,8 +257,7 @@ class BlockSparse(UcmSparseBase):
             self._probe.write(layer, key, plan)
 
     def _write_plan(self, slots: Tensor) -> WritePlan:
-        """The plan of these slots: made once a step, for the first layer, and the same for all
-        others."""
+        """The plan of these slots: made once a step, for the first layer, and used by all."""
         for known, plan in self._plans:
             if known is slots or (known.shape == slots.shape and torch.equal(known, slots)):
                 return plan
@@ -299,37 +279,32 @@ class BlockSparse(UcmSparseBase):
         blocks.
 
         With latent attention the query is ``decode_ql_nope`` and ``decode_q_pe`` of ``kwargs``, and
-        the metadata that of ``metadata.decode``; prompts, which have neither there, are left alone.
+        the metadata that of ``metadata.decode``; prompts, which have neither, keep all blocks.
         """
         del phase
         metadata = forward_context.attn_metadata
         metadata = metadata[layer_name] if isinstance(metadata, Mapping) else metadata
         latent = kwargs.get("decode_ql_nope")
-        asked = query if latent is None else torch.cat([latent, kwargs["decode_q_pe"]], dim=-1)
+        whole = query if latent is None else torch.cat([latent, kwargs["decode_q_pe"]], dim=-1)
         place = metadata if latent is None else metadata.decode
         table = getattr(place, "block_table", None)
-        selection = None if table is None else self.select_rows(layer_name, asked, table)
+        selection = None if table is None else self.select_rows(layer_name, whole, table)
         if selection is not None:
-            place.block_table, place.seq_lens = compact_rows(
-                selection, place.block_table, place.seq_lens, self.selector.geometry.block_size
-            )
+            size = self.selector.geometry.block_size
+            found = compact_rows(selection, place.block_table, place.seq_lens, size)
+            place.block_table, place.seq_lens = found
         return query, key, value, output
 
     def select_rows(self, layer_name: str, query: Tensor, block_table: Tensor) -> Selection | None:
         """The blocks that each row of the step keeps in a layer; None: every row keeps all.
 
-        ``query [tokens, heads, d]`` are the queries of the step's rows one after the other,
-        ``block_table [rows, N]`` their physical blocks. With latent attention both hold the decode
-        rows alone.
+        ``query [tokens, heads, d]`` are the queries of the step's rows in order, ``block_table
+        [rows, N]`` their physical blocks. With latent attention both hold only the decode rows.
         """
-        batch = self._sparse_metadata
-        layer = self._layers.get(layer_name)
-        if (
-            not isinstance(batch, SparseBatch)
-            or not batch.rows
-            or layer is None
-            or layer in self.policy.dense_layers
-        ):
+        batch, layer = self._sparse_metadata, self._layers.get(layer_name)
+        if not isinstance(batch, SparseBatch) or not batch.rows:
+            return None
+        if layer is None or layer in self.policy.dense_layers:
             return None
         source = self.policy.reuse_from.get(layer)
         if source is not None:
@@ -356,10 +331,9 @@ class BlockSparse(UcmSparseBase):
             self.store.release([int(row) for row in rows if row >= self.store.num_blocks])
 
     def set_rep_rows(self, request_id: str, rows: Sequence[int]) -> None:
-        """The rows of :attr:`store` that hold a request's representations, by logical block, from
-        now on: of a request some of whose blocks are not on the device
-        (:meth:`~ucm.sparse.rep_store.RepStore.adopt`). Blocks beyond them are found by the block
-        table."""
+        """Set the rows of :attr:`store` that hold the representations of a request with offloaded
+        blocks, by logical block (:meth:`~ucm.sparse.rep_store.RepStore.adopt`). Blocks beyond them
+        are found by the block table."""
         self._rep_rows[request_id] = torch.tensor(list(rows), dtype=torch.int64)
 
     def close(self) -> None:
@@ -371,7 +345,7 @@ class BlockSparse(UcmSparseBase):
     # ----------------------------------------------------------------------------------------------
 
     def _step(self, block_table: Tensor) -> Step:
-        """What holds for every layer of the step that reads this table."""
+        """The facts of the step for every layer that reads this table."""
         assert isinstance(self._sparse_metadata, SparseBatch)
         key = (block_table.data_ptr(), *block_table.shape)
         if key not in self._steps:
@@ -416,18 +390,15 @@ class BlockSparse(UcmSparseBase):
         return None if dense else selection
 
     def _retrieve(self, layer: int, step: Step, query: Tensor) -> Selection:
-        """By the retriever: choices that are used for several steps, or later than they were asked
-        for."""
+        """By the retriever: choices that are used for several steps, or later than their query."""
         choices = self.retriever.step(layer, self._rows(layer, step, query))
         heads = self.selector.geometry.kv_heads if self.policy.heads == "kv" else 1
         kept = []
-        for blocks, choice in zip(step.blocks, choices, strict=True):
-            if choice is None:
-                kept.append([torch.arange(blocks)] * heads)
-            else:
-                kept.append(
-                    [with_windows(self.policy, ids, choice.blocks, blocks) for ids in choice.middle]
-                )
+        for n, choice in zip(step.blocks, choices, strict=True):
+            middle = [] if choice is None else choice.middle
+            at = 0 if choice is None else choice.blocks
+            chosen = [with_windows(self.policy, ids, at, n) for ids in middle]
+            kept.append(chosen or [torch.arange(n)] * heads)
         return Selection.of(kept, step.blocks, step.places)
 
     def _last_queries(self, step: Step, query: Tensor) -> Tensor:
@@ -439,10 +410,11 @@ class BlockSparse(UcmSparseBase):
         if wanted == 1:
             asked, counts = self._last_queries(step, query)[:, None], [1] * len(rows)
         else:
-            kept = [self._queries[row.request_id][layer] for row in rows]
-            asked = torch.stack(
-                [torch.nn.functional.pad(q, (0, 0, 0, 0, wanted - len(q), 0)) for q in kept]
+            kept, pad = (
+                [self._queries[row.request_id][layer] for row in rows],
+                torch.nn.functional.pad,
             )
+            asked = torch.stack([pad(q, (0, 0, 0, 0, wanted - len(q), 0)) for q in kept])
             counts = [len(q) for q in kept]
         names, steps = [row.request_id for row in rows], [row.step for row in rows]
         return Rows(names, steps, step.blocks, asked, counts, step.candidates.reps)
@@ -459,9 +431,8 @@ class BlockSparse(UcmSparseBase):
     # ----------------------------------------------------------------------------------------------
 
     def _sample_turnover(self, layer: int, step: Step, selection: Selection) -> None:
-        """How much of a choice is new, for two steps in every
-        :data:`~ucm.sparse.selection.SAMPLE_EVERY`; where choices go through the retriever, it
-        counts all of them."""
+        """The share of new blocks in a choice, for two steps in every
+        :data:`~ucm.sparse.selection.SAMPLE_EVERY`; the retriever counts all of its choices."""
         for number in step.sampled:
             row = step.rows[step.sparse[number]]
             key = (row.request_id, layer)
@@ -481,19 +452,15 @@ class BlockSparse(UcmSparseBase):
         block_table: Tensor,
         selection: Selection,
     ) -> None:
+        heads = selection.ids.shape[1]
         for number, i in enumerate(step.sparse):
-            seen = probe.mass(
-                layer,
-                query[step.ends[i] - 1],
-                block_table[i, : step.blocks[number]],
-                step.rows[i].tokens,
-            )
-            heads = selection.ids.shape[1]
-            held = [
-                seen[h if heads > 1 else slice(None)][..., selection.kept(number, h)].sum()
-                for h in range(heads)
-            ]
-            self.stats.add(mass_seen=float(seen.sum()), mass_kept=float(sum(held)))
+            own, last = block_table[i, : step.blocks[number]], query[step.ends[i] - 1]
+            seen = probe.mass(layer, last, own, step.rows[i].tokens)
+            held = 0.0
+            for head in range(heads):
+                of = seen[head] if heads > 1 else seen
+                held += float(of[..., selection.kept(number, head)].sum())
+            self.stats.add(mass_seen=float(seen.sum()), mass_kept=held)
 
 
 class RecallProbe:
@@ -512,18 +479,15 @@ class RecallProbe:
         self._keys = {layer: torch.zeros(shape, dtype=dtype, device=device) for layer in layers}
 
     def write(self, layer: int, keys: Tensor, plan: WritePlan) -> None:
-        """Take the keys ``[t, h, d]`` that a step writes."""
-        kept = self._keys[layer]
-        kept[plan.blocks.to(kept.device), plan.places.to(kept.device)] = keys[
-            plan.tokens.to(keys.device)
-        ].to(kept)
+        """Keep the keys ``[t, h, d]`` that a step writes."""
+        kept, new = self._keys[layer], keys[plan.tokens.to(keys.device)]
+        kept[plan.blocks.to(kept.device), plan.places.to(kept.device)] = new.to(kept)
 
     def mass(self, layer: int, query: Tensor, table: Tensor, tokens: int) -> Tensor:
         """Attention mass ``[h, n]`` of each block of ``table [n]`` for one query ``[heads, d]``
         over ``tokens`` tokens."""
-        return self._oracle.mass(
-            query[None], self._keys[layer].index_select(0, table.long()), tokens
-        )
+        keys = self._keys[layer].index_select(0, table.long())
+        return self._oracle.mass(query[None], keys, tokens)
 
 
 def layer_index(name: str, place: int) -> int:
@@ -538,9 +502,8 @@ class PositionalMethod(BlockSparse):
     _caches: tuple[Tensor, ...] = ()
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        """Where the KV lies, by layer name in the order of the model: ``[2, blocks, b, h, d]``, or
-        keys alone in ``[blocks, b, h, d]``. Nothing is learned from it once :meth:`setup` was
-        called."""
+        """The KV by layer name in the order of the model: ``[2, blocks, b, h, d]``, or keys alone
+        in ``[blocks, b, h, d]``. Ignored after :meth:`setup`."""
         super().register_kv_caches(kv_caches)
         if self._method is not None or not kv_caches:
             return
@@ -557,12 +520,8 @@ class PositionalMethod(BlockSparse):
         self._names = list(kv_caches)
         self._encoded: list[set[int]] = [set() for _ in keys]
         geometry = Geometry(block_size=size, kv_heads=heads, head_dim=dim)
-        self.setup(
-            geometry,
-            [f"layers.{place}" for place in range(len(keys))],
-            blocks,
-            device=keys[0].device,
-        )
+        names = [f"layers.{place}" for place in range(len(keys))]
+        self.setup(geometry, names, blocks, device=keys[0].device)
 
     def attention_begin(
         self,
@@ -576,27 +535,24 @@ class PositionalMethod(BlockSparse):
         **kwargs: Any,
     ) -> tuple[Any, Any, Any, Any]:
         """With a layer's number in the first place: ``(layer_idx, query, key, value, metadata)``.
-        The metadata's block table and lengths are replaced (it is the caller's own copy); returns
-        query, key, value and None."""
+        Block table and lengths of the metadata, the caller's own copy, are replaced; returns query,
+        key, value and None."""
         if not isinstance(query, int):
-            return super().attention_begin(
-                query, key, value, layer_name, forward_context, output, *args, **kwargs
-            )
+            given = (query, key, value, layer_name, forward_context, output)
+            return super().attention_begin(*given, *args, **kwargs)
         layer, query, key, value, metadata = query, key, value, layer_name, forward_context
         self._check(layer)
         lens = [int(length) for length in metadata.seq_lens]
-        names = getattr(metadata, "request_ids", None) or [
-            f"row {place}" for place in range(len(lens))
-        ]
+        places = [f"row {place}" for place in range(len(lens))]
         if self._sparse_metadata is None or layer == 0:
-            self._begin(names, lens, query)
+            self._begin(getattr(metadata, "request_ids", None) or places, lens, query)
         self._encode(layer, metadata.block_table, lens)
         context = SimpleNamespace(attn_metadata=metadata)
         return super().attention_begin(query, key, value, f"layers.{layer}", context)
 
     def attention_finished(self, *args: Any, **kwargs: Any) -> Any:
-        """``attention_finished(layer_idx, output)`` returns the output; the engine's form as in the
-        base class."""
+        """``attention_finished(layer_idx, output)`` returns the output; else as in the base
+        class."""
         if len(args) == 2 and isinstance(args[0], int):
             return args[1]
         return super().attention_finished(*args, **kwargs)
@@ -608,7 +564,7 @@ class PositionalMethod(BlockSparse):
             raise InvalidInputError(f"there are layers 0 to {len(self._caches) - 1}, got {layer}")
 
     def _begin(self, names: list[str], lens: list[int], query: Tensor) -> None:
-        """A step begins: every row decodes one token, whatever was computed before it."""
+        """A step begins: every row decodes one token."""
         if query.shape[0] != len(lens):
             raise InvalidInputError(
                 "this form is for decoding: one query for each row",
@@ -616,25 +572,18 @@ class PositionalMethod(BlockSparse):
             )
         self._first = getattr(self, "_first", {})
         for name, length in zip(names, lens, strict=True):
-            # shorter than it was: another request of that name
-            if length <= self._first.get(name, length + 1):
+            if length <= self._first.get(name, length + 1):  # another request of that name
                 self.request_finished_in_worker(name)
                 self._first[name] = length - 1
-        rows = [
-            SparseRow(n, length, self._first[n], self._first[n])
-            for n, length in zip(names, lens, strict=True)
-        ]
+        every = zip(names, lens, strict=True)
+        rows = [SparseRow(name, n, self._first[name], self._first[name]) for name, n in every]
         self.bind_sparse_metadata(SparseBatch(rows))
 
     def _encode(self, layer: int, block_table: Tensor, lens: list[int]) -> None:
-        """Representations of the full blocks that have none yet. Blocks are taken for unchanged
-        while they are in use."""
+        """Representations of full blocks without one. Blocks in use are assumed to be unchanged."""
         size, known = self.selector.geometry.block_size, self._encoded[layer]
-        used = {
-            int(block)
-            for row, length in zip(block_table, lens, strict=True)
-            for block in row[: length // size]
-        }
+        pairs = zip(block_table, lens, strict=True)
+        used = {int(block) for row, length in pairs for block in row[: length // size]}
         known &= used
         new = sorted(used - known)
         if new and layer in self.store.layers:
@@ -646,10 +595,7 @@ class PositionalMethod(BlockSparse):
 
 @cache
 def method_for(algorithm: str) -> type[PositionalMethod]:
-    """The method that is an algorithm and nothing else: the host, under its name."""
-    given = {
-        "algorithm": algorithm,
-        "__module__": __name__,
-        "__doc__": f"Blocks chosen by {algorithm}.",
-    }
+    """The method of an algorithm without code of its own."""
+    about = f"Blocks chosen by {algorithm}."
+    given = {"algorithm": algorithm, "__module__": __name__, "__doc__": about}
     return type(algorithm, (PositionalMethod,), given)

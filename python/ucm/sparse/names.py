@@ -1,9 +1,6 @@
-"""What the original, the book and document 002 name, and ucm does by other means: methods of one
-algorithm, and their parts as objects and functions of their own.
-
-The modules of those names (``ucm.sparse.esa.esa`` and so on) import from here. ``cuda`` and
-``triton`` in a name are the original's: everything works on any device.
-"""
+"""Names of the original, the book and document 002: methods of one algorithm, and their parts as
+objects and functions. The modules of those names (``ucm.sparse.esa.esa`` and so on) import from
+here. ``cuda`` and ``triton`` in a name are the original's: everything works on any device."""
 
 from __future__ import annotations
 
@@ -81,7 +78,7 @@ class ESASparse(ESA):
     """The book's form of the constructor, with the store beside it."""
 
     def __init__(self, vllm_config: Any, role: Any, store: Any = None) -> None:
-        """``store`` is where offloaded blocks are; the connector's is used where none is given."""
+        """``store`` is where offloaded blocks are; the connector's is used without it."""
         super().__init__(vllm_config, role)
         self.kv_store = store
 
@@ -90,11 +87,7 @@ class BlockReprPool:
     """A bounded pool of vectors, one for each block."""
 
     def __init__(
-        self,
-        max_blocks: int,
-        repr_dim: int,
-        device: str = "cpu",
-        dtype: torch.dtype = torch.float16,
+        self, max_blocks: int, repr_dim: int, device: str = "cpu", dtype: Any = torch.float16
     ) -> None:
         """``max_blocks`` vectors of ``repr_dim`` elements."""
         self.pool = torch.zeros(max_blocks, repr_dim, dtype=dtype, device=device)
@@ -102,15 +95,13 @@ class BlockReprPool:
         self.block_to_index: dict[int, int] = {}
 
     def allocate(self, block_id: int) -> int:
-        """The place of a block's vector: the one it has, or a free one. Raises
+        """The index of a block's vector: the one it has, or a free one. Raises
         :class:`~ucm.errors.BusyError`."""
-        known = self.block_to_index.get(block_id)
-        if known is not None:
+        if (known := self.block_to_index.get(block_id)) is not None:
             return known
         if not self.free_indices:
-            raise BusyError(
-                "the pool of block representations is full", context={"max_blocks": len(self.pool)}
-            )
+            most = {"max_blocks": len(self.pool)}
+            raise BusyError("the pool of block representations is full", context=most)
         index = self.free_indices.pop()
         self.block_to_index[block_id] = index
         return index
@@ -120,8 +111,8 @@ class BlockReprPool:
         self.pool[self.allocate(block_id)] = value.to(self.pool)
 
     def get_repr(self, block_id: int) -> Tensor:
-        """A block's vector. Raises :class:`~ucm.errors.InvalidInputError` for one that has no
-        place."""
+        """A block's vector. Raises :class:`~ucm.errors.InvalidInputError` for a block without
+        one."""
         return self.pool[self._index(block_id)]
 
     def free(self, block_id: int) -> None:
@@ -130,8 +121,7 @@ class BlockReprPool:
         del self.block_to_index[block_id]
 
     def _index(self, block_id: int) -> int:
-        index = self.block_to_index.get(block_id)
-        if index is None:
+        if (index := self.block_to_index.get(block_id)) is None:
             raise InvalidInputError(
                 f"block {block_id} has no place in the pool of block representations"
             )
@@ -145,8 +135,8 @@ class ESARetrievalEngine:
     LIMIT = 1024
 
     def __init__(self, config: AlgorithmConfig | Mapping[str, Any] | Any, threads: int = 4) -> None:
-        """``config.topk`` (or the key ``topk``, or ``topk_blocks``) says how many blocks are
-        chosen."""
+        """``config.topk`` (or the key ``topk``, or ``topk_blocks``) is the number of chosen
+        blocks."""
         self.topk = _topk(config)
         self.thread_pool = ThreadPoolExecutor(threads, thread_name_prefix="ucm-esa")
         self.pending_tasks: dict[str, Future[list[int]]] = {}
@@ -159,18 +149,14 @@ class ESARetrievalEngine:
         callback: Callable[[str, list[int]], None],
     ) -> None:
         """Choose of ``block_reprs [n, d]`` those with the largest dot product with ``query [d]``,
-        of equal ones the earlier; ``callback(request_id, places)`` gets them in ascending order, on
-        one of the threads. An error of the callback is logged. Raises
+        of equal ones the earlier; ``callback(request_id, places)`` is called with their places,
+        ascending, on one of the threads. An error of the callback is logged. Raises
         :class:`~ucm.errors.BusyError` while too many are under way."""
-        self.pending_tasks = {
-            name: task for name, task in self.pending_tasks.items() if not task.done()
-        }
+        under_way = ((name, task) for name, task in self.pending_tasks.items() if not task.done())
+        self.pending_tasks = dict(under_way)
         if len(self.pending_tasks) >= self.LIMIT:
             raise BusyError("too many retrievals are under way", context={"limit": self.LIMIT})
-        query, reprs = (
-            query.detach().float().cpu().clone(),
-            block_reprs.detach().float().cpu().clone(),
-        )
+        query, reprs = (each.detach().float().cpu().clone() for each in (query, block_reprs))
 
         def retrieve() -> list[int]:
             found = self.retrieve(query, reprs)
@@ -211,7 +197,7 @@ class GSA(PositionalMethod):
 
 @dataclass
 class GSAReqStat:
-    """How far a request is, and what was chosen for it."""
+    """The progress of a request, and its chosen blocks."""
 
     request_id: str
     index_in_batch: int = 0
@@ -224,8 +210,8 @@ class GSAReqStat:
 
     @property
     def prefetch_ready(self) -> bool:
-        """Whether its prefetch (a :class:`~ucm.sparse.residency.PrefetchHandle`) is there; true
-        where there is none."""
+        """Whether its prefetch (a :class:`~ucm.sparse.residency.PrefetchHandle`) is done, or there
+        is none."""
         return self.prefetch_task is None or self.prefetch_task.state == "done"
 
 
@@ -233,8 +219,8 @@ def compute_block_scores(
     query: Tensor, block_reprs: Tensor, block_size: int = 0, method: str = "l2"
 ) -> Tensor:
     """Scores ``[n]`` of blocks ``block_reprs [n, heads, d]`` for ``query [heads, d]``, by one of
-    the book's three methods: ``mean`` or ``max`` of the heads' dot products, or minus the sum of
-    their distances (``l2``)."""
+    the book's methods: ``mean`` or ``max`` of the heads' dot products, or minus the sum of their
+    distances (``l2``)."""
     del block_size
     q, r = query.float(), block_reprs.float()
     if method == "l2":
@@ -248,8 +234,8 @@ def compute_block_scores(
 def select_topk_blocks(
     scores: Tensor, num_blocks: int, init_window_size: int, local_window_size: int, topk: int
 ) -> Tensor:
-    """The windows and the ``topk`` best blocks between them, ascending; all where there are none
-    between. The last block is always among them."""
+    """The windows and the ``topk`` best blocks between them, ascending. The last block is always
+    among them."""
     policy = Policy(init=init_window_size, local=max(1, local_window_size), ratio=None, topk=topk)
     return select(policy, scores[None], num_blocks, num_blocks)[0]
 
@@ -258,16 +244,16 @@ def compute_topk_len(
     block_len: int, config: Mapping[str, Any] | AlgorithmConfig | None = None
 ) -> int:
     """How many of ``block_len`` blocks are kept, windows included."""
-    # The block size matters for windows in tokens alone; 128 is the one that the book speaks of.
+    # The block size matters only for windows in tokens; the book's is 128.
     return policy_of(settings_of("GSA", config), 128).kept(block_len, block_len * 128)
 
 
 class GSASparseKernel:
-    """Attention over chosen blocks of a batch that holds its KV by request: gather, then softmax
-    over what was gathered."""
+    """Attention over chosen blocks of a batch that holds its KV by request: gather, then
+    softmax."""
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
-        """``config`` may say ``head_dim`` (128), by whose root scores are divided."""
+        """``config`` may have ``head_dim`` (128), by whose root scores are divided."""
         self.head_dim = int((config or {}).get("head_dim", 128))
 
     def forward(
@@ -284,19 +270,15 @@ class GSASparseKernel:
         index = torch.as_tensor(selected_indices, device=key_cache.device).long()
         keys, values = self._gather(key_cache, index), self._gather(value_cache, index)
         group = query.shape[1] // keys.shape[2]
-        keys, values = (
-            keys.repeat_interleave(group, dim=2).float(),
-            values.repeat_interleave(group, dim=2).float(),
-        )
+        keys, values = (each.repeat_interleave(group, dim=2).float() for each in (keys, values))
         logits = torch.einsum("bhqd,bkhd->bhqk", query.float(), keys) * self.head_dim**-0.5
         if attention_mask is not None:
             size = key_cache.shape[2]
             places = (index[:, :, None] * size + torch.arange(size, device=index.device)).flatten(1)
             mask = attention_mask.gather(2, places[:, None].expand(-1, attention_mask.shape[1], -1))
             logits = logits.masked_fill(~mask[:, None], -torch.inf)
-        return torch.einsum("bhqk,bkhd->bhqd", torch.softmax(logits, dim=-1), values).to(
-            query.dtype
-        )
+        attended = torch.einsum("bhqk,bkhd->bhqd", torch.softmax(logits, dim=-1), values)
+        return attended.to(query.dtype)
 
     @staticmethod
     def _gather(cache: Tensor, index: Tensor) -> Tensor:
@@ -304,10 +286,8 @@ class GSASparseKernel:
 
 
 class GSAPrefetchEngineC:
-    """Which blocks of each request and layer must be loaded, and into which blocks of the device.
-
-    All tensors have the layer in their first dimension and the place in the batch in their second.
-    """
+    """The blocks of each request and layer that must be loaded, and their device blocks. All
+    tensors have the layer in their first dimension and the place in the batch in their second."""
 
     def __init__(
         self,
@@ -324,21 +304,17 @@ class GSAPrefetchEngineC:
         is_python_load: bool = True,
     ) -> None:
         """``prefetch_blocks [layers, batch, most]`` gets the physical blocks of each row,
-        ``prefetch_block_len [layers, batch]`` how many, and ``load_success_list [layers, batch,
-        most]`` 1 for those whose KV is there already. ``is_python_load`` must be true: loads are
-        the caller's (:meth:`obtain_load_blocks`). The rest is not needed here.
-        """
+        ``prefetch_block_len [layers, batch]`` their number, and ``load_success_list [layers, batch,
+        most]`` 1 for those whose KV is loaded. ``is_python_load`` must be true: loads are the
+        caller's (:meth:`obtain_load_blocks`). Other arguments are not used."""
         del block_table_len, kv_shape, use_mla, is_log, tp_size, rank, num_prefetch_blocks
         if not is_python_load:
             raise UnsupportedError(
                 "loads through the pointer of a store are not built: pass is_python_load=True and"
                 " load what obtain_load_blocks() says, or use ucm.sparse.residency.PrefetchEngine"
             )
-        self._blocks, self._there, self._len = (
-            prefetch_blocks,
-            load_success_list,
-            prefetch_block_len,
-        )
+        self._blocks, self._there = prefetch_blocks, load_success_list
+        self._len = prefetch_block_len
         self._resident: dict[tuple[int, int], dict[int, int]] = {}
         self._loads: list[int] = []
         self._misses: list[int] = []
@@ -347,8 +323,8 @@ class GSAPrefetchEngineC:
         self, block_table: Tensor, block_table_len: Tensor, topk_buf: Tensor, step_time: int = 0
     ) -> None:
         """``block_table [layers, batch, N]`` has each row's physical blocks, of which
-        ``block_table_len [layers, batch]`` count; ``topk_buf [layers, batch, k]`` the logical
-        blocks that are wanted, the most wanted first."""
+        ``block_table_len [layers, batch]`` count; ``topk_buf [layers, batch, k]`` the wanted
+        logical blocks, the most wanted first."""
         del step_time
         self._table, self._table_len, self._wanted = block_table, block_table_len, topk_buf
 
@@ -361,37 +337,27 @@ class GSAPrefetchEngineC:
         store_ptr: int = 0,
     ) -> None:
         """Plan the step of these requests, each with this number of wanted blocks, at these places
-        of the batch. A request that is seen for the first time has its logical blocks in the order
-        of its block table."""
+        of the batch. The logical blocks of a new request are in the order of its block table."""
         del kvcache, store_ptr
         self._loads, self._misses = [], []
         for request, count, place in zip(req_id_list, topk_len_list, bs_index_list, strict=True):
             for layer in range(self._wanted.shape[0]):
-                self._plan(
-                    request,
-                    layer,
-                    place,
-                    [int(block) for block in self._wanted[layer, place, :count]],
-                )
+                wanted = self._wanted[layer, place, :count].tolist()
+                self._plan(request, layer, place, [int(block) for block in wanted])
 
     def _plan(self, request: int, layer: int, place: int, wanted: list[int]) -> None:
-        physical = [
-            int(block) for block in self._table[layer, place, : int(self._table_len[layer, place])]
-        ]
-        resident = self._resident.get(
-            (request, layer), {logical: logical for logical in range(len(physical))}
-        )
+        length = int(self._table_len[layer, place])
+        physical = [int(block) for block in self._table[layer, place, :length]]
+        known = self._resident.get((request, layer))
+        resident = {number: number for number in range(len(physical))} if known is None else known
         plan = plan_residency(resident, wanted, len(physical))
-        self._resident[request, layer] = {**plan.keep, **dict(plan.load)}
-        chosen = sorted(set(wanted) - set(plan.dropped))
-        slots = self._resident[request, layer]
         missing = dict(plan.load)
-        self._blocks[layer, place, : len(chosen)] = torch.tensor(
-            [physical[slots[b]] for b in chosen]
-        ).to(self._blocks)
-        self._there[layer, place, : len(chosen)] = torch.tensor(
-            [b not in missing for b in chosen]
-        ).to(self._there)
+        slots = self._resident[request, layer] = {**plan.keep, **missing}
+        chosen = sorted(set(wanted) - set(plan.dropped))
+        blocks = torch.tensor([physical[slots[block]] for block in chosen])
+        there = torch.tensor([block not in missing for block in chosen])
+        self._blocks[layer, place, : len(chosen)] = blocks.to(self._blocks)
+        self._there[layer, place, : len(chosen)] = there.to(self._there)
         self._len[layer, place] = len(chosen)
         self._loads += [physical[slot] for _, slot in plan.load]
         self._misses += [logical for logical, _ in plan.load]
@@ -426,22 +392,19 @@ class GSAOnDevice(PositionalMethod):
         """Codes (uint8) of queries ``query [t, heads, d]``, one for each KV head; with latent
         attention of ``nope [t, heads, rank]`` and ``rope [t, heads, size]``, two, each of the means
         of ``reduction_head_num`` heads."""
-        if not isinstance(getattr(self, "selector", None), Hash):
+        selector = getattr(self, "selector", None)
+        if not isinstance(selector, Hash):
             raise InvalidInputError(
                 "call setup or register_kv_caches first: codes depend on the shape of the keys"
             )
-        selector = self.selector
-        assert isinstance(selector, Hash)
         if not selector.geometry.rope_dim:
             if query is None:
-                raise InvalidInputError(
-                    "models without latent attention have one query: pass query="
-                )
+                wrong = "models without latent attention have one query: pass query="
+                raise InvalidInputError(wrong)
             return selector.encode(layer, selector.grouped(query).mean(dim=2))
         if nope is None or rope is None:
-            raise InvalidInputError(
-                "latent attention has a query of two parts: pass nope= and rope="
-            )
+            wrong = "latent attention has a query of two parts: pass nope= and rope="
+            raise InvalidInputError(wrong)
         both = torch.cat([nope, rope], dim=-1).float()
         if reduction_head_num > 1:
             both = both.view(both.shape[0], reduction_head_num, -1, both.shape[-1]).mean(dim=1)
@@ -451,7 +414,7 @@ class GSAOnDevice(PositionalMethod):
 
 
 class HashEncoder:
-    """Vectors to codes of sign bits, eight in a byte. The same for the same sizes and seed, in
+    """Vectors to codes of sign bits, eight in a byte: the same for the same sizes and seed, in
     every process."""
 
     def __init__(
@@ -474,9 +437,8 @@ class HashEncoder:
         self.dtype, self.device = dtype, torch.device(device)
         made = directions(input_dim, hash_bits, seed=seed, layer=layer).astype(np.float32)
         self.hash_weights = torch.from_numpy(made).to(self.device, dtype)
-        self.bit_masks = torch.tensor(
-            [1 << bit for bit in range(8)], dtype=torch.uint8, device=self.device
-        )
+        powers = [1 << bit for bit in range(8)]
+        self.bit_masks = torch.tensor(powers, dtype=torch.uint8, device=self.device)
 
     def compute_hash(self, x: Tensor) -> Tensor:
         """Codes ``[..., bits/8]`` (uint8) of ``x [..., input_dim]``. Raises
@@ -486,9 +448,8 @@ class HashEncoder:
                 f"vectors of {self.input_dim} channels are encoded, got {x.shape[-1]}"
             )
         encode = triton_hash_code if x.device.type == "cuda" else torch_hash_code
-        return encode(x.reshape(-1, self.input_dim), self.hash_weights, self.bit_masks).view(
-            *x.shape[:-1], -1
-        )
+        codes = encode(x.reshape(-1, self.input_dim), self.hash_weights, self.bit_masks)
+        return codes.view(*x.shape[:-1], -1)
 
 
 def torch_hash_code(x: Tensor, hash_weights: Tensor, bit_masks: Tensor | None = None) -> Tensor:
@@ -499,9 +460,8 @@ def torch_hash_code(x: Tensor, hash_weights: Tensor, bit_masks: Tensor | None = 
 
 
 def triton_hash_code(x: Tensor, hash_weights: Tensor, bit_masks: Tensor | None = None) -> Tensor:
-    """:func:`torch_hash_code` by the kernel of the device where ``x`` lies: Triton's on a GPU, that
-    of the CPU there, torch where neither runs. The same bits, but where ``x·W`` is as small as its
-    rounding."""
+    """:func:`torch_hash_code` by the kernel of the device of ``x``: Triton's on a GPU, that of the
+    CPU there, else torch. The same bits, except where ``x·W`` is as small as its rounding."""
     del bit_masks
     return made_code(x[:, None], hash_weights)[:, 0]
 
@@ -510,8 +470,8 @@ def reshape_and_cache_khash_triton(
     k_hash_compute: Tensor, slot_mapping: Tensor, k_hash: Tensor, block_size: int = 128
 ) -> Tensor:
     """Write codes ``[t, h, bytes]`` into the slots ``slot_mapping [t]`` of ``k_hash [blocks, b, h,
-    bytes]``, in place; slots that are negative or beyond the cache are left out. Returns
-    ``k_hash``. By Triton on a GPU, else by torch."""
+    bytes]``, in place; negative slots and slots beyond the cache are left out. Returns ``k_hash``.
+    By Triton on a GPU, else by torch."""
     if k_hash.shape[1] != block_size:
         raise InvalidInputError(
             f"the cache has blocks of {k_hash.shape[1]} tokens, not {block_size}"
@@ -526,8 +486,8 @@ def reshape_and_cache_khash_triton(
 
 
 def hamming_distance(hash_a: Tensor, hash_b: Tensor) -> Tensor:
-    """Bits in which codes ``hash_a [a, bytes]`` and ``hash_b [b, bytes]`` differ, ``[a, b]``,
-    int32."""
+    """Bits in which codes ``hash_a [a, bytes]`` and ``hash_b [b, bytes]`` differ, int32 ``[a,
+    b]``."""
     return distance(hash_a[:, None], hash_b[None])
 
 
@@ -541,8 +501,8 @@ def cuda_hamming_topk(
     recent_token: int = 512,
     is_mla: bool = False,
 ) -> Tensor:
-    """The block table of the blocks that are kept, ``[batch, most]``; :func:`update_seq_lens` has
-    the lengths for it.
+    """The block table of the kept blocks, ``[batch, most]``; :func:`update_seq_lens` has the
+    lengths for it.
 
     ``q_hash [batch, 1, heads, bytes]``, ``k_hash [blocks, b, heads, bytes]`` (one head with latent
     attention, whose query heads' distances are added up), uint8. ``topk_token`` tokens are kept,
@@ -571,8 +531,8 @@ def cuda_hamming_topk(
 
 
 def update_seq_lens(seq_lens: Tensor, topk_token: int, block_size: int) -> Tensor:
-    """The lengths that go with the kept blocks: whole blocks are left out, so the last one stays as
-    full as it was."""
+    """The lengths of the kept blocks: whole blocks are left out, so the last one stays as full as
+    it was."""
     over = (seq_lens - topk_token).clamp(min=0)
     return seq_lens - (over + block_size - 1) // block_size * block_size
 
@@ -584,7 +544,7 @@ class KVStarMultiStep(PositionalMethod):
 
 
 class ReqStage(Enum):
-    """What a request is at."""
+    """The stage of a request."""
 
     PREFILL = 0
     DECODE = 1
@@ -592,7 +552,7 @@ class ReqStage(Enum):
 
 @dataclass
 class ReqMeta:
-    """How far a request is."""
+    """The progress of a request."""
 
     request_id: str
     index_in_batch: int = 0

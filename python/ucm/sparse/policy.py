@@ -1,9 +1,9 @@
-"""How many blocks a request keeps, which it always keeps, and when it chooses anew: the only place
-of windows and budgets; and the way from the keys of an algorithm to a policy and a selector.
+"""How many blocks a request keeps, the windows, and when it chooses again; and the way from the
+keys of an algorithm to a policy and a selector.
 
-Notation: ``N`` blocks hold the tokens of a request, the last perhaps partly; of these the first
-``init`` and the last ``local`` are always kept, and ``m = N - init - local`` lie between and are
-chosen from."""
+Notation: ``N`` blocks hold the tokens of a request, the last perhaps partly; the first ``init`` and
+the last ``local`` are always kept, and ``m = N - init - local`` between them are candidates.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from functools import cache
 from typing import Any, Literal, cast
 
 from ucm.config.loading import algorithm_name, assemble, normalise, warn_once
-from ucm.config.sparse import AlgorithmConfig, AutoConfig, Preset, chooses_blocks, keys_of
+from ucm.config.sparse import (
+    MAX_LAYERS,
+    AlgorithmConfig,
+    AutoConfig,
+    Preset,
+    chooses_blocks,
+    keys_of,
+)
 from ucm.errors import ConfigError
 from ucm.sparse.selector import BlockSelector, Geometry, make_selector
 
@@ -25,32 +32,29 @@ _log = logging.getLogger("ucm.sparse")
 @dataclass(frozen=True, slots=True)
 class Policy:
     """Windows, budget and rhythm. Checked when it is made: :class:`~ucm.errors.ConfigError` names
-    the key that is wrong.
-
-    Exactly one of ``ratio``, ``topk`` and ``mass`` says how many blocks are chosen; ``k_min`` and
-    ``k_max`` bound it.
-    """
+    the wrong key. Exactly one of ``ratio``, ``topk`` and ``mass`` is the budget; ``k_min`` and
+    ``k_max`` bound it."""
 
     #: First blocks that are always kept.
     init: int = 1
     #: Last blocks that are always kept; at least 1, because the last one may be partial.
     local: int = 2
-    #: Share of the blocks chosen from, rounded up (with ``windows_inside``: of all blocks).
+    #: Share of the candidates, rounded up (with ``windows_inside``: of all blocks).
     ratio: float | None = 0.3
     #: Number of blocks; 0: the windows alone.
     topk: int | None = None
-    #: The fewest blocks that hold this share of the estimated attention mass of those chosen from.
+    #: The fewest blocks that hold this share of the candidates' estimated attention mass.
     mass: float | None = None
-    #: Least and most blocks that a budget may come to.
+    #: Bounds of a budget.
     k_min: int = 0
     k_max: int | None = None
-    #: Whether the windows are part of the budget, instead of beside it.
+    #: Whether the windows are part of the budget.
     windows_inside: bool = False
     #: Requests with fewer blocks, or fewer tokens, are dense.
     min_blocks: int = 0
     min_tokens: int = 0
-    #: All are dense in steps with fewer long requests than this. Above 1 a request's answer depends
-    #: on its neighbours.
+    #: All are dense in steps with fewer long requests. Above 1 a request's answer depends on its
+    #: neighbours.
     min_concurrency: int = 1
     #: Decode steps from one choice to the next.
     stride: int = 1
@@ -58,7 +62,7 @@ class Policy:
     lag: int = 0
     #: Layers without selection.
     dense_layers: frozenset[int] = frozenset()
-    #: Layer to the earlier layer whose choice it takes over.
+    #: Layer to the earlier layer whose choice it reuses.
     reuse_from: Mapping[int, int] = field(default_factory=dict)
     #: One choice for all heads of a layer, or one for each KV head.
     heads: Literal["shared", "kv"] = "shared"
@@ -71,17 +75,9 @@ class Policy:
             raise ConfigError(
                 f"a budget is one of ratio, topk and mass, got {', '.join(given) or 'none of them'}"
             )
-        _at_least(
-            0,
-            init=self.init,
-            k_min=self.k_min,
-            min_blocks=self.min_blocks,
-            min_tokens=self.min_tokens,
-        )
-        _at_least(0, lag=self.lag)
+        _at_least(0, init=self.init, k_min=self.k_min, lag=self.lag, topk=self.topk or 0)
+        _at_least(0, min_blocks=self.min_blocks, min_tokens=self.min_tokens)
         _at_least(1, local=self.local, stride=self.stride, min_concurrency=self.min_concurrency)
-        if self.topk is not None:
-            _at_least(0, topk=self.topk)
         for name, share in (("ratio", self.ratio), ("mass", self.mass)):
             if share is not None and not 0 < share <= 1:
                 raise ConfigError(f"{name} is a share above 0 and at most 1, got {share}")
@@ -115,16 +111,14 @@ class Policy:
         return self.init + self.local
 
     def is_dense(self, blocks: int, tokens: int) -> bool:
-        """Whether a request of this length keeps every block, so that nothing has to be chosen: it
-        is short, or its budget is as large as what there is to choose from."""
+        """Whether a request of this length keeps every block: it is short, or its budget covers all
+        candidates."""
         keeps_all = self.least(blocks) >= blocks - self.windows
         return keeps_all or blocks < self.min_blocks or tokens < self.min_tokens
 
     def budget(self, blocks: int) -> int:
-        """Most blocks that are chosen of the ``blocks - windows`` between the windows.
-
-        For a budget by mass this is what bounds it, since the number depends on the scores.
-        """
+        """Most blocks that are chosen of the ``blocks - windows`` candidates; the bound of a budget
+        by mass."""
         m = max(0, blocks - self.windows)
         if self.topk is not None:
             k = self.topk
@@ -140,8 +134,8 @@ class Policy:
         return min(max(k, 0), m)
 
     def least(self, blocks: int) -> int:
-        """Fewest blocks that are chosen between the windows: what bounds a budget by mass from
-        below."""
+        """Fewest blocks that are chosen between the windows: the lower bound of a budget by
+        mass."""
         if self.mass is None:
             return self.budget(blocks)
         k = self.k_min - self.windows if self.windows_inside else self.k_min
@@ -153,7 +147,7 @@ class Policy:
 
     def dense_until(self, block_size: int, most: int, min_tokens: int = 0) -> int:
         """Length in tokens up to which a request keeps every block; at most ``most``. Requests with
-        fewer than ``min_tokens`` are dense besides."""
+        fewer than ``min_tokens`` are dense too."""
         for blocks in range(self.windows + 1, -(-most // block_size) + 1):
             shortest = max((blocks - 1) * block_size + 1, self.min_tokens, min_tokens)
             if shortest <= blocks * block_size and not self.is_dense(blocks, shortest):
@@ -162,11 +156,8 @@ class Policy:
 
     def selecting_layers(self, layers: int) -> list[int]:
         """Of ``layers`` layers those that choose, and so need representations."""
-        return [
-            layer
-            for layer in range(layers)
-            if layer not in self.dense_layers and layer not in self.reuse_from
-        ]
+        kept = self.dense_layers | self.reuse_from.keys()
+        return [layer for layer in range(layers) if layer not in kept]
 
 
 def _share(ratio: float, blocks: int) -> int:
@@ -182,7 +173,7 @@ def _at_least(least: int, **values: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """What runs: an algorithm, ready for keys of one shape."""
+    """An algorithm, ready for keys of one shape."""
 
     selector: BlockSelector
     policy: Policy
@@ -192,11 +183,8 @@ class Method:
 def settings_of(
     algorithm: str, keys: Mapping[str, Any] | AlgorithmConfig | None = None
 ) -> AlgorithmConfig:
-    """The typed keys of an algorithm, in any spelling of it and of its keys.
-
-    Raises :class:`~ucm.errors.ConfigError` for an unknown algorithm or key, with the nearest one,
-    and for a wrong value.
-    """
+    """The typed keys of an algorithm, in any spelling. Raises :class:`~ucm.errors.ConfigError` for
+    an unknown algorithm or key, with the nearest one, and for a wrong value."""
     if isinstance(keys, AlgorithmConfig):
         return keys
     name = algorithm_name(algorithm, "algorithm")
@@ -211,12 +199,10 @@ def settings_of(
 
 
 def resolve_auto(settings: AlgorithmConfig, model: str) -> AlgorithmConfig:
-    """The settings of the algorithm that ``auto`` means; other settings as they are.
-
-    The rule: the hash method, with the settings known for the model, else its defaults. Of the
-    methods here it alone keeps something of every token, at 1/16 of the size of bf16 keys for heads
-    of 128 channels, it has kernels on a CPU, and it knows latent attention.
-    """
+    """The settings of the algorithm that ``auto`` means; other settings as they are. It is the hash
+    method, with the settings known for the model, else its defaults: of the methods here it alone
+    keeps something of every token (1/16 of the size of bf16 keys for heads of 128 channels), has
+    kernels on a CPU, and serves latent attention."""
     if not isinstance(settings, AutoConfig):
         return settings
     written = {key: getattr(settings, key) for key in settings.model_fields_set}
@@ -227,8 +213,7 @@ def resolve_auto(settings: AlgorithmConfig, model: str) -> AlgorithmConfig:
 
 @cache
 def preset_for(presets: tuple[Preset, ...], model: str) -> Preset | None:
-    """The preset of the model of this name or path; None, and a line in the log, once, where there
-    is none."""
+    """The preset of the model of this name or path; None, logged once, without any."""
     for preset in presets:
         if preset.name.lower() in model.lower():
             return preset
@@ -242,15 +227,11 @@ def policy_of(
     settings: AlgorithmConfig, block_size: int, model: str = "", layers: int | None = None
 ) -> Policy:
     """The policy of these settings for blocks of ``block_size`` tokens. ``model`` is the name or
-    path of the model, for what is known of it; ``layers`` how many layers it has, beyond which
-    settings for layers mean nothing."""
+    path of the model, for presets; ``layers`` its number of layers, beyond which settings of layers
+    are ignored."""
     preset = preset_for(settings.presets, model) if settings.presets and model else None
     name, value = settings.budget
-    if (
-        preset is not None
-        and "topk_tokens" not in settings.model_fields_set
-        and name == "topk_tokens"
-    ):
+    if preset is not None and name == "topk_tokens" and name not in settings.model_fields_set:
         value = preset.topk_tokens
     budget: dict[str, Any] = {"ratio": None}
     match name:
@@ -269,7 +250,7 @@ def policy_of(
     if dense is None:
         dense = preset.dense_layers if preset is not None else ()
     least = settings.min_blocks if settings.min_blocks_is_budget else 0
-    known = range(layers) if layers is not None else None
+    known = range(layers if layers is not None else MAX_LAYERS)
     return Policy(
         init=settings.window("init", block_size),
         local=settings.window("local", block_size),
@@ -282,12 +263,8 @@ def policy_of(
         min_concurrency=settings.min_concurrency,
         stride=settings.stride,
         lag=settings.lag,
-        dense_layers=frozenset(layer for layer in dense if known is None or layer in known),
-        reuse_from={
-            layer: source
-            for layer, source in settings.reuse_from.items()
-            if known is None or layer in known
-        },
+        dense_layers=frozenset(layer for layer in dense if layer in known),
+        reuse_from={layer: of for layer, of in settings.reuse_from.items() if layer in known},
         heads=settings.heads,
         shared_ranks=settings.shared_selection,
     )
@@ -296,14 +273,8 @@ def policy_of(
 def method_of(
     settings: AlgorithmConfig, geometry: Geometry, model: str = "", layers: int | None = None
 ) -> Method:
-    """Selector and policy of these settings. ``model`` is the name or path of the model, for what
-    is known of it.
-
-    Raises :class:`~ucm.errors.ConfigError` where settings and shape do not fit.
-    """
+    """Selector and policy of these settings. ``model`` is the name or path of the model, for
+    presets. Raises :class:`~ucm.errors.ConfigError` where settings and shape do not fit."""
     settings = resolve_auto(settings, model)
-    return Method(
-        make_selector(settings, geometry),
-        policy_of(settings, geometry.block_size, model, layers),
-        settings,
-    )
+    policy = policy_of(settings, geometry.block_size, model, layers)
+    return Method(make_selector(settings, geometry), policy, settings)

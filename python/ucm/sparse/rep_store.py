@@ -4,16 +4,14 @@ in its pages.
 Because rows are physical ids, prefix hits, forks and preemption need no code: a block's
 representation is where the block is, for every request that uses it. A row that is not
 :meth:`RepStore.ready` belongs to a block whose tokens were not all encoded here, and is never
-scored.
-
-Spare rows behind those of the device hold the representations of blocks that are not on the device
-at all (offload).
+scored. Spare rows behind those of the device hold the representations of offloaded blocks.
 
 A representation is always made from all keys of a block at once, so it is the same whether the
 block was computed in one chunk of a prefill, in several, or token by token. Keys of a block that is
 being written are held until it is full (:class:`OpenBlocks`), because a cache cannot always be read
 back: on a CPU its pages are packed for the instruction set. Where tokens are encoded one by one
-(:class:`FilledBlocks`) no keys are held."""
+(:class:`FilledBlocks`) no keys are held.
+"""
 
 from __future__ import annotations
 
@@ -45,19 +43,18 @@ def _none() -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:
-    """What one step writes, the same for every layer. All are int64 tensors on the host, but the
-    slots."""
+    """The writes of one step, the same for every layer. All but the slots are int64 tensors on the
+    host."""
 
-    #: Every token that counts: its index in the step, its slot (on the device of the
-    #: representations), and that slot's block and place there; and whether they are all tokens of
-    #: the step.
+    #: Every token that counts: its index in the step, its slot (on the representations' device),
+    #: that slot's block and place there; and whether all tokens of the step count.
     tokens: Tensor
     slots: Tensor
     blocks: Tensor
     places: Tensor
     all_count: bool
-    #: Blocks that begin and end in this step, ``[m]``, and the tokens of each, ``[m, b]``. This and
-    #: what follows is empty where tokens are encoded one by one.
+    #: Blocks that begin and end in this step, ``[m]``, and the tokens of each, ``[m, b]``. These
+    #: and the following are empty where tokens are encoded one by one.
     whole: Tensor = field(default_factory=_none)
     whole_tokens: Tensor = field(default_factory=_none)
     #: Tokens of other blocks: index in the step, row and place in the held keys.
@@ -70,36 +67,33 @@ class WritePlan:
 
 
 class FilledBlocks:
-    """How far each block is written, for what encodes token by token. A step of a decode has few
-    tokens, so that each is looked at alone."""
+    """The tokens written to each block, for selectors that encode token by token."""
 
     #: Memory of held keys, in bytes.
     nbytes = 0
 
     def __init__(self, block_size: int, device: torch.device) -> None:
         self._size, self._device = block_size, device
-        #: Tokens that are there, of blocks whose first ones were written here and which are not
-        #: full.
+        #: Tokens that are there, of blocks that were begun here and are not full.
         self._filled: dict[int, int] = {}
 
     def forget(self, blocks: Ids) -> None:
-        """These blocks hold something else now."""
+        """These blocks have other content now."""
         for block in blocks.tolist():
             self._filled.pop(block, None)
 
     def plan(self, slots: Ids, ready: npt.NDArray[np.bool_]) -> WritePlan:
         """The plan of a step that writes these slots, those of a block in the order of its tokens;
-        says in ``ready`` which blocks are complete."""
+        sets complete blocks in ``ready``."""
         tokens = np.flatnonzero(slots >= 0)
         counted = slots[tokens]
         blocks, places = np.divmod(counted, self._size)
         filled = self._filled
         for block, place in zip(blocks.tolist(), places.tolist(), strict=True):
-            if place == 0:  # a new block, whatever lay there before
+            if place == 0:  # a new block
                 filled[block], ready[block] = 0, False
-            # Not the next one: it was there before and has the value it had (the last token of a
-            # prompt that was hit), or first tokens are missing, so that the block can never be
-            # full.
+            # Any other token but the next one is written again with the same value (the last token
+            # of a prompt that was hit), or first tokens are missing and the block is never full.
             if filled.get(block) == place:
                 filled[block] = place + 1
                 if place + 1 == self._size:
@@ -115,7 +109,7 @@ class FilledBlocks:
 
 
 class OpenBlocks:
-    """Keys of partly written blocks, ``[rows, b, h, d]`` for each layer, and what of them is
+    """Keys of partly written blocks, ``[rows, b, h, d]`` for each layer, and which of them are
     there."""
 
     def __init__(
@@ -143,21 +137,20 @@ class OpenBlocks:
         return sum(keys.nbytes for keys in self._keys.values())
 
     def forget(self, blocks: Ids) -> None:
-        """These blocks hold something else now."""
+        """These blocks have other content now."""
         for block in blocks.tolist():
             row = self._rows.pop(block, None)
             if row is not None:
                 self._free.append(row)
 
     def plan(self, slots: Ids, ready: npt.NDArray[np.bool_]) -> WritePlan:
-        """The plan of a step that writes these slots; says in ``ready`` which blocks are
-        complete."""
+        """The plan of a step that writes these slots; sets complete blocks in ``ready``."""
         self.forget(np.array(self._leaving, dtype=np.int64))
         self._leaving = []
         tokens = np.flatnonzero(slots >= 0)
         blocks, places = np.divmod(slots[tokens], self._size)
         unique, inverse, counts = np.unique(blocks, return_inverse=True, return_counts=True)
-        # A block whose first token is written is a new one, whatever lay there before.
+        # A block whose first token is written is a new one.
         begun = np.zeros(len(unique), dtype=np.bool_)
         begun[inverse[places == 0]] = True
         self.forget(unique[begun])
@@ -168,11 +161,10 @@ class OpenBlocks:
         of_whole = whole[inverse]
         whole_tokens[rank[inverse[of_whole]], places[of_whole]] = tokens[of_whole]
         ready[unique[whole]] = True
-        # A token of a block that is ready is written again with the value it had (the last one of a
-        # prompt that was hit), and a block whose first tokens are not held can never be full.
-        known = begun | np.isin(
-            unique, np.fromiter(self._rows, dtype=np.int64, count=len(self._rows))
-        )
+        # A token of a ready block is written again with the same value (the last one of a prompt
+        # that was hit), and a block whose first tokens are not held is never full.
+        open_now = np.fromiter(self._rows, dtype=np.int64, count=len(self._rows))
+        known = begun | np.isin(unique, open_now)
         held = ~of_whole & ~ready[blocks] & known[inverse]
         rows, full = self._hold(blocks[held], places[held])
         held[held] = rows >= 0
@@ -192,13 +184,12 @@ class OpenBlocks:
         )
 
     def _hold(self, blocks: Ids, places: Ids) -> tuple[Ids, list[int]]:
-        """Rows for these tokens, -1 where there is none, and the blocks that are full with them."""
+        """Rows for these tokens, -1 without one, and the blocks that are full with them."""
         rows = np.full(len(blocks), -1, dtype=np.int64)
         full: list[int] = []
         now = dict.fromkeys(blocks.tolist())
         for block in now:
-            row = self._row(block, now)
-            if row is None:
+            if (row := self._row(block, now)) is None:
                 continue
             mine = blocks == block
             rows[mine] = row
@@ -208,17 +199,16 @@ class OpenBlocks:
         return rows, full
 
     def _row(self, block: int, now: Container[int]) -> int | None:
-        """The row of a block, one that was given up for it, or None where all are in use by this
+        """The row of a block, perhaps taken from another block; None where all are in use by this
         step."""
-        row = self._rows.get(block)
-        if row is not None:
+        if (row := self._rows.get(block)) is not None:
             self._rows.move_to_end(block)
             return row
         if self._free:
             row = self._free.pop()
         else:
-            # The longest unused row belongs to a sequence that has ended; if not, its block never
-            # gets ready, and the sequence attends to every block.
+            # The least recently used row belongs to a sequence that has ended; if not, its block is
+            # never ready, and the sequence attends to every block.
             oldest = next((known for known in self._rows if known not in now), None)
             if oldest is None:
                 return None
@@ -235,10 +225,8 @@ class OpenBlocks:
         if plan.whole.numel():
             yield plan.whole, keys[plan.whole_tokens.to(keys.device)]
         if plan.held_tokens.numel():
-            held = self._keys[layer]
-            held[plan.held_rows.to(held.device), plan.held_places.to(held.device)] = keys[
-                plan.held_tokens.to(keys.device)
-            ].to(held)
+            held, new = self._keys[layer], keys[plan.held_tokens.to(keys.device)]
+            held[plan.held_rows.to(held.device), plan.held_places.to(held.device)] = new.to(held)
             if plan.full.numel():
                 yield plan.full, held[plan.full_rows.to(held.device)]
 
@@ -258,12 +246,9 @@ class RepStore:
         key_dtype: torch.dtype = torch.float32,
     ) -> None:
         """``layers`` are those that select, ``num_blocks`` the device's blocks, ``spare`` further
-        rows.
-
-        ``open_blocks`` bounds how many partly written blocks are held as keys of ``key_dtype``
-        until they are full, and must be at least the number of sequences that run at once;
-        selectors that encode token by token need none.
-        """
+        rows. ``open_blocks`` bounds the partly written blocks that are held as keys of
+        ``key_dtype``, and must be at least the number of sequences that run at once; selectors that
+        encode token by token need none."""
         if num_blocks < 1 or spare < 0:
             raise ConfigError(
                 f"a store of representations needs blocks, got {num_blocks} and {spare} spare ones"
@@ -272,17 +257,17 @@ class RepStore:
         self.selector = selector
         self.num_blocks = num_blocks
         self.device = torch.device(device)
-        self._reps = {
-            layer: zeros((num_blocks + spare, *shape), dtype, self.device) for layer in layers
-        }
+        rows = (num_blocks + spare, *shape)
+        self._reps = {layer: zeros(rows, dtype, self.device) for layer in layers}
         #: The layers that have representations.
         self.layers = list(self._reps)
         geometry = selector.geometry
-        self._open = (
-            FilledBlocks(geometry.block_size, self.device)
-            if selector.token_wise
-            else OpenBlocks(geometry, layers, num_blocks, open_blocks, key_dtype, self.device)
-        )
+        self._open: FilledBlocks | OpenBlocks
+        if selector.token_wise:
+            self._open = FilledBlocks(geometry.block_size, self.device)
+        else:
+            keys = (open_blocks, key_dtype, self.device)
+            self._open = OpenBlocks(geometry, layers, num_blocks, *keys)
         self._ready = np.zeros(num_blocks + spare, dtype=np.bool_)
         self._free = list(range(num_blocks + spare - 1, num_blocks - 1, -1))
 
@@ -295,22 +280,21 @@ class RepStore:
         return sum(int(reps.nbytes) for reps in self._reps.values()) + self._open.nbytes
 
     def share(self, kv_bytes: int) -> float:
-        """:attr:`nbytes` as a share of the KV they stand for, ``kv_bytes`` for all blocks and
-        layers."""
+        """:attr:`nbytes` as a share of their KV, ``kv_bytes`` for all blocks and layers."""
         return self.nbytes / kv_bytes
 
     # Writing
     # ----------------------------------------------------------------------------------------------
 
     def plan_write(self, slots: Any) -> WritePlan:
-        """What a step writes: ``slots [t]`` (tensor on the host, array or list) is the slot of each
-        token, block times block size plus place; negative ones are padding. Made once a step and
-        used for every layer. From here on the blocks begun in this step are not ready, those it
-        completes are."""
+        """The writes of a step: ``slots [t]`` (tensor on the host, array or list) is the slot of
+        each token, block times block size plus place; negative ones are padding. Made once a step
+        for all layers. From here on the blocks begun in this step are not ready, those it completes
+        are."""
         return self._open.plan(np.asarray(slots, dtype=np.int64).reshape(-1), self._ready)
 
     def write(self, layer: int, keys: Tensor, plan: WritePlan) -> None:
-        """Take the keys ``[t, h, d]`` of a step into a layer."""
+        """Encode the keys ``[t, h, d]`` of a step in a layer."""
         reps = self._reps[layer]
         if isinstance(self._open, FilledBlocks):
             if plan.tokens.numel():
@@ -321,13 +305,12 @@ class RepStore:
             reps[ids.to(self.device)] = self.selector.encode(layer, whole).to(self.device)
 
     def update(self, layer: int, keys: Tensor, block_ids: Any) -> None:
-        """Encode whole blocks whose keys ``[m, b, h, d]`` are at hand: loaded ones, or those of a
-        cache that can be read. They are ready once :meth:`mark_ready` is called, after all
-        layers."""
+        """Encode whole blocks with these keys ``[m, b, h, d]``: loaded ones, or those of a readable
+        cache. They are ready once :meth:`mark_ready` is called, after all layers."""
         self.put(layer, block_ids, self.selector.encode(layer, keys))
 
     def put(self, layer: int, block_ids: Any, reps: Tensor) -> None:
-        """Take representations ``[m, *rep]`` that were made before (with the same
+        """Store representations ``[m, *rep]`` that were made before (with the same
         :meth:`Selector.signature`)."""
         ids = torch.as_tensor(block_ids, dtype=torch.int64, device=self.device)
         self._reps[layer][ids] = reps.to(self.device)
@@ -341,24 +324,22 @@ class RepStore:
         """The representations of a layer, ``[rows, *rep]``, for kernels. Not a copy."""
         return self._reps[layer]
 
-    # Whose bytes
+    # Validity
     # ----------------------------------------------------------------------------------------------
 
     def mark_ready(self, block_ids: Any) -> None:
-        """All layers of these rows hold the representation of the block that lies there now."""
+        """All layers of these rows hold the representation of the block's present content."""
         self._ready[np.asarray(block_ids, dtype=np.int64)] = True
 
     def invalidate(self, block_ids: Any) -> None:
-        """These blocks hold something else from now on: call it for blocks that a load is about to
-        fill."""
+        """These blocks get other content: to be called for blocks that a load is about to fill."""
         ids = np.asarray(block_ids, dtype=np.int64).reshape(-1)
         self._ready[ids] = False
         self._open.forget(ids)
 
     @contextmanager
     def as_if_ready(self, block_ids: Any) -> Iterator[None]:
-        """Score these rows whatever they hold, to measure how long that takes; then all is as it
-        was."""
+        """Score these rows whatever they hold, to measure how long that takes."""
         ids = np.asarray(block_ids, dtype=np.int64)
         before = self._ready[ids].copy()
         self._ready[ids] = True
@@ -372,7 +353,7 @@ class RepStore:
         return bool(self._ready[np.asarray(block_ids, dtype=np.int64)].all())
 
     def missing(self, block_ids: Any) -> list[int]:
-        """Those of these rows that may not be scored, in their order."""
+        """Those of these rows that may not be scored, in order."""
         ids = np.asarray(block_ids, dtype=np.int64).reshape(-1)
         return [int(block) for block in ids[~self._ready[ids]]]
 
@@ -380,22 +361,19 @@ class RepStore:
     # ----------------------------------------------------------------------------------------------
 
     def adopt(self, block_ids: Any) -> list[int]:
-        """Copy the representations of blocks that leave the device into spare rows, and say which.
-        They stay as they are until :meth:`release`. Raises :class:`~ucm.errors.BusyError` when
-        there are too few, and then copies nothing."""
+        """Copy the representations of blocks that leave the device into spare rows until
+        :meth:`release`; returns these. Raises :class:`~ucm.errors.BusyError` when there are too
+        few, and then copies nothing."""
         ids = np.asarray(block_ids, dtype=np.int64).reshape(-1)
         rows = self.reserve(len(ids))
-        source, target = (
-            torch.as_tensor(ids, device=self.device),
-            torch.as_tensor(rows, device=self.device),
-        )
+        source, target = (torch.as_tensor(each, device=self.device) for each in (ids, rows))
         for reps in self._reps.values():
             reps[target] = reps[source]
         self._ready[rows] = self._ready[ids]
         return rows
 
     def reserve(self, count: int) -> list[int]:
-        """``count`` spare rows for representations of blocks that were never on the device. Raises
+        """``count`` spare rows for blocks that were never on the device. Raises
         :class:`~ucm.errors.BusyError` when there are too few."""
         if count > len(self._free):
             raise BusyError(
@@ -411,8 +389,8 @@ class RepStore:
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that are read in whole from end to end in every step: on the host in huge pages where
-    the system has some, since walking page tables takes as long as reading there."""
+    """Zeros that are read as a whole in every step: on the host in huge pages where possible, since
+    walking page tables takes as long as reading there."""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
@@ -423,7 +401,6 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def bytes_per_block(selector: BlockSelector, layers: int) -> int:
-    """Bytes that one block of the device costs beside its KV, for ``layers`` layers that select:
-    what a KV cache spec adds to its ``max_memory_usage_bytes`` for each block, and never to its
-    page size."""
+    """Bytes of one device block beside its KV, for ``layers`` layers that select: the addition of a
+    KV cache spec to its ``max_memory_usage_bytes`` for each block, and never to its page size."""
     return rep_bytes(selector) * layers

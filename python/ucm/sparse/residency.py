@@ -1,18 +1,17 @@
-"""Which of a request's blocks lie on the device, when there is room for some of them alone; which
-leave first, which will be chosen next, and bringing those before they are asked for.
+"""Which of a request's blocks are on the device when only some have room; which are evicted first,
+which will likely be chosen next, and their prefetch.
 
-:func:`plan_residency` is a pure function of what is there, what is wanted and how much room there
-is; :class:`Residency` holds one layer of one request and calls it. A step attends to what has
-arrived: a wanted block that has not is left out and counted, and a slot that a load still writes to
-is given to no other block.
+:func:`plan_residency` is a pure function of resident blocks, wanted blocks and room;
+:class:`Residency` holds one layer of one request and calls it. A step attends to loaded blocks: a
+late one is left out and counted, and a slot that a load still writes to is given to no other block.
 
-:class:`PrefetchEngine` brings blocks by a few threads, the most urgent request first. Everything in
-it is bounded: threads, requests that wait, blocks that are kept once they are there, and every
-wait. A request that finds no room is refused (or takes the place of a less urgent one), which costs
-nothing but the time that it would have saved.
+:class:`PrefetchEngine` loads blocks by a few threads, the most urgent request first. Everything in
+it is bounded: threads, waiting requests, kept blocks, and every wait. A request without room is
+refused (or takes the place of a less urgent one).
 
 Sources: book 9.4.2 (eviction) and 9.5.1 (prediction: the seeds' history of accesses is part of it,
-their weight by position is not, since it ignores the query); document 002, sections 3 and 7."""
+their weight by position is not, since it ignores the query); document 002, sections 3 and 7.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +34,12 @@ from ucm.store.v0 import block_id
 
 _log = logging.getLogger("ucm.sparse")
 
-#: How long :meth:`PrefetchEngine.wait_for_completion` waits where nothing is said, in seconds.
+#: Default timeout of :meth:`PrefetchEngine.wait_for_completion`, in seconds.
 WAIT_S = 5.0
 
 
 class EvictionPolicy:
-    """What was used when, and how much it mattered. A subclass says which goes first."""
+    """When each block was used, and its score. A subclass defines the order."""
 
     def __init__(self) -> None:
         self._step = 0
@@ -53,7 +52,7 @@ class EvictionPolicy:
         self._step += 1
 
     def access(self, block_id: int, score: float = 0.0) -> None:
-        """A block is used; ``score`` says how much it matters, from 0 to 1."""
+        """A block is used; ``score`` is its weight, from 0 to 1."""
         self._uses += 1
         self._blocks[block_id] = (score, self._step, self._uses)
 
@@ -62,16 +61,13 @@ class EvictionPolicy:
         self._blocks.pop(block_id, None)
 
     def rank(self, block_id: int) -> float:
-        """The block with the lowest rank goes first; one that was never used has the lowest of
-        all."""
+        """The block with the lowest rank is evicted first; an unused one has the lowest of all."""
         entry = self._blocks.get(block_id)
         return float("-inf") if entry is None else self._rank(*entry)
 
     def evict(self) -> int:
-        """The block that goes first, forgotten; of equal ones the higher id.
-
-        Raises :class:`~ucm.errors.InvalidInputError` where there is none.
-        """
+        """The next block to evict, forgotten; of equal ones the higher id. Raises
+        :class:`~ucm.errors.InvalidInputError` without any."""
         if not self._blocks:
             raise InvalidInputError("there is no block to evict")
         block = min(self._blocks, key=lambda known: (self.rank(known), -known))
@@ -86,11 +82,11 @@ class EvictionPolicy:
 
 
 class LRUEvictionPolicy(EvictionPolicy):
-    """The longest unused block goes first."""
+    """The least recently used block is evicted first."""
 
     def __init__(self, capacity: int | None = None) -> None:
-        """``capacity``: how many blocks are remembered; the longest unused is forgotten beyond it.
-        None: all."""
+        """``capacity``: most blocks that are remembered, the least recently used first out; None:
+        all."""
         super().__init__()
         self.capacity = capacity
 
@@ -106,10 +102,10 @@ class LRUEvictionPolicy(EvictionPolicy):
 
 
 class ScoreBasedEvictionPolicy(EvictionPolicy):
-    """The block that matters least goes first."""
+    """The block with the lowest score is evicted first."""
 
     def update_score(self, block_id: int, score: float) -> None:
-        """A block matters so much now."""
+        """Set a block's score."""
         self.access(block_id, score)
 
     def _rank(self, score: float, step: int, use: int) -> float:
@@ -149,13 +145,13 @@ def make_eviction(name: str) -> EvictionPolicy:
 
 @dataclass(frozen=True, slots=True)
 class ResidencyPlan:
-    """What becomes of the slots."""
+    """The new use of the slots."""
 
-    #: Logical block -> slot, of those that stay where they are.
+    #: Logical block -> slot, of those that stay.
     keep: dict[int, int]
     #: (logical block, slot) to load, the most wanted first.
     load: list[tuple[int, int]]
-    #: Wanted blocks for which there is no slot.
+    #: Wanted blocks without a slot.
     dropped: list[int] = field(default_factory=list)
 
 
@@ -167,23 +163,18 @@ def plan_residency(
     pinned: Sequence[int] = (),
     rank: Callable[[int], float] | None = None,
 ) -> ResidencyPlan:
-    """What to keep and what to load, so that the most wanted blocks are on the device.
+    """The blocks to keep and to load, so that the most wanted ones are on the device.
 
     ``resident`` maps logical blocks to their slots below ``capacity``; ``wanted`` are logical
     blocks, the most wanted first; those of ``pinned`` come before all of them and are never
-    evicted. Of the others the one with the lowest ``rank`` goes first, of equal ones the higher id.
-    Blocks that are there stay in their slots while there is room.
-
-    No slot is used twice; at most ``capacity`` blocks are kept or loaded; nothing is loaded that is
-    there; where all that is wanted is there, nothing changes. Raises
-    :class:`~ucm.errors.InvalidInputError` for more pinned blocks than slots.
+    evicted. Of the others the one with the lowest ``rank`` is evicted first, of equal ones the
+    higher id. No slot is used twice, and resident blocks stay in their slots while there is room.
+    Raises :class:`~ucm.errors.InvalidInputError` for more pinned blocks than slots.
     """
     slots = set(resident.values())
     if len(slots) != len(resident) or any(not 0 <= slot < capacity for slot in slots):
-        raise InvalidInputError(
-            "resident blocks have slots of their own, below the capacity",
-            context={"capacity": capacity},
-        )
+        wrong = "resident blocks have slots of their own, below the capacity"
+        raise InvalidInputError(wrong, context={"capacity": capacity})
     fixed = list(dict.fromkeys(pinned))
     if len(fixed) > capacity:
         raise InvalidInputError(
@@ -195,9 +186,8 @@ def plan_residency(
     missing = [block for block in placed if block not in resident]
     free = [slot for slot in range(capacity) if slot not in slots]
     stays = set(placed)
-    leaving = sorted(
-        (b for b in resident if b not in stays), key=lambda b: (rank(b) if rank else 0.0, -b)
-    )
+    others = (block for block in resident if block not in stays)
+    leaving = sorted(others, key=lambda block: (rank(block) if rank else 0.0, -block))
     evicted = set(leaving[: max(0, len(missing) - len(free))])
     free += [resident[block] for block in leaving if block in evicted]
     keep = {block: slot for block, slot in resident.items() if block not in evicted}
@@ -219,30 +209,24 @@ class Residency:
 
     @property
     def resident(self) -> dict[int, int]:
-        """Logical block -> slot, of those whose KV is there."""
+        """Logical block -> slot, of loaded blocks."""
         return dict(self._there)
 
     @property
     def loading(self) -> dict[int, int]:
-        """Logical block -> slot, of those whose KV is on its way."""
+        """Logical block -> slot, of blocks being loaded."""
         return dict(self._loading)
 
     def want(self, wanted: Sequence[int], pinned: Sequence[int] = ()) -> list[tuple[int, int]]:
-        """The loads (logical block, slot) with which the device holds what is wanted, the most
-        wanted first. They count as on their way until :meth:`arrived` or :meth:`failed`."""
+        """The loads (logical block, slot) of missing wanted blocks, the most wanted first. They
+        count as being loaded until :meth:`arrived` or :meth:`failed`."""
         self._eviction.tick()
         for place, block in enumerate(wanted):
             self._eviction.access(block, 1 - place / len(wanted))
-        # A slot that a load still writes to is given to no other block, even if its own is not
-        # wanted any more.
+        # A slot that a load still writes to is given to no other block.
         held = list(dict.fromkeys([*pinned, *self._loading]))
-        plan = plan_residency(
-            {**self._there, **self._loading},
-            wanted,
-            self.capacity,
-            pinned=held,
-            rank=self._eviction.rank,
-        )
+        resident, rank = {**self._there, **self._loading}, self._eviction.rank
+        plan = plan_residency(resident, wanted, self.capacity, pinned=held, rank=rank)
         for block in set(self._there) - set(plan.keep):
             del self._there[block]
             self._eviction.forget(block)
@@ -255,7 +239,7 @@ class Residency:
         self._there[block] = self._loading.pop(block)
 
     def failed(self, block: int) -> None:
-        """A load has ended without it; the slot is free."""
+        """A load failed; the slot is free."""
         del self._loading[block]
         self._eviction.forget(block)
 
@@ -264,27 +248,26 @@ class Residency:
         self._there[block] = slot
 
     def usable(self, chosen: Sequence[int]) -> list[int]:
-        """Those of the chosen blocks that are there, in their order. The others are counted, and
-        never read."""
+        """The loaded ones of the chosen blocks, in order. The others are counted."""
         found = [block for block in chosen if block in self._there]
         self._stats.add(blocks_absent=len(chosen) - len(found))
         return found
 
 
 class Predictor:
-    """Choices of one request in one layer, and how well they were foreseen."""
+    """Choices of one request in one layer, and how many were predicted."""
 
     def __init__(self, extra: int = 8, stats: SparseStats | None = None) -> None:
-        """``extra``: how many of the most used blocks are foreseen beside the last choice."""
+        """``extra``: how many of the most used blocks are predicted beside the last choice."""
         self._extra = extra
         self._stats = stats or SparseStats()
         self._last: list[int] = []
-        self._next: list[int] = []  # what is foreseen of the next choice
+        self._next: list[int] = []  # predicted blocks of the next choice
         self._used: Counter[int] = Counter()
         self._asked = self._hit = 0
 
     def record(self, chosen: Iterable[int]) -> None:
-        """A choice, the most wanted first. Counts how much of it had been foreseen."""
+        """A choice, the most wanted first. Counts the predicted blocks in it."""
         found = list(chosen)
         if self._last:
             foreseen = set(self._next)
@@ -296,14 +279,12 @@ class Predictor:
         self._used.update(found)
         last = set(found)
         others = (block for block in self._used if block not in last)
-        # Of equally often used ones the lower id: counters keep the order of insertion, which is no
-        # property of a block.
+        # Of equally often used ones the lower id: the order of insertion is no property of a block.
         often = heapq.nsmallest(self._extra, others, key=lambda block: (-self._used[block], block))
         self._next = [*found, *often]
 
     def by_use(self, blocks: Iterable[int]) -> list[int]:
-        """These blocks, the ones first that were chosen most often; of equally often chosen ones
-        the lower id."""
+        """These blocks, the most often chosen first; of equally often chosen ones the lower id."""
         return sorted(blocks, key=lambda block: (-self._used[block], block))
 
     def predict(self, count: int | None = None) -> list[int]:
@@ -312,19 +293,19 @@ class Predictor:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the chosen blocks that had been foreseen; 0 before there was a second choice."""
+        """Share of the chosen blocks that were predicted; 0 before the second choice."""
         return self._hit / self._asked if self._asked else 0.0
 
 
 #: A block's key: 16 bytes, or 32 hex digits.
 BlockHash = bytes | str
-#: Brings blocks: what it returns is what :meth:`PrefetchEngine.get_prefetched_kv` gives.
+#: Loads blocks: its result is that of :meth:`PrefetchEngine.get_prefetched_kv`.
 Load = Callable[[Sequence[BlockHash]], Any]
 State = Literal["waiting", "loading", "done", "failed", "cancelled", "refused"]
 
 
 class PrefetchPriority:
-    """How soon a request will ask, the most urgent first."""
+    """How soon a request needs its blocks, the most urgent first."""
 
     URGENT = 0
     HIGH = 1
@@ -335,19 +316,14 @@ class PrefetchPriority:
     def compute_priority(request: Any, current_step: int, queue_position: int) -> int:
         """By the place in the queue: 0 is urgent, up to 4 high, up to 16 normal, the rest low."""
         del request, current_step
-        for bound, priority in (
-            (0, PrefetchPriority.URGENT),
-            (4, PrefetchPriority.HIGH),
-            (16, PrefetchPriority.NORMAL),
-        ):
-            if queue_position <= bound:
-                return priority
-        return PrefetchPriority.LOW
+        own = PrefetchPriority
+        bounds = ((0, own.URGENT), (4, own.HIGH), (16, own.NORMAL))
+        return next((priority for bound, priority in bounds if queue_position <= bound), own.LOW)
 
 
 @dataclass(slots=True)
 class PrefetchTask:
-    """Blocks of one request that are to be brought."""
+    """Blocks of one request to be loaded."""
 
     request_id: str
     block_hashes: tuple[BlockHash, ...]
@@ -358,20 +334,20 @@ class PrefetchTask:
     ended: threading.Event = field(default_factory=threading.Event)
 
     def end(self, state: State) -> None:
-        """Nothing more comes of it."""
+        """The task has ended."""
         self.state = state
         self.ended.set()
 
 
 class PrefetchHandle:
-    """What became of a request's prefetch."""
+    """The state of a request's prefetch."""
 
     def __init__(self, task: PrefetchTask, engine: PrefetchEngine) -> None:
         self._task, self._engine = task, engine
 
     @property
     def request_id(self) -> str:
-        """Whose blocks they are."""
+        """The request of the blocks."""
         return self._task.request_id
 
     @property
@@ -381,25 +357,23 @@ class PrefetchHandle:
 
     @property
     def error(self) -> BaseException | None:
-        """What a failed one failed with."""
+        """The error of a failed one."""
         return self._task.error
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether the blocks are there, after at most ``timeout`` seconds (None:
+        """Whether the blocks are loaded, after at most ``timeout`` seconds (None:
         :data:`WAIT_S`)."""
-        return (
-            self._task.ended.wait(WAIT_S if timeout is None else timeout)
-            and self._task.state == "done"
-        )
+        ended = self._task.ended.wait(WAIT_S if timeout is None else timeout)
+        return ended and self._task.state == "done"
 
     def cancel(self) -> None:
-        """The blocks need not be brought any more."""
+        """Load the blocks no more."""
         self._engine.cancel(self.request_id)
 
 
 class PrefetchEngine:
-    """Threads that bring blocks. One prefetch for each request at a time: a new one takes the place
-    of the one before."""
+    """Threads that load blocks. One prefetch for each request at a time: a new one replaces the one
+    before."""
 
     def __init__(
         self,
@@ -408,26 +382,19 @@ class PrefetchEngine:
         store: Any = None,
     ) -> None:
         """``config`` has ``prefetch_workers`` (4), ``max_pending_prefetch`` (64) and
-        ``prefetch_cache_size`` (1000 blocks). Blocks come from ``load``, or from ``store``
+        ``prefetch_cache_size`` (1000 blocks). Blocks are loaded by ``load``, or from ``store``
         (:class:`~ucm.store.ucmstore_v1.UcmKVStoreBaseV1`) as rows of an array of bytes, one for
-        each block; without either every prefetch is refused.
-        """
+        each block; without either every prefetch is refused."""
         settings = settings_of("GSA", config)
-        self._most_pending, self._most_kept = (
-            settings.max_pending_prefetch,
-            settings.prefetch_cache_size,
-        )
-        self._load = (
-            load if load is not None else store_loader(store) if store is not None else None
-        )
+        self._most_pending = settings.max_pending_prefetch
+        self._most_kept = settings.prefetch_cache_size
+        self._load = store_loader(store) if load is None and store is not None else load
         self._lock = threading.Condition()
         self._queue: list[tuple[int, int, PrefetchTask]] = []
         self._order = itertools.count()
         self._tasks: dict[str, PrefetchTask] = {}
-        # requests whose task was refused or failed
-        self._given_up: OrderedDict[str, None] = OrderedDict()
-        # request -> its blocks that are there, the oldest first
-        self._kept: OrderedDict[str, int] = OrderedDict()
+        self._given_up: OrderedDict[str, None] = OrderedDict()  # requests refused or failed
+        self._kept: OrderedDict[str, int] = OrderedDict()  # request -> its loaded blocks, old first
         self._stopped = False
         for number in range(settings.prefetch_workers):
             threading.Thread(target=self._work, name=f"ucm-prefetch-{number}", daemon=True).start()
@@ -438,17 +405,14 @@ class PrefetchEngine:
         block_hashes: Sequence[BlockHash],
         priority: int = PrefetchPriority.URGENT,
     ) -> PrefetchHandle:
-        """Bring these blocks; never waits."""
+        """Load these blocks; never waits."""
         task = PrefetchTask(request_id, tuple(block_hashes), priority)
         with self._lock:
             self._drop(request_id)
             self._tasks[request_id] = task
-            possible = (
-                self._load is not None
-                and not self._stopped
-                and len(task.block_hashes) <= self._most_kept
-            )
-            if not possible or not self._has_room_for(task):
+            possible = self._load is not None and not self._stopped
+            fits = len(task.block_hashes) <= self._most_kept
+            if not possible or not fits or not self._has_room_for(task):
                 self._give_up(task, "refused")
             else:
                 heapq.heappush(self._queue, (priority, next(self._order), task))
@@ -456,15 +420,15 @@ class PrefetchEngine:
         return PrefetchHandle(task, self)
 
     def wait_for_completion(self, request_id: str, timeout: float | None = None) -> bool:
-        """Whether a request's blocks are there, after at most ``timeout`` seconds (None:
-        :data:`WAIT_S`); true for one that has none to come."""
+        """Whether a request's blocks are loaded, after at most ``timeout`` seconds (None:
+        :data:`WAIT_S`); true without a prefetch."""
         with self._lock:
             task = self._tasks.get(request_id)
         return task is None or PrefetchHandle(task, self).wait(timeout)
 
     def get_prefetched_kv(self, request_id: str) -> Any | None:
-        """What was brought for a request; None while it is not there, when it was given up, and
-        after it had to make room."""
+        """The result of a request's prefetch; None before it is done, after it failed, and after
+        its eviction."""
         with self._lock:
             task = self._tasks.get(request_id)
             if task is None or task.state != "done":
@@ -473,13 +437,12 @@ class PrefetchEngine:
             return task.kv
 
     def cancel(self, request_id: str) -> None:
-        """A request's blocks need not be brought, or kept, any more."""
+        """Load and keep a request's blocks no more."""
         with self._lock:
             self._drop(request_id)
 
     def shutdown(self) -> None:
-        """Stop. Threads end as soon as what they are at has ended; it is not waited for, and its
-        result is dropped."""
+        """Stop, without waiting. Results of running loads are dropped."""
         with self._lock:
             self._stopped = True
             for request_id in list(self._tasks):
@@ -500,7 +463,7 @@ class PrefetchEngine:
         return True
 
     def _give_up(self, task: PrefetchTask, state: State) -> None:
-        """It will not be loaded. That is remembered of as many requests as may wait."""
+        """It will not be loaded; remembered for as many requests as may wait."""
         task.end(state)
         self._given_up[task.request_id] = None
         if len(self._given_up) > self._most_pending:
@@ -552,8 +515,8 @@ class PrefetchEngine:
 
 
 def store_loader(store: Any) -> Load:
-    """Brings blocks from a V1 store into an array of bytes, ``[blocks, bytes of a block]``; waits
-    no longer than the store's own deadline. The sizes are those of the store's configuration."""
+    """Loads blocks from a V1 store into an array of bytes, ``[blocks, bytes of a block]``, within
+    the store's own deadline. The sizes are those of the store's configuration."""
     config = store.config
     block, shard = int(config["block_size"]), int(config["shard_size"])
     sizes = [int(size) for size in config.get("tensor_size_list") or [config["tensor_size"]]]
@@ -564,9 +527,8 @@ def store_loader(store: Any) -> Load:
     def load(block_hashes: Sequence[BlockHash]) -> Any:
         ids = [block_id(name) for name in block_hashes]
         found = np.empty((len(ids), block), dtype=np.uint8)
-        starts = np.arange(0, len(ids) * block, shard, dtype=np.uint64) + np.uint64(
-            found.ctypes.data
-        )
+        starts = np.arange(0, len(ids) * block, shard, dtype=np.uint64)
+        starts += np.uint64(found.ctypes.data)
         rows = [name for name in ids for _ in shards]
         store.wait(store.load_data(rows, shards * len(ids), starts[:, None] + pieces))
         return found

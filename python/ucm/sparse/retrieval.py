@@ -1,8 +1,8 @@
-"""Sparse retrieval on a CPU: how much each block matters to a query, the best of them, and their
+"""Sparse retrieval on a CPU: the weight of each block for a query, the best of them, and their
 block table.
 
-The Rust kernels behind this (``crates/ucm-retrieval``) work on tensors of the host where they lie,
-are written for AVX-512, AVX2 and plain Rust (chosen at run time), share a call among ``threads``
+The Rust kernels behind this (``crates/ucm-retrieval``) work on tensors of the host in place, are
+written for AVX-512, AVX2 and plain Rust (chosen at run time), share a call among ``threads``
 threads (the calling one and, where the process has an OpenMP runtime, that runtime's), and run
 without the GIL. A block's score and a row's choice are computed from that block and that row alone,
 in one order: they depend neither on the batch nor on the number of threads. AVX2 and AVX-512 give
@@ -11,11 +11,11 @@ the same bits.
 Shapes: ``r`` rows of a batch, ``N`` places of a row in a table, ``hq`` query heads, ``h`` KV heads
 (``hq`` is a multiple of it), ``d`` head size, ``n`` physical blocks, ``b`` tokens of a block, ``t``
 tokens. Tables and lengths are int32 or int64. A table's ids are places in the representations (or
-in the codes, or in the KV); a negative one stands for a block that is not there.
+in the codes, or in the KV); a negative one stands for a missing block.
 
 Scores are higher for blocks that matter more. The first ``init`` and the last ``local`` blocks of a
-row need none, because they are always kept: they get the largest number. Blocks that are not there,
-and the places of a row behind its last block, get the smallest.
+row are always kept and get the largest number. Missing blocks, and places behind a row's last
+block, get the smallest.
 
 Every function raises :class:`~ucm.errors.InvalidInputError` for tensors that do not fit each other,
 and :class:`~ucm.errors.UnsupportedError` for an instruction set that this processor lacks.
@@ -39,17 +39,17 @@ OverReps = Literal["max", "mean", "sum"]
 
 
 class Kept(NamedTuple):
-    """The blocks that each row keeps, for each head that chooses (``heads`` is 1 where they share a
+    """The blocks that each row keeps, for each head that chooses (``heads`` is 1 for a shared
     choice)."""
 
-    #: Physical ids in the order of their tokens, int32 ``[r, heads, width]``; behind them the last
-    #: one is repeated.
+    #: Physical ids in the order of their tokens, int32 ``[r, heads, width]``; the last one is
+    #: repeated behind them.
     table: Tensor
-    #: Their places in the row's own table, ascending, int32 ``[r, heads, width]``; behind them -1.
+    #: Their places in the row's own table, ascending, int32 ``[r, heads, width]``; -1 behind them.
     logical: Tensor
-    #: How many, int32 ``[r, heads]``.
+    #: Their number, int32 ``[r, heads]``.
     counts: Tensor
-    #: How many tokens they hold: the length that attention is given, int32 ``[r, heads]``.
+    #: Their tokens: the length for attention, int32 ``[r, heads]``.
     tokens: Tensor
 
     @staticmethod
@@ -61,20 +61,16 @@ class Kept(NamedTuple):
     def rooms(
         cls, count: int, rows: int, heads: int, width: int, device: torch.device | str | None = None
     ) -> list[Kept]:
-        """Room for ``count`` choices of ``rows`` rows and ``heads`` heads, which keep at most
-        ``width`` blocks each. Unfilled; to make it for all layers of a step at once takes a small
-        part of the time."""
-        of_blocks, of_heads = (count, rows, heads, width), (count, rows, heads)
-        parts = (
-            torch.empty(shape, dtype=torch.int32, device=device)
-            for shape in (of_blocks, of_blocks, of_heads, of_heads)
-        )
-        return [cls(*each) for each in zip(*(part.unbind() for part in parts), strict=True)]
+        """Unfilled room for ``count`` choices of ``rows`` rows and ``heads`` heads, which keep at
+        most ``width`` blocks each. Making it for all layers of a step at once is faster."""
+        per_choice = (count, rows, heads)
+        sizes = [(*per_choice, width), (*per_choice, width), per_choice, per_choice]
+        parts = [torch.empty(size, dtype=torch.int32, device=device).unbind() for size in sizes]
+        return [cls(*each) for each in zip(*parts, strict=True)]
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """Those of this processor that kernels are written for, the poorest first; ``auto`` is the
-    last."""
+    """Instruction sets of this processor with kernels, the poorest first; ``auto`` is the last."""
     return tuple(_core.retrieval_isas())
 
 
@@ -99,8 +95,8 @@ def dot_scores(
     ``query [r, hq, d]`` is one query of each row (bf16, fp16, fp32); ``q_h`` is the mean of the
     query heads that share a KV head. ``reps [n, h, d]``, or ``[n, j, h, d]`` with ``j`` of each
     block, are bf16, fp16, fp32 or int8, which needs ``scales [n, j, h]`` (float32). ``table [r,
-    N]`` and ``blocks [r]`` say which blocks a row has. With ``metric="l2"`` minus the distance
-    ``|q_h - r_jh|`` stands for the product.
+    N]`` and ``blocks [r]`` are the blocks of each row and their number. With ``metric="l2"`` minus
+    the distance ``|q_h - r_jh|`` replaces the product.
     """
     if reps.dim() == 3:
         reps = reps[:, None]
@@ -108,16 +104,8 @@ def dot_scores(
         scales = scales[:, None]
     heads = reps.shape[2] if reps.dim() == 4 and over_heads == "apart" else 1
     out = torch.empty((table.shape[0], heads, table.shape[1]), dtype=torch.float32)
-    _core.dot_scores(
-        query,
-        reps,
-        scales,
-        table,
-        blocks.contiguous(),
-        out,
-        (metric, over_reps, over_heads),
-        _run(init, local, threads, isa),
-    )
+    words, run = (metric, over_reps, over_heads), _run(init, local, threads, isa)
+    _core.dot_scores(query, reps, scales, table, blocks.contiguous(), out, words, run)
     return out
 
 
@@ -141,16 +129,8 @@ def quest_scores(
     """
     heads = bounds.shape[2] if bounds.dim() == 4 and over_heads == "apart" else 1
     out = torch.empty((table.shape[0], heads, table.shape[1]), dtype=torch.float32)
-    _core.dot_scores(
-        query,
-        bounds,
-        None,
-        table,
-        blocks.contiguous(),
-        out,
-        ("dot", "quest", over_heads),
-        _run(init, local, threads, isa),
-    )
+    words, run = ("dot", "quest", over_heads), _run(init, local, threads, isa)
+    _core.dot_scores(query, bounds, None, table, blocks.contiguous(), out, words, run)
     return out
 
 
@@ -164,15 +144,13 @@ def hash_encode(
     isa: str = "auto",
 ) -> Tensor:
     """Hash codes of ``vectors [t, h, d]`` (bf16, fp16, fp32): bit ``j`` is whether ``Σ_d x_d·W_dj >
-    0``, and is bit ``j % 8`` of byte ``j // 8``.
+    0``, and is bit ``j % 8`` of byte ``j // 8``. The same on every instruction set, in every batch
+    and on every machine.
 
     ``weights`` are float32 ``[d, bits]``, or ``[h, d, bits]`` for other directions in each head;
     ``bits`` is a multiple of 8. Returns uint8 ``[t, h, bits / 8]``. With ``codes [n, b, h, bits /
     8]`` and ``slots [t]`` the code of a token is written to its slot (block times ``b`` plus place;
     a negative one is left out) instead, and ``codes`` is returned. No slot may be named twice.
-
-    The codes of a vector are the same on every instruction set, in every batch and on every
-    machine.
     """
     made: Tensor | None = None
     if codes is None:
@@ -182,13 +160,7 @@ def hash_encode(
         codes = made[None]
     elif slots is None:
         raise InvalidInputError("codes are written by slot, and the slots are missing")
-    _core.hash_encode(
-        vectors,
-        weights,
-        codes,
-        slots,
-        _run(0, 0, threads, isa),
-    )
+    _core.hash_encode(vectors, weights, codes, slots, _run(0, 0, threads, isa))
     return codes if made is None else made
 
 
@@ -215,20 +187,12 @@ def hash_scores(
     threads: int | None = None,
     isa: str = "auto",
 ) -> Tensor:
-    """:func:`hamming_scores` of the codes that :func:`hash_encode_query` makes of ``query [r, hq,
-    d]``, in one call. Every slot of the ``blocks [r]`` that a row has counts."""
+    """:func:`hamming_scores` of the codes of :func:`hash_encode_query` of ``query [r, hq, d]``, in
+    one call. Every slot of the ``blocks [r]`` of a row counts."""
     heads = codes.shape[2] if codes.dim() == 4 and heads_apart else 1
     out = torch.empty((table.shape[0], heads, table.shape[1]), dtype=torch.int32)
-    _core.hash_scores(
-        query,
-        weights,
-        codes,
-        table,
-        blocks.contiguous(),
-        out,
-        heads_apart,
-        _run(init, local, threads, isa),
-    )
+    blocks, run = blocks.contiguous(), _run(init, local, threads, isa)
+    _core.hash_scores(query, weights, codes, table, blocks, out, heads_apart, run)
     return out
 
 
@@ -253,22 +217,15 @@ def hamming_scores(
 
     ``queries`` are codes ``[r, h, bytes]`` of one query for each KV head, or ``[r, h, q, bytes]``
     of several, whose distances add up (latent attention: one head, and the reduced query heads).
-    ``codes [n, b, h, bytes]`` are those of the keys. ``tokens [r]`` says how many tokens each row
-    of ``table [r, N]`` has; of its last block only their slots count.
+    ``codes [n, b, h, bytes]`` are those of the keys. ``tokens [r]`` is the number of tokens of each
+    row of ``table [r, N]``; of its last block only their slots count.
     """
     if queries.dim() == 3:
         queries = queries[:, :, None]
     heads = codes.shape[2] if codes.dim() == 4 and heads_apart else 1
     out = torch.empty((table.shape[0], heads, table.shape[1]), dtype=torch.int32)
-    _core.hamming_scores(
-        queries,
-        codes,
-        table,
-        tokens.contiguous(),
-        out,
-        heads_apart,
-        _run(init, local, threads, isa),
-    )
+    tokens, run = tokens.contiguous(), _run(init, local, threads, isa)
+    _core.hamming_scores(queries, codes, table, tokens, out, heads_apart, run)
     return out
 
 
@@ -288,9 +245,9 @@ def select_blocks(
 
     ``scores [r, heads, N]`` (float32 or int32) are those of one of the functions above; among equal
     ones the lower place wins. ``table [r, N]`` are the ids to keep from, those of the KV; ``tokens
-    [r]`` how many tokens a row has. A row with no more blocks than windows and budget keeps all.
-    Blocks with the smallest score are never chosen, and those that the table says are not there are
-    never kept. ``local`` is at least 1: the last block may be partial.
+    [r]`` the tokens of a row. A row with no more blocks than windows and budget keeps all. Blocks
+    with the smallest score are never chosen, and missing ones never kept. ``local`` is at least 1:
+    the last block may be partial.
 
     The choice is written to ``into`` (one of :meth:`Kept.rooms`) where it is given, else to new
     tensors as wide as the row that keeps most.
@@ -298,15 +255,8 @@ def select_blocks(
     if into is None:
         rows, heads, places = scores.shape
         (into,) = Kept.rooms(1, rows, heads, Kept.width(places, budgets, init, local))
-    _core.select_blocks(
-        scores,
-        table,
-        tokens.contiguous(),
-        block_size,
-        budgets,
-        into,
-        _run(init, local, threads, "auto"),
-    )
+    tokens, run = tokens.contiguous(), _run(init, local, threads, "auto")
+    _core.select_blocks(scores, table, tokens, block_size, budgets, into, run)
     return into
 
 
@@ -326,38 +276,24 @@ def hash_select(
     threads: int | None = None,
     isa: str = "auto",
 ) -> Kept:
-    """:func:`select_blocks` by :func:`hash_scores`, in one call. ``code_table [r, N]`` says where
-    the codes of each block are, ``table [r, N]`` where its KV is."""
+    """:func:`select_blocks` by :func:`hash_scores`, in one call. ``code_table [r, N]`` are the
+    places of the codes of each block, ``table [r, N]`` those of its KV."""
     if into is None:
         heads = codes.shape[2] if codes.dim() == 4 and heads_apart else 1
-        (into,) = Kept.rooms(
-            1, table.shape[0], heads, Kept.width(table.shape[1], budgets, init, local)
-        )
-    _core.hash_select(
-        query,
-        weights,
-        codes,
-        code_table,
-        table,
-        tokens.contiguous(),
-        budgets,
-        into,
-        heads_apart,
-        _run(init, local, threads, isa),
-    )
+        width = Kept.width(table.shape[1], budgets, init, local)
+        (into,) = Kept.rooms(1, table.shape[0], heads, width)
+    tables = (code_table, table, tokens.contiguous())
+    run = _run(init, local, threads, isa)
+    _core.hash_select(query, weights, codes, *tables, budgets, into, heads_apart, run)
     return into
 
 
 def can_attend(packed_for: str, dtype: torch.dtype, head_size: int, block_size: int) -> bool:
     """Whether :func:`paged_attention` reads pages that vLLM's CPU backend packed for an instruction
-    set (its ``layer.isa`` ). Where it does not, vLLM's own attention with the same table is what
-    there is."""
-    return (
-        packed_for in ("vec", "vec16")
-        and dtype in (torch.bfloat16, torch.float16, torch.float32)
-        and head_size % 16 == 0
-        and block_size % 16 == 0
-    )
+    set (its ``layer.isa``)."""
+    whole = head_size % 16 == 0 and block_size % 16 == 0
+    read = dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return packed_for in ("vec", "vec16") and read and whole
 
 
 def paged_attention(
@@ -372,35 +308,25 @@ def paged_attention(
     isa: str = "auto",
 ) -> Tensor:
     """Attention of one query in each row over the tokens of its table, ``[r, hq, d]``: a decode
-    step without the masks that only longer queries need.
+    step without masks.
 
     ``query [r, hq, d]`` are the newest tokens' queries; ``kv_cache [n, h, b, 2 * d]`` pages as
     vLLM's CPU backend packs them for its instruction sets "vec" and "vec16": of each head the keys
-    as ``[d, b]``, behind them the values as ``[b, d]``. Pages it packs for others ("amx", "neon")
-    must not be given: they look the same and hold something else. ``table [r, N]`` and ``tokens
-    [r]`` are the blocks of a row and the tokens in them, or ``[r, h, N]`` and ``[r, h]`` where
-    every KV head has blocks of its own; a row without tokens gives zeros. Head size and block size
-    are multiples of 16. Logits, probabilities and sums are float32. The result is written to
-    ``out`` where it is given.
+    as ``[d, b]``, then the values as ``[b, d]``. Pages packed for others ("amx", "neon") have the
+    same shape and must not be given. ``table [r, N]`` and ``tokens [r]`` are the blocks of a row
+    and the tokens in them, or ``[r, h, N]`` and ``[r, h]`` for blocks of each KV head; a row
+    without tokens gives zeros. Head size and block size are multiples of 16. Logits, probabilities
+    and sums are float32. The result is written to ``out`` where it is given.
     """
     if out is None:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if table.dim() == 3:
         table, tokens = table.flatten(0, 1), tokens.flatten()
-    _core.paged_attention(
-        query,
-        kv_cache,
-        table,
-        tokens.contiguous(),
-        out,
-        scale,
-        _run(0, 0, threads, isa),
-    )
+    run = _run(0, 0, threads, isa)
+    _core.paged_attention(query, kv_cache, table, tokens.contiguous(), out, scale, run)
     return out
 
 
 def _run(init: int, local: int, threads: int | None, isa: str) -> tuple[int, int, int, str]:
-    """How a call is run, as the core takes it."""
-    if threads is None:
-        threads = torch.get_num_threads()
-    return init, local, threads, isa
+    """The core's argument of how a call is run."""
+    return init, local, torch.get_num_threads() if threads is None else threads, isa

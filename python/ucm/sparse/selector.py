@@ -1,18 +1,18 @@
-"""What an algorithm of block selection provides: what is kept of a block's keys, and how a query
-scores it.
+"""The interface of an algorithm of block selection: the representation of a block's keys, and its
+score for a query.
 
-A selector is pure: it holds settings and constants, never a request's state, and gives the same
-answer for the same tensors on every rank, in every batch and after every restart. Windows, budgets
-and steps are :mod:`ucm.sparse.policy`'s, memory is :mod:`ucm.sparse.rep_store`'s. Keys are what the
-cache holds, so they carry their rotary position already.
+A selector is pure: it holds settings and constants, never a request's state, and returns the same
+for the same tensors on every rank, in every batch and after every restart. Windows, budgets and
+steps are :mod:`ucm.sparse.policy`'s, memory is :mod:`ucm.sparse.rep_store`'s. Keys are those of the
+cache, with their rotary position.
 
-Notation of the shapes: ``m`` blocks to encode, ``n`` blocks of one request, ``b`` tokens of a
-block, ``h`` KV heads of this rank, ``g`` query heads for each of them, ``d`` head size, ``w``
-queries.
+Shapes: ``m`` blocks to encode, ``n`` blocks of one request, ``b`` tokens of a block, ``h`` KV heads
+of this rank, ``g`` query heads for each of them, ``d`` head size, ``w`` queries.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -40,16 +40,12 @@ class Geometry:
     head_dim: int
     #: Size of the rotary part at the end of a latent key; 0: no latent attention.
     rope_dim: int = 0
-    #: What attention multiplies q·k by; None: 1/sqrt(head_dim).
+    #: Factor of q·k in attention; None: 1/sqrt(head_dim).
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("block_size", self.block_size),
-            ("kv_heads", self.kv_heads),
-            ("head_dim", self.head_dim),
-        ):
-            if value < 1:
+        for name in ("block_size", "kv_heads", "head_dim"):
+            if (value := getattr(self, name)) < 1:
                 raise ConfigError(f"{name} of sparse attention must be at least 1, got {value}")
         if not 0 <= self.rope_dim < self.head_dim:
             raise ConfigError(
@@ -60,40 +56,38 @@ class Geometry:
 
     @property
     def softmax_scale(self) -> float:
-        """What attention multiplies q·k by."""
+        """Factor of q·k in attention."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """What some requests choose from."""
+    """The candidates of some requests."""
 
-    #: ``[r, N]``: the rows of the representations, and the physical blocks, of each.
+    #: ``[r, N]``: rows of the representations, and physical blocks, of each.
     reps: Tensor
     table: Tensor
-    #: ``[r]``, int32: how many blocks and how many tokens each has.
+    #: ``[r]``, int32: number of blocks and of tokens of each.
     blocks: Tensor
     tokens: Tensor
-    #: How many blocks each may choose between the windows; on a GPU a tensor there, int32.
+    #: Most blocks of each between the windows; on a GPU a tensor there, int32.
     budgets: Sequence[int] | Tensor
 
 
 class BlockSelector:
-    """What an algorithm provides, with defaults. A subclass sets :attr:`name` and defines
-    :meth:`rep_shape`, :meth:`encode` and :meth:`score`. Keys of its own stand in a class ``Keys``
-    in it, which derives from :class:`~ucm.config.sparse.AlgorithmConfig`;
-    :func:`register_selector` makes all of it known."""
+    """An algorithm, with defaults. A subclass sets :attr:`name` and defines :meth:`rep_shape`,
+    :meth:`encode` and :meth:`score`. Keys of its own stand in a class ``Keys`` in it, derived from
+    :class:`~ucm.config.sparse.AlgorithmConfig`; :func:`register_selector` registers it."""
 
     #: Its name in logs and statistics.
     name: str = ""
-    #: How many of a request's latest queries it scores with.
+    #: Number of a request's latest queries for a score.
     queries: int = 1
     #: How the scores of heads, and of ranks, become one.
     combine: Combine = "sum"
     #: Whether scores are integers, which add up the same in any order.
     exact: bool = False
-    #: Whether :meth:`encode` treats each token alone, so that a block's representation grows token
-    #: by token.
+    #: Whether :meth:`encode` encodes each token alone.
     token_wise: bool = False
 
     def __init__(self, geometry: Geometry) -> None:
@@ -103,10 +97,9 @@ class BlockSelector:
         """Everything that shapes the bytes of a representation, as text: name, shape of the keys,
         and :meth:`settings`. Representations with another one are foreign."""
         g = self.geometry
-        parts = [self.name, f"b{g.block_size}h{g.kv_heads}d{g.head_dim}r{g.rope_dim}"]
-        return ":".join(
-            [*parts, *(f"{key}={value}" for key, value in sorted(self.settings().items()))]
-        )
+        shape = f"b{g.block_size}h{g.kv_heads}d{g.head_dim}r{g.rope_dim}"
+        settings = (f"{key}={value}" for key, value in sorted(self.settings().items()))
+        return ":".join([self.name, shape, *settings])
 
     def settings(self) -> dict[str, Any]:
         """Settings that shape the bytes of a representation."""
@@ -118,31 +111,30 @@ class BlockSelector:
         raise NotImplementedError
 
     def encode(self, layer: int, keys: Tensor) -> Tensor:
-        """Representations ``[m, *rep]`` of whole blocks ``keys [m, b, h, d]``. A block's does not
-        depend on the others. A subclass defines it."""
+        """Representations ``[m, *rep]`` of whole blocks ``keys [m, b, h, d]``, each independent of
+        the others. A subclass defines it."""
         raise NotImplementedError
 
     def encode_tokens(self, layer: int, keys: Tensor, reps: Tensor, slots: Tensor) -> None:
         """Encode single tokens ``keys [t, h, d]`` into ``reps [n, *rep]``, where
         :attr:`token_wise`: into ``slots [t]`` (block times block size plus place), on the device of
-        ``reps``. Here: as blocks of one token."""
+        ``reps``. By default as blocks of one token."""
         reps.flatten(0, 1)[slots] = self.encode(layer, keys[:, None])[:, 0].to(reps.device)
 
     def score(self, layer: int, query: Tensor, reps: Tensor) -> Tensor:
-        """How much each block of one request matters, ``[h, n]`` (float32, or int32 where exact):
+        """The score of each block of one request, ``[h, n]`` (float32, or int32 where exact):
         higher is better. A subclass defines it.
 
         ``query [w, h*g, d]`` are its latest queries, the newest last, fewer than :attr:`queries` at
-        its beginning; ``reps [n, *rep]`` the representations of its candidates, which lie between
-        the windows, in logical order. One request at a time, so that a score cannot depend on the
-        batch.
+        its beginning; ``reps [n, *rep]`` the representations of its candidates, in logical order.
+        One request at a time, so that a score cannot depend on the batch.
         """
         raise NotImplementedError
 
     def weights(self, scores: Tensor) -> Tensor:
-        """Estimates of attention mass, float64, not negative, in the shape of ``scores [..., n]``;
-        they need not add up to 1. Used by budgets given as a share of the mass. Here: softmax over
-        the blocks, with the scores for logits."""
+        """Estimates of attention mass, float64, not negative, in the shape of ``scores [..., n]``,
+        for budgets by mass; they need not add up to 1. By default softmax of the scores over the
+        blocks."""
         return torch.softmax(scores.double(), dim=-1)
 
     def fused_scores(
@@ -157,23 +149,19 @@ class BlockSelector:
         local: int,
         apart: bool,
     ) -> Tensor | None:
-        """:meth:`score` of several requests by a kernel, with the heads joined unless they are to
-        be kept ``apart``: ``[r, h or 1, N]``. None: there is no kernel for these tensors, use
-        :meth:`score`.
+        """:meth:`score` of several requests by a kernel, with the heads joined unless they are kept
+        ``apart``: ``[r, h or 1, N]``. None: there is no kernel for these tensors.
 
         ``query [r, h*g, d]`` are the latest queries, ``reps`` all representations of the layer,
-        ``table [r, N]`` the rows of them that are each request's, of which ``blocks [r]`` count.
-        The first ``init`` and the last ``local`` are windows: their representations are not read,
-        and their scores, like those beyond, mean nothing.
+        ``table [r, N]`` the rows of each request in them, of which ``blocks [r]`` count. The first
+        ``init`` and the last ``local`` are windows: their representations are not read, and their
+        scores, like those beyond, mean nothing.
         """
         del layer
-        kernels = kernels_for(query, reps)
-        if kernels is None:
+        if (kernels := kernels_for(query, reps)) is None:
             return None
-        over_heads = "apart" if apart else "sum"
-        return self.kernel_scores(
-            kernels, query, reps, table, blocks, over_heads=over_heads, init=init, local=local
-        )
+        how = {"over_heads": "apart" if apart else "sum", "init": init, "local": local}
+        return self.kernel_scores(kernels, query, reps, table, blocks, **how)
 
     def kernel_scores(
         self,
@@ -184,8 +172,8 @@ class BlockSelector:
         blocks: Tensor,
         **how: Any,
     ) -> Tensor | None:
-        """:meth:`fused_scores` by one of ``kernels``, to which ``how`` is passed on. None: there is
-        no kernel."""
+        """:meth:`fused_scores` by one of ``kernels``, with the keywords ``how``. None: there is no
+        kernel."""
         del kernels, query, reps, table, blocks, how
         return None
 
@@ -203,21 +191,13 @@ class BlockSelector:
     ) -> Kept | None:
         """The windows of each request and the best blocks between them by :meth:`fused_scores`, all
         by kernels; written to ``into``. None: there is no kernel for these tensors."""
-        kernels = kernels_for(query)
-        scores = self.fused_scores(
-            layer, query, reps, of.reps, of.blocks, init=init, local=local, apart=apart
-        )
+        kernels, size = kernels_for(query), self.geometry.block_size
+        how: dict[str, Any] = {"init": init, "local": local}
+        scores = self.fused_scores(layer, query, reps, of.reps, of.blocks, apart=apart, **how)
         if kernels is None or scores is None:
             return None
         found: Kept = kernels.select_blocks(
-            scores,
-            of.table,
-            of.tokens,
-            self.geometry.block_size,
-            of.budgets,
-            init=init,
-            local=local,
-            into=into,
+            scores, of.table, of.tokens, size, of.budgets, into=into, **how
         )
         return found
 
@@ -236,17 +216,13 @@ class BlockSelector:
 def rep_bytes(selector: BlockSelector) -> int:
     """Bytes of one block's representation in one layer."""
     shape, dtype = selector.rep_shape()
-    size = int(torch.empty((), dtype=dtype).element_size())
-    for length in shape:
-        size *= length
-    return size
+    return int(math.prod(shape) * dtype.itemsize)
 
 
 # The registry
 # --------------------------------------------------------------------------------------------------
 
-#: Algorithm -> what makes its selector, and the key of the configuration that each option takes its
-#: value from.
+#: Algorithm -> its maker, and the key of the configuration for each of its options.
 _SELECTORS: dict[str, tuple[Callable[..., BlockSelector], Mapping[str, str]]] = {}
 
 
@@ -258,16 +234,14 @@ def register_selector(
     keys: type[AlgorithmConfig] | None = None,
     aliases: Sequence[str] = (),
 ) -> None:
-    """Make a selector known by name: to the configuration, which then has a section of that name,
-    and to whatever makes methods.
+    """Register a selector by name, for methods and for the configuration, which then has a section
+    of that name.
 
     ``make(geometry, **options)`` makes one. ``keys`` is the class of its section, which adds keys
-    and defaults to those of :class:`~ucm.config.sparse.AlgorithmConfig`; None: ``make.Keys``, and
-    where there is none the keys that the name has already, or those that all have. The options are
-    the keys that ``keys`` adds; ``options`` maps options to other keys. ``aliases`` are further
-    spellings of the name. The name of one of ucm's own selectors replaces it.
-
-    Raises :class:`~ucm.errors.ConfigError` for a name that means another algorithm.
+    and defaults to those of :class:`~ucm.config.sparse.AlgorithmConfig`; None: ``make.Keys``, else
+    the keys of the selector that it replaces, else those that all have. The options are the keys
+    that ``keys`` adds; ``options`` maps options to other keys. ``aliases`` are further spellings of
+    the name. Raises :class:`~ucm.errors.ConfigError` for a name that means another algorithm.
     """
     own: type[AlgorithmConfig] | None = getattr(make, "Keys", None) if keys is None else keys
     register_keys(algorithm, own, aliases)
@@ -280,7 +254,7 @@ def register_selector(
 def make_selector(settings: AlgorithmConfig, geometry: Geometry) -> BlockSelector:
     """The selector of an algorithm. Raises :class:`~ucm.errors.ConfigError` where settings and
     shape do not fit."""
-    keys_of(settings.algorithm)  # it registers itself where it has not been named yet
+    keys_of(settings.algorithm)  # imports its module, which registers it
     if settings.algorithm not in _SELECTORS:
         raise ConfigError(f"no selector is known for the sparse algorithm {settings.algorithm}")
     make, options = _SELECTORS[settings.algorithm]

@@ -1,14 +1,14 @@
-"""Hash codes on a GPU: vectors times directions, the signs of that packed and written to their
-slots.
+"""Hash codes on a GPU: vectors times directions, the signs packed and written to their slots.
 
 A program keeps the directions of a head and passes over the tokens, so keys are read once, codes
-are written once, and no product lies in memory between. Directions of more than 128 channels
-(latent attention) do not fit: those are read again for every tile, from the GPU's cache. A tile has
-the same shape however many tokens there are: the code of a vector does not depend on the others.
+are written once, and no product is stored between. Directions of more than 128 channels (latent
+attention) do not fit: those are read again for every tile, from the GPU's cache. A tile has the
+same shape for any number of tokens: the code of a vector does not depend on the others.
 
 Products are as exact as those of single precision, on any matrix unit that multiplies bf16: a
 number is the sum of up to three of bf16, products of two of these are exact in float32, and the
-least of them are left out."""
+least of them are left out.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +31,13 @@ def as_words(*codes: Tensor) -> list[Tensor]:
 
 
 def power_of_2(number: int) -> int:
-    """The least one that is no smaller. Triton's own is a function of its language: some
-    microseconds a call."""
+    """The least power of 2 that is no smaller. Triton's own takes some microseconds a call."""
     return 1 << (number - 1).bit_length()
 
 
 #: Tokens, channels and bits of a tile, where the directions of a head are kept and where they are
-#: too many for that, and the warps of a program. AMD's hold fewer bits. Where a code has more bits
-#: than a tile, a vector is read once for each tile of bits: from memory, and then from the GPU's
-#: cache.
+#: too many for that, and the warps of a program. Where a code has more bits than a tile, a vector
+#: is read once for each tile of bits, from the GPU's cache.
 NVIDIA = ((32, 128, 128), (64, 32, 128), 8)
 AMD = ((32, 128, 32), (64, 32, 64), 4)
 #: Programs of a launch: two for each multiprocessor of an H100.
@@ -57,8 +55,8 @@ def in_parts(x):
 
 @triton.jit
 def exact_dot(x, high, middle, low, total, parts: tl.constexpr):
-    """``total + x @ (high + middle + low)``, the smallest products first. ``parts``: of how many
-    numbers of bf16 each of ``x`` is the sum."""
+    """``total + x @ (high + middle + low)``, the smallest products first. ``parts``: numbers of
+    bf16 that each of ``x`` is the sum of."""
     first, second, third = in_parts(x)
     if parts > 2:
         total = tl.dot(third, high, total)
@@ -95,12 +93,9 @@ def encode_write(
     CHANNELS: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """Codes of ``x [tokens, heads, size]`` by ``weights [size, bits]``, into
-    ``codes [blocks, block_size, heads, bits / unit]`` at ``slots [tokens]``, or at the token's own
-    number.
-
-    Programs: (some of the tiles of tokens, a tile of bits, a head).
-    """
+    """Codes of ``x [tokens, heads, size]`` by ``weights [size, bits]``, into ``codes [blocks,
+    block_size, heads, bits / unit]`` at ``slots [tokens]``, or at the token's own number. Programs:
+    (some of the tiles of tokens, a tile of bits, a head)."""
     bit = tl.program_id(1) * BITS + tl.arange(0, BITS)
     head = tl.program_id(2)
     channel = tl.arange(0, CHANNELS)
@@ -121,13 +116,11 @@ def encode_write(
         else:
             for first in range(0, size, CHANNELS):
                 seen = (token[:, None] < tokens) & (first + channel[None, :] < size)
-                vectors = tl.load(rows + first + channel[None, :], mask=seen, other=0.0).to(
-                    tl.float32
-                )
+                vectors = tl.load(rows + first + channel[None, :], mask=seen, other=0.0)
                 wanted = (first + channel[:, None] < size) & (bit[None, :] < bits)
-                high, middle, low = in_parts(
-                    tl.load(at + first * bits, mask=wanted, other=0.0).to(tl.float32)
-                )
+                found = tl.load(at + first * bits, mask=wanted, other=0.0)
+                high, middle, low = in_parts(found.to(tl.float32))
+                vectors = vectors.to(tl.float32)
                 product = exact_dot(vectors, high, middle, low, product, parts)
         signs = tl.reshape((product > 0).to(tl.uint32), (TOKENS, BITS // unit, unit))
         packed = tl.sum(signs * powers, axis=2)
@@ -135,17 +128,10 @@ def encode_write(
         if by_slot:
             slot = tl.load(slots + token, mask=token < tokens, other=-1).to(tl.int64)
         kept = (token < tokens) & (slot >= 0) & (slot < slot_count)
-        to = (
-            codes
-            + (slot // block_size) * code_block
-            + (slot % block_size) * code_slot
-            + head * code_head
-        )
-        tl.store(
-            to[:, None] + word[None, :],
-            packed.to(codes.dtype.element_ty),
-            mask=kept[:, None] & (word[None, :] < bits // unit),
-        )
+        to = codes + (slot // block_size) * code_block + (slot % block_size) * code_slot
+        to += head * code_head
+        inside = kept[:, None] & (word[None, :] < bits // unit)
+        tl.store(to[:, None] + word[None, :], packed.to(codes.dtype.element_ty), mask=inside)
 
 
 def hash_encode(
@@ -154,7 +140,7 @@ def hash_encode(
     """:func:`ucm.sparse.retrieval.hash_encode`, for one set of directions ``[d, bits]``: codes of
     ``vectors [t, h, d]`` into ``codes [n, b, h, bits / 8]`` by slot, or as ``[t, h, bits / 8]``.
     Slots behind the last one are left out too; ``codes`` may be a part of the bytes of longer
-    codes, and lie in any order of blocks, slots and heads."""
+    codes, and in any order of blocks, slots and heads."""
     tokens, heads, size = vectors.shape
     bits = weights.shape[-1]
     if weights.shape != (size, bits) or bits % 8:
@@ -171,9 +157,8 @@ def hash_encode(
     elif slots is None:
         raise InvalidInputError("codes are written by slot, and the slots are missing")
     if codes.shape[2:] != (heads, bits // 8) or codes.stride(3) != 1:
-        raise InvalidInputError(
-            "codes have another shape", context={"codes": tuple(codes.shape), "heads": heads}
-        )
+        wrong = {"codes": tuple(codes.shape), "heads": heads}
+        raise InvalidInputError("codes have another shape", context=wrong)
     if vectors.stride(2) != 1:
         vectors = vectors.contiguous()
     [words] = as_words(codes)
@@ -185,7 +170,8 @@ def hash_encode(
         tile = tile if parts == 1 else tile // 2
         wide = min(wide, max(32, power_of_2(bits)))
         tiles = -(-bits // wide)
-        encode_write[(min(-(-tokens // tile), max(1, PROGRAMS // (heads * tiles))), tiles, heads)](
+        programs = min(-(-tokens // tile), max(1, PROGRAMS // (heads * tiles)))
+        encode_write[(programs, tiles, heads)](
             vectors,
             weights.contiguous(),
             words,
@@ -214,8 +200,8 @@ def hash_encode(
 
 
 def hash_encode_query(query: Tensor, weights: Tensor, kv_heads: int) -> Tensor:
-    """:func:`ucm.sparse.retrieval.hash_encode_query`: codes of the mean of the query heads that
-    share a KV head."""
+    """:func:`ucm.sparse.retrieval.hash_encode_query`: codes of the mean of the query heads of a KV
+    head."""
     rows, heads, size = query.shape
     mean = query.view(rows, kv_heads, heads // kv_heads, size).mean(dim=2, dtype=torch.float32)
     return hash_encode(mean, weights)
@@ -244,13 +230,8 @@ def scatter(
     head, word = element // WORDS, element % WORDS
     kept = (element < elements) & (slot >= 0) & (slot < slot_count)
     found = tl.load(codes + token * code_token + head * code_head + word, mask=kept, other=0)
-    to = (
-        cache
-        + (slot // block_size) * cache_block
-        + (slot % block_size) * cache_slot
-        + head * cache_head
-        + word
-    )
+    to = cache + (slot // block_size) * cache_block + (slot % block_size) * cache_slot
+    to += head * cache_head + word
     tl.store(to, found, mask=kept)
 
 
@@ -259,10 +240,8 @@ def scatter_codes(codes: Tensor, slots: Tensor, cache: Tensor) -> None:
     are left out."""
     tokens, heads, size = codes.shape
     if cache.shape[2:] != (heads, size) or slots.shape != (tokens,):
-        raise InvalidInputError(
-            "codes do not fit the cache",
-            context={"codes": tuple(codes.shape), "cache": tuple(cache.shape)},
-        )
+        shapes = {"codes": tuple(codes.shape), "cache": tuple(cache.shape)}
+        raise InvalidInputError("codes do not fit the cache", context=shapes)
     from_, to = as_words(codes, cache)
     if tokens and from_.numel():
         scatter[(tokens,)](

@@ -2,9 +2,9 @@
 and Quest's bounds), and by hash codes.
 
 A program takes some blocks of a row and reads their representations once. Vectors are multiplied
-and added up in float32, in an order that is the same for every block: the score of a block depends
-on that block and its row alone. Of codes the least distance of any token and head is kept in
-registers; distances are whole numbers of 32 bits.
+and added up in float32, in the same order for every block: the score of a block depends on that
+block and its row alone. Of codes the least distance of any token and head is kept in registers;
+distances are 32-bit integers.
 
 Where the distances of many queries to one key add up (latent attention: 64 heads and more, one
 latent), the sum depends only on how many queries have each bit set. With ``c_j`` of ``Q`` queries
@@ -14,7 +14,8 @@ having bit ``j``, and ``k`` the code of a key::
                           = Σ_j c_j + Q popcount(k) - 2 Σ_s 2^s popcount(k & slice_s)
 
 where bit ``j`` of ``slice_s`` is bit ``s`` of ``c_j``. So 64 queries become seven slices, and a key
-costs eight counts of bits instead of 64."""
+costs eight counts of bits instead of 64.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ from ucm.errors import InvalidInputError
 from ucm.sparse.kernels.encode import as_words, power_of_2
 from ucm.sparse.retrieval import OverHeads, OverReps
 
-#: Elements that a program reads at a time.
-ELEMENTS = 4096
+#: Elements, or words (16 KiB), that a program reads at a time.
+ELEMENTS = WORDS = 4096
 WARPS = 4
 
 
@@ -84,20 +85,12 @@ def dot_block(
     real = (head < heads)[:, None] & (channel < size)[None, :]
     mean = tl.zeros((HEADS, SIZE), tl.float32)
     for member in tl.static_range(group):
-        asked = (
-            query
-            + row * query_row
-            + (head * group + member)[:, None] * query_head
-            + channel[None, :]
-        )
-        mean += tl.load(asked, mask=real, other=0.0).to(tl.float32)
+        of_head = query + row * query_row + (head * group + member)[:, None] * query_head
+        mean += tl.load(of_head + channel[None, :], mask=real, other=0.0).to(tl.float32)
     mean = (mean / group)[None, :, :]
 
-    at = (
-        reps
-        + block_id[:, None, None] * rep_block
-        + (head[:, None] * rep_head + channel[None, :])[None, :, :]
-    )
+    inner = (head[:, None] * rep_head + channel[None, :])[None, :, :]
+    at = reps + block_id[:, None, None] * rep_block + inner
     there = wanted[:, None, None] & real[None, :, :]
     if metric == "quest":
         low = tl.load(at, mask=there, other=0.0).to(tl.float32)
@@ -108,12 +101,8 @@ def dot_block(
         for one in range(count):
             found = tl.load(at + one * rep_one, mask=there, other=0.0).to(tl.float32)
             if scaled:
-                of = (
-                    scales
-                    + block_id[:, None] * scale_block
-                    + one * scale_one
-                    + head[None, :] * scale_head
-                )
+                first = scales + block_id[:, None] * scale_block + one * scale_one
+                of = first + head[None, :] * scale_head
                 scale = tl.load(of, mask=wanted[:, None] & (head < heads)[None, :], other=0.0)
                 found *= scale[:, :, None]
             if metric == "dot":
@@ -202,17 +191,13 @@ def _scores(
             "queries, representations and block table do not fit each other", context=shapes
         )
     if scales is not None and scales.shape != reps.shape[:3]:
-        raise InvalidInputError(
-            "every vector has a scale", context={**shapes, "scales": tuple(scales.shape)}
-        )
+        shapes["scales"] = tuple(scales.shape)
+        raise InvalidInputError("every vector has a scale", context=shapes)
     if reps.stride(3) != 1 or table.stride(1) != 1:
         raise InvalidInputError("vectors, and rows of a block table, have no gaps", context=shapes)
     query, places = query.contiguous(), table.shape[1]
-    out = torch.empty(
-        (rows, heads if over_heads == "apart" else 1, places),
-        dtype=torch.float32,
-        device=query.device,
-    )
+    shape = (rows, heads if over_heads == "apart" else 1, places)
+    out = torch.empty(shape, dtype=torch.float32, device=query.device)
     if not out.numel():
         return out
     wide = power_of_2(heads) * power_of_2(size)
@@ -252,15 +237,9 @@ def _scores(
     return out
 
 
-#: Words that a program reads at a time: 16 KiB.
-WORDS = 4096
-WARPS = 4
-
-
 @triton.jit
 def popcount(words):
-    """How many bits of each word (uint32) are set. Compilers know this form as one instruction
-    (``popc``, ``bcnt``)."""
+    """How many bits of each word (uint32) are set; compilers make one instruction of this form."""
     words = words - ((words >> 1) & 0x55555555)
     words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
     words = (words + (words >> 4)) & 0x0F0F0F0F
@@ -309,40 +288,30 @@ def hamming_block(
     head = tl.arange(0, HEADS)[:, None]
     word = tl.arange(0, WORDS)[None, :]
     real = (head < heads) & (word < words)
-    asked = (
-        queries
-        + row * (heads * tl.maximum(slices, 1) * words)
-        + head * (tl.maximum(slices, 1) * words)
-        + word
-    )
+    wide = tl.maximum(slices, 1) * words
+    own = queries + row * (heads * wide) + head * wide + word
     nearest = tl.full((BLOCKS, HEADS), 2147483647, tl.int32)
     if slices == 0:
-        query = tl.load(asked, mask=real, other=0).to(tl.uint32)
+        query = tl.load(own, mask=real, other=0).to(tl.uint32)
     for first in range(0, block_size, SLOTS):
         slot = first + tl.arange(0, SLOTS)
-        there = (
-            wanted[:, None]
-            & (slot < block_size)[None, :]
-            & (place[:, None] * block_size + slot[None, :] < length)
-        )
+        inside = place[:, None] * block_size + slot[None, :] < length
+        there = wanted[:, None] & (slot < block_size)[None, :] & inside
         at = codes + block_id[:, None] * code_block + slot[None, :] * code_slot
         at = at[:, :, None, None] + (head * code_head + word)[None, None, :, :]
-        key = tl.load(at, mask=there[:, :, None, None] & real[None, None, :, :], other=0).to(
-            tl.uint32
-        )
+        seen = there[:, :, None, None] & real[None, None, :, :]
+        key = tl.load(at, mask=seen, other=0).to(tl.uint32)
         if slices == 0:
             differ = popcount(key ^ query[None, None, :, :])
         else:
             differ = count * popcount(key)
             for number in tl.static_range(slices):
-                one = tl.load(asked + number * words, mask=real, other=0).to(tl.uint32)[
-                    None, None, :, :
-                ]
+                one = tl.load(own + number * words, mask=real, other=0).to(tl.uint32)
+                one = one[None, None, :, :]
                 differ += (popcount(one) - 2 * popcount(key & one)) << number
         distance = tl.sum(differ, axis=3)
-        distance = tl.where(
-            there[:, :, None] & (tl.arange(0, HEADS) < heads)[None, None, :], distance, 2147483647
-        )
+        counted = there[:, :, None] & (tl.arange(0, HEADS) < heads)[None, None, :]
+        distance = tl.where(counted, distance, 2147483647)
         nearest = tl.minimum(nearest, tl.min(distance, axis=1))
 
     if apart:
@@ -371,13 +340,10 @@ def count_bits(
     """Slices ``out [rows, slices, words]`` of how many of ``queries [rows, count, words]`` have
     each bit set. ``BITS`` are those of a word. Programs: (a row)."""
     row = tl.program_id(0).to(tl.int64)
-    query, number, word = (
-        tl.arange(0, QUERIES)[:, None],
-        tl.arange(0, SLICES)[:, None],
-        tl.arange(0, WORDS),
-    )
-    asked = queries + (row * count + query) * words + word[None, :]
-    codes = tl.load(asked, mask=(query < count) & (word < words)[None, :], other=0).to(tl.uint32)
+    query, number = tl.arange(0, QUERIES)[:, None], tl.arange(0, SLICES)[:, None]
+    word = tl.arange(0, WORDS)
+    own = queries + (row * count + query) * words + word[None, :]
+    codes = tl.load(own, mask=(query < count) & (word < words)[None, :], other=0).to(tl.uint32)
     made = tl.zeros((SLICES, WORDS), tl.uint32)
     for bit in range(BITS):
         ones = tl.sum(((codes >> bit) & 1).to(tl.int32), axis=0)
@@ -396,40 +362,32 @@ def hamming_scores(
     init: int = 0,
     local: int = 0,
 ) -> Tensor:
-    """:func:`ucm.sparse.retrieval.hamming_scores`. ``codes [n, b, h, bytes]`` may lie in any order
+    """:func:`ucm.sparse.retrieval.hamming_scores`. ``codes [n, b, h, bytes]`` may be in any order
     of blocks, slots and heads (``NHD`` or ``HND``); the bytes of a code have no gaps."""
     if queries.dim() == 3:
         queries = queries[:, :, None]
     rows, heads, count, size = queries.shape
-    if (
-        codes.shape[2:] != (heads, size)
-        or codes.stride(3) != 1
-        or table.stride(-1) != 1
-        or table.shape[0] != rows
-    ):
+    gaps = codes.stride(3) != 1 or table.stride(-1) != 1
+    if codes.shape[2:] != (heads, size) or gaps or table.shape[0] != rows:
+        named = {"queries": queries, "codes": codes, "table": table}
         raise InvalidInputError(
             "queries, codes and block table do not fit each other",
-            context={
-                "queries": tuple(queries.shape),
-                "codes": tuple(codes.shape),
-                "table": tuple(table.shape),
-            },
+            context={name: tuple(each.shape) for name, each in named.items()},
         )
     places, block_size = table.shape[1], codes.shape[1]
-    out = torch.empty(
-        (rows, heads if heads_apart else 1, places), dtype=torch.int32, device=codes.device
-    )
+    shape = (rows, heads if heads_apart else 1, places)
+    out = torch.empty(shape, dtype=torch.int32, device=codes.device)
     if not out.numel():
         return out
-    asked, keys = as_words(queries.contiguous(), codes)
-    words, slices = asked.shape[3], count.bit_length() if count > 1 else 0
+    packed, keys = as_words(queries.contiguous(), codes)
+    words, slices = packed.shape[3], count.bit_length() if count > 1 else 0
     if slices:
-        asked = _slices(asked, slices)
+        packed = _slices(packed, slices)
     wide = power_of_2(heads) * power_of_2(words)
     slots = min(power_of_2(block_size), max(1, WORDS // wide))
     blocks = max(1, WORDS // (wide * slots)) if slots >= block_size else 1
     hamming_block[(-(-places // blocks), rows)](
-        asked,
+        packed,
         keys,
         table,
         tokens,
@@ -457,7 +415,7 @@ def hamming_scores(
 
 
 def _slices(queries: Tensor, slices: int) -> Tensor:
-    """Of ``queries [r, h, q, words]`` the slices ``[r, h, slices, words]`` of how many have each
+    """Of ``queries [r, h, q, words]`` the slices ``[r, h, slices, words]`` of the counts of each
     bit."""
     rows, heads, count, words = queries.shape
     out = torch.empty((rows, heads, slices, words), dtype=queries.dtype, device=queries.device)

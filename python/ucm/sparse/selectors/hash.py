@@ -5,19 +5,17 @@ query in Hamming distance.
 popcount(code(q̄_h) xor code(K[t,h]))``; ``s_b = -min_{t in b} dist[t]``. Two vectors at angle ``a``
 differ in ``a/pi`` of their bits on average. With latent attention there are two codes, of the
 latent and of the rotary part, and the distances of all query heads (or of means of
-``reduction_heads`` of them) are added up: one latent head serves all of them.
+``reduction_heads`` of them) are added up: one latent head serves all. Distances are integers: the
+same in any order of adding, on every rank. The bits do not depend on the head size.
 
-Distances are integers and stay so: they are the same in any order of adding, on every rank.
-
-Source: the original's GSA On-Device; book 10; HATA (ACL 2025) for the idea. The bits do not depend
-on the head size here.
+Source: the original's GSA On-Device; book 10; HATA (ACL 2025) for the idea.
 
 Directions are random, and the same on every rank, in every process and after every restart. A
 direction matrix is made of square blocks, each drawn from the Haar measure (a random rotation): QR
 of a Gaussian matrix with the signs of R's diagonal moved into Q. Directions within a block are
-orthogonal, so they say different things; more blocks side by side give any number of bits, whatever
-the head size. The numbers come from a counter-based generator keyed by seed, layer and block, and
-nothing else."""
+orthogonal; more blocks side by side give any number of bits, whatever the head size. The numbers
+come from a counter-based generator keyed by seed, layer and block.
+"""
 
 from __future__ import annotations
 
@@ -44,29 +42,25 @@ from ucm.sparse.selector import BlockSelector, Candidates, Combine, Geometry, re
 def directions(
     size: int, bits: int, *, seed: int, layer: int, part: int = 0
 ) -> npt.NDArray[np.float64]:
-    """``bits`` directions in ``size`` dimensions, ``[size, bits]``, each of length 1. Each
-    ``part`` of a layer has a matrix of its own."""
-    blocks = [
-        _rotation(size, (seed, (layer << 32) | (part << 16) | block))
-        for block in range(-(-bits // size))
-    ]
+    """``bits`` directions in ``size`` dimensions, ``[size, bits]``, each of length 1. Each ``part``
+    of a layer has its own matrix."""
+    key, count = (layer << 32) | (part << 16), -(-bits // size)
+    blocks = [_rotation(size, (seed, key | block)) for block in range(count)]
     return np.concatenate(blocks, axis=1)[:, :bits]
 
 
 def _rotation(size: int, key: tuple[int, int]) -> npt.NDArray[np.float64]:
     q, r = np.linalg.qr(_gaussian(size * size, key).reshape(size, size))
-    signs = np.where(np.diag(r) < 0, -1.0, 1.0)
-    return np.asarray(q * signs)
+    return np.asarray(q * np.where(np.diag(r) < 0, -1.0, 1.0))
 
 
 def _gaussian(count: int, key: tuple[int, int]) -> npt.NDArray[np.float64]:
-    """Normal deviates from the raw words of the generator (Box and Muller), which no version of
-    NumPy may change."""
+    """Normal deviates from the raw words of the generator (Box and Muller), which are the same in
+    every version of NumPy."""
     raw = np.random.Philox(key=np.array(key, dtype=np.uint64)).random_raw(2 * count)
     uniform = ((raw >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-    return np.asarray(
-        np.sqrt(-2.0 * np.log(uniform[:count])) * np.cos(2.0 * np.pi * uniform[count:])
-    )
+    radius = np.sqrt(-2.0 * np.log(uniform[:count]))
+    return np.asarray(radius * np.cos(2.0 * np.pi * uniform[count:]))
 
 
 def load_directions(path: str) -> tuple[dict[str, npt.NDArray[np.float64]], str]:
@@ -77,13 +71,12 @@ def load_directions(path: str) -> tuple[dict[str, npt.NDArray[np.float64]], str]
         with np.load(path, allow_pickle=False) as file:
             found = {name: np.asarray(file[name], dtype=np.float64) for name in file.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ConfigError(
-            f"hash_weights_file {path} cannot be read as an .npz of arrays: {error}"
-        ) from None
+        wrong = f"hash_weights_file {path} cannot be read as an .npz of arrays: {error}"
+        raise ConfigError(wrong) from None
     return found, "learned." + hashlib.sha256(data).hexdigest()[:16]
 
 
-#: Version of how directions are drawn and bits packed; codes of another one are foreign.
+#: Version of the drawing of directions and packing of bits; codes of another one are foreign.
 VERSION = 1
 
 
@@ -93,9 +86,9 @@ class Hash(BlockSelector):
     name = "hash"
 
     class Keys(AlgorithmConfig):
-        """Windows and budget in tokens, the code, and the models whose settings are known: those
-        that the original ships. Its least number of concurrent requests is not among them: with it
-        the answer to a request would depend on its neighbours."""
+        """Windows and budget in tokens, the code, and the settings that the original ships for
+        models, without its least number of concurrent requests: with it the answer to a request
+        would depend on its neighbours."""
 
         default_budget: ClassVar[tuple[str, Any]] = ("topk_tokens", 4096)
         presets: ClassVar[tuple[Preset, ...]] = (
@@ -129,19 +122,18 @@ class Hash(BlockSelector):
     ) -> None:
         """``bits`` of a code, a multiple of 8; None: 128, and with latent attention as many as the
         latent has channels. ``weights_file``: learned directions, an ``.npz`` with ``layer.N`` of
-        shape ``[d, bits]`` for each layer N that selects. ``reduction_heads``: how many query heads
+        shape ``[d, bits]`` for each layer N that selects. ``reduction_heads``: query heads that
         become one before they are encoded (latent attention)."""
         super().__init__(geometry)
         latent = geometry.head_dim - geometry.rope_dim
         self.bits = bits if bits is not None else latent if geometry.rope_dim else 128
         #: Channels and bits of each part of a key.
-        self.parts = [(latent, self.bits)] + (
-            [(geometry.rope_dim, geometry.rope_dim)] if geometry.rope_dim else []
-        )
+        self.parts = [(latent, self.bits)]
+        if geometry.rope_dim:
+            self.parts.append((geometry.rope_dim, geometry.rope_dim))
         if any(width % 8 for _, width in self.parts):
-            raise ConfigError(
-                f"hash_bits must be a multiple of 8 in every part of a key, got {self.parts}"
-            )
+            wrong = "hash_bits must be a multiple of 8 in every part of a key"
+            raise ConfigError(f"{wrong}, got {self.parts}")
         self.seed, self.reduction = seed, reduction_heads
         self._learned: dict[str, Any] | None = None
         self._digest = ""
@@ -163,10 +155,9 @@ class Hash(BlockSelector):
         """The directions ``[d, bits]`` of each part of a key, float32."""
         key = (layer, device)
         if key not in self._weights:
-            self._weights[key] = [
-                torch.from_numpy(self._made(layer, part, size, bits).astype(np.float32)).to(device)
-                for part, (size, bits) in enumerate(self.parts)
-            ]
+            every = enumerate(self.parts)
+            made = [self._made(layer, part, *sizes).astype(np.float32) for part, sizes in every]
+            self._weights[key] = [torch.from_numpy(each).to(device) for each in made]
         return self._weights[key]
 
     def _made(self, layer: int, part: int, size: int, bits: int) -> Any:
@@ -188,7 +179,7 @@ class Hash(BlockSelector):
         return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
     def encode_tokens(self, layer: int, keys: Tensor, reps: Tensor, slots: Tensor) -> None:
-        """By one kernel for each part of a key, which writes codes where they belong."""
+        """By one kernel for each part of a key, which writes codes into their slots."""
         kernels = kernels_for(keys, reps)
         if kernels is None:
             super().encode_tokens(layer, keys, reps, slots)
@@ -224,25 +215,21 @@ class Hash(BlockSelector):
         local: int,
         apart: bool,
     ) -> Tensor | None:
-        """The kernel. A CPU's does not take as many heads of latent attention as some models
+        """By kernels. A CPU's does not take as many heads of latent attention as some models
         have."""
         kernels = kernels_for(query, reps)
         if kernels is None:
             return None
         found: Tensor
+        how: dict[str, Any] = {"heads_apart": apart, "init": init, "local": local}
         if not self.geometry.rope_dim:
             weights = self.weights_of(layer, query.device)[0]
-            found = kernels.hash_scores(
-                query, weights, reps, table, blocks, heads_apart=apart, init=init, local=local
-            )
+            found = kernels.hash_scores(query, weights, reps, table, blocks, **how)
             return found
         codes = self._query_codes(layer, query)
         if kernels is retrieval and codes.shape[2] > retrieval.MOST_QUERIES:
             return None
-        tokens = blocks * self.geometry.block_size
-        found = kernels.hamming_scores(
-            codes, reps, table, tokens, heads_apart=apart, init=init, local=local
-        )
+        found = kernels.hamming_scores(codes, reps, table, blocks * self.geometry.block_size, **how)
         return found
 
     def fused_select(
@@ -260,22 +247,12 @@ class Hash(BlockSelector):
         """In one call where a key has one code."""
         kernels = kernels_for(query, reps)
         if kernels is None or self.geometry.rope_dim:
-            return super().fused_select(
-                layer, query, reps, of, init=init, local=local, apart=apart, into=into
-            )
+            how: dict[str, Any] = {"init": init, "local": local, "apart": apart, "into": into}
+            return super().fused_select(layer, query, reps, of, **how)
         weights = self.weights_of(layer, query.device)[0]
+        tables, how = (of.reps, of.table, of.tokens, of.budgets), {"init": init, "local": local}
         found: Kept = kernels.hash_select(
-            query,
-            weights,
-            reps,
-            of.reps,
-            of.table,
-            of.tokens,
-            of.budgets,
-            heads_apart=apart,
-            init=init,
-            local=local,
-            into=into,
+            query, weights, reps, *tables, heads_apart=apart, into=into, **how
         )
         return found
 
@@ -298,20 +275,12 @@ class Hash(BlockSelector):
         return self.encode(layer, heads)[:, None]
 
     def weights(self, scores: Tensor) -> Tensor:
-        """A key at angle ``a`` to a query of the same length weighs ``exp(2 sqrt(d) cos a)``: how
-        far apart codes are is all that is known of a key, so this says an order of magnitude."""
+        """A key at angle ``a`` to a query of the same length weighs ``exp(2 sqrt(d) cos a)``: an
+        estimate of the order of magnitude, from the distance of codes alone."""
         bits = sum(bits for _, bits in self.parts)
         angle = torch.pi * (-scores.double()).clamp(0, bits) / bits
         return torch.softmax(2 * self.geometry.head_dim**0.5 * torch.cos(angle), dim=-1)
 
 
-register_selector(
-    "GSAOnDevice",
-    Hash,
-    {
-        "bits": "hash_bits",
-        "seed": "hash_seed",
-        "weights_file": "hash_weights_file",
-        "reduction_heads": "reduction_heads",
-    },
-)
+_OPTIONS = {"bits": "hash_bits", "seed": "hash_seed", "weights_file": "hash_weights_file"}
+register_selector("GSAOnDevice", Hash, _OPTIONS | {"reduction_heads": "reduction_heads"})
