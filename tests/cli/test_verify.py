@@ -33,9 +33,9 @@ def around_verifying(
     """Runs a function around the verification of every record."""
     verify = RecordVerifier.verify
 
-    def verifying(self: RecordVerifier, found: Found, manifest: Any) -> Any:
+    def verifying(self: RecordVerifier, found: Found, *rest: Any) -> Any:
         before(found)
-        verdict = verify(self, found, manifest)
+        verdict = verify(self, found, *rest)
         after(found)
         return verdict
 
@@ -187,10 +187,8 @@ def test_a_bad_read_is_read_again_before_it_is_believed(
     root.fill("one", 3)
     read, seen = Reader.read, set()
 
-    def once_bad(
-        self: Reader, found: Found, most: int | None = None
-    ) -> tuple[bytes, os.stat_result]:
-        data, about = read(self, found, most)
+    def once_bad(self: Reader, found: Found, *where: Any) -> tuple[bytes, os.stat_result]:
+        data, about = read(self, found, *where)
         if found.name in seen:
             return data, about
         seen.add(found.name)
@@ -208,12 +206,10 @@ def test_what_cannot_be_read_is_told_and_left(
     name = root.records()[0].name
     read = Reader.read
 
-    def failing(
-        self: Reader, found: Found, most: int | None = None
-    ) -> tuple[bytes, os.stat_result]:
+    def failing(self: Reader, found: Found, *where: Any) -> tuple[bytes, os.stat_result]:
         if found.name == name:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return read(self, found, most)
+        return read(self, found, *where)
 
     monkeypatch.setattr(Reader, "read", failing)
     document = ucm_json("verify", root.path)

@@ -38,7 +38,7 @@ def test_every_default_is_read_and_told_to_the_core_as_it_stands_there(store: st
     section = section_of("All", kind.options, kind.defaults)()
     told = {
         key: value
-        for key, value in STORES[store].told(lambda key: getattr(section, key)).items()
+        for key, value in STORES[store].described(lambda key: getattr(section, key)).items()
         if key != "kind"
     }
     assert told == {**kind.defaults, **STORES[store].fixed}

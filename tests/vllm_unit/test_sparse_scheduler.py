@@ -111,7 +111,7 @@ def test_a_users_method_is_told_that_it_is_not_asked_how_much_it_holds(
         SparseScheduler(UcmSparseBase(None, UcmSparseRole.SCHEDULER), BLOCK)
         assert "estimate_num_slots_sparsed" not in caplog.text
         SparseScheduler(Slots(None, UcmSparseRole.SCHEDULER), BLOCK)
-    assert "estimate_num_slots_sparsed of Slots is not asked" in caplog.text
+    assert "estimate_num_slots_sparsed of Slots is not called" in caplog.text
 
 
 def test_blocks_that_a_request_is_given_are_told_once() -> None:

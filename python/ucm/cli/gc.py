@@ -75,7 +75,7 @@ def gc(
     stale: bool,
     yes: bool,
     listing: bool,
-    told: Mapping[str, str],
+    options: Mapping[str, str],
     as_json: bool,
 ) -> None:
     """Remove records below each ROOT, those used longest ago first. Without --yes: say what would
@@ -88,7 +88,7 @@ def gc(
     wish = Wish(to, older_than, bool(wanted), stale)
     results: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        roots = [stack.enter_context(open_root(path, told)) for path in paths]
+        roots = [stack.enter_context(open_root(path, options)) for path in paths]
         for root, names in pick_each(roots, wanted):
             plan = make_plan(root, names, wish)
             outcome = carry_out(root, plan) if yes else Outcome()

@@ -55,7 +55,7 @@ _SHOWN = 10
 )
 @terminal.of_store
 @terminal.json_output
-def inspect(paths: Sequence[str], tenants: bool, told: Mapping[str, str], as_json: bool) -> None:
+def inspect(paths: Sequence[str], tenants: bool, options: Mapping[str, str], as_json: bool) -> None:
     """Show what lies below each ROOT, or what a record says if ROOT is a file.
 
     Namespaces with their identity in words, how identities differ, use against storage_capacity,
@@ -64,7 +64,7 @@ def inspect(paths: Sequence[str], tenants: bool, told: Mapping[str, str], as_jso
     roots, records = [], []
     for path in paths:
         if scheme_of(path) or os.path.isdir(path):
-            with open_root(path, told) as root:
+            with open_root(path, options) as root:
                 roots.append(describe(root) | ({"tenants": count_tenants(root)} if tenants else {}))
         else:
             records.append(inspect_file(path))

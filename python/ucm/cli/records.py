@@ -1,8 +1,8 @@
 """Records and segments of a root, read and verified by the core, and the manifest of a namespace.
 
-Reads of a live root go past the page cache where that can be, at a bounded rate. A refused record
-is read a second time, through a fresh open, before anything is said of it. A record that is gone by
-then was removed by a process that may do so, and is no error.
+Reads of a live root bypass the page cache where possible, at a bounded rate. A refused record is
+read a second time, through a fresh open. If it does not exist any more, a process removed it that
+may do so, and this is no error.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def verify_record(
     return whole
 
 
-#: Keys of an identity that are told in words.
+#: Keys of an identity that are shown in words.
 _WORDS = (
     "architecture",
     "dtype",
@@ -162,20 +162,17 @@ def read_manifest(root: AnyRoot, namespace: str) -> Manifest:
 
 def differences(identities: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """By key (dots between levels) the values of each identity, only for keys in which any two
-    differ.
-
-    A key that an identity does not have is absent there.
-    """
+    differ. A key that an identity does not have is absent there."""
     flat = {name: dict(_flatten(identity)) for name, identity in identities.items()}
-    keys = dict.fromkeys(key for values in flat.values() for key in values)
-    missing = object()
-    return {
+    found = {
         key: {name: values[key] for name, values in flat.items() if key in values}
-        for key in keys
-        if any(
-            values.get(key, missing) != next(iter(flat.values())).get(key, missing)
-            for values in flat.values()
-        )
+        for key in dict.fromkeys(key for values in flat.values() for key in values)
+    }
+    return {
+        key: values
+        for key, values in found.items()
+        if len(values) < len(flat)
+        or any(value != next(iter(values.values())) for value in values.values())
     }
 
 
@@ -214,7 +211,7 @@ def _shapes(parts: Any) -> dict[str, Shape]:
 
 #: Bytes of the first read: nearly every record whole, and longer than every header.
 FIRST = 8 << 20
-#: An entry of a segment that is longer than this is read as far as the header of its record says.
+#: The same of a segment's entry.
 HEADER_FIRST = 1 << 20
 #: The file system refuses direct I/O.
 _NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -237,13 +234,23 @@ class Verdict:
 
     @property
     def looks_bad(self) -> bool:
-        """Whether something is wrong, so that a second look is due."""
+        """Whether something is wrong, so that it is read again."""
         return self.state in ("bad", "unreadable") or bool(self.damaged_sides)
 
 
+def verdict_of(error: OSError | Refused) -> Verdict:
+    """The verdict on what could not be read, or was refused."""
+    if isinstance(error, Refused):
+        state = "newer" if error.reason is MissReason.NEWER_VERSION else "bad"
+        return Verdict(state, str(error.reason), error.found)
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return Verdict("removed")
+    return Verdict("unreadable", "io_error", error.strerror or str(error))
+
+
 class Pace:
-    """Holds a stream of bytes to a rate (bytes per second, ``None``: no bound); at most a second is
-    made up for."""
+    """Bounds a stream of bytes to a rate (bytes per second, ``None``: no bound); at most one unused
+    second is carried over."""
 
     def __init__(
         self,
@@ -271,7 +278,7 @@ class Reader:
     def __init__(self, root: Root) -> None:
         self._root = root
         self._buffer = mmap.mmap(-1, FIRST)
-        #: Whether reads went past the page cache; ``None`` before the first.
+        #: Whether reads bypassed the page cache; ``None`` before the first.
         self.direct: bool | None = None
         #: Bytes read so far.
         self.bytes = 0
@@ -283,25 +290,18 @@ class Reader:
         :class:`OSError`."""
         try:
             answer = self._read(found, most, start, os.O_DIRECT)
-            self.direct = self.direct is not False
         except OSError as error:
             if error.errno not in _NOT_DIRECT:
                 raise
             self.direct = False
             return self._read(found, most, start, 0)
+        self.direct = self.direct is not False
         return answer
 
     def _read(
         self, found: Found, most: int | None, start: int, how: int
     ) -> tuple[bytes, os.stat_result]:
-        with self._root.directory(*found.directory) as here:
-            if here is None:
-                raise FileNotFoundError(errno.ENOENT, "its directory is gone", found.path)
-            fd = os.open(
-                found.name,
-                os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | how,
-                dir_fd=here,
-            )
+        fd = self._root.open(found.directory, found.name, how)
         try:
             about = os.fstat(fd)
             there = max(0, about.st_size - start)
@@ -337,45 +337,44 @@ class RecordVerifier:
         #: Decrypts records; None: encrypted ones are verified by the checksums of what is stored.
         self._keys = keys
 
-    def verify(self, found: Found, manifest: Manifest) -> Verdict:
-        """The verdict on a record, after a second look if the first was bad."""
-        verdict = self._once(found, manifest)
-        return self._once(found, manifest) if verdict.looks_bad else verdict
+    def verify(self, found: Found, manifest: Manifest, entry: Entry | None = None) -> Verdict:
+        """The verdict on a record, or on that of an ``entry`` of a segment, after a second read if
+        something was wrong."""
+        verdict = self._once(found, manifest, entry)
+        return self._once(found, manifest, entry) if verdict.looks_bad else verdict
 
-    def _once(self, found: Found, manifest: Manifest) -> Verdict:
-        self._pace.spend(found.size)
-        header = None
+    def _once(self, found: Found, manifest: Manifest, entry: Entry | None) -> Verdict:
         try:
-            data, about = self.reader.read(found, FIRST)
-            # A file that was swapped for a huge one is not read further than its header says.
-            header = header_of(data)
-            if about.st_size > len(data):
-                data, _ = self.reader.read(found, most_to_read(header))
-            record_id = bytes.fromhex(found.name[:32])
-            return self._good(data, record_id, found, manifest.shapes.get(header["part"]))
-        except (FileNotFoundError, NotADirectoryError):
-            return Verdict("removed")
-        except OSError as error:
-            return Verdict("unreadable", "io_error", error.strerror or str(error))
-        except Refused as refused:
-            state = "newer" if refused.reason is MissReason.NEWER_VERSION else "bad"
-            return Verdict(state, str(refused.reason), refused.found, header)
-
-    def _good(self, data: bytes, record_id: bytes, found: Found, shape: Shape | None) -> Verdict:
-        """The verdict on a record that is sound; raises :class:`Refused` for another."""
-        whole = verify_record(data, record_id, bytes.fromhex(found.namespace), shape, self._keys)
+            data, header = self._read(found, entry)
+            record_id = entry.record_id if entry else bytes.fromhex(found.name[:32])
+            namespace, shape = bytes.fromhex(found.namespace), manifest.shapes.get(header["part"])
+            whole = verify_record(data, record_id, namespace, shape, self._keys)
+        except (OSError, Refused) as error:
+            return verdict_of(error)
         damaged = {
             name: text for name, reason, text in whole["lost_sides"] if reason != MissReason.ABSENT
         }
         return Verdict(
-            "good",
-            header=whole["header"],
-            decrypted=whole["decrypted"],
-            damaged_sides=damaged,
+            "good", header=whole["header"], decrypted=whole["decrypted"], damaged_sides=damaged
         )
 
+    def _read(self, found: Found, entry: Entry | None) -> tuple[bytes, Header]:
+        """A record and its header. More than the first bytes are read only as far as the header
+        says: a file may have been exchanged for a huge one, and a footer may lie."""
+        offset = entry.offset if entry else 0
+        first = min(HEADER_FIRST, entry.length) if entry else FIRST
+        self._pace.spend(min(first, found.size))
+        data, about = self.reader.read(found, first, offset)
+        header = header_of(data)
+        length = entry.length if entry else about.st_size
+        if length > len(data):
+            length = min(length, most_to_read(header))
+            self._pace.spend(length)
+            data, _ = self.reader.read(found, length, offset)
+        return data, header
+
     def footer(self, found: Found) -> Segment:
-        """The footer of a segment, after a second look if the first was bad.
+        """The footer of a segment, after a second read if the first was refused.
 
         Raises :class:`Refused` or :class:`OSError`.
         """
@@ -383,38 +382,6 @@ class RecordVerifier:
             return read_footer(self.reader, found)
         except Refused:
             return read_footer(self.reader, found)
-
-    def verify_entry(self, found: Found, entry: Entry, manifest: Manifest) -> Verdict:
-        """The verdict on a record of a segment, after a second look if the first was bad."""
-        verdict = self._entry_once(found, entry, manifest)
-        return self._entry_once(found, entry, manifest) if verdict.looks_bad else verdict
-
-    def _entry_once(self, found: Found, entry: Entry, manifest: Manifest) -> Verdict:
-        header = None
-        try:
-            data = self._read_entry(found, entry.length, entry.offset)
-            header = header_of(data)
-            return self._good(data, entry.record_id, found, manifest.shapes.get(header["part"]))
-        except (FileNotFoundError, NotADirectoryError):
-            return Verdict("removed")
-        except OSError as error:
-            return Verdict("unreadable", "io_error", error.strerror or str(error))
-        except Refused as refused:
-            state = "newer" if refused.reason is MissReason.NEWER_VERSION else "bad"
-            return Verdict(state, str(refused.reason), refused.found, header)
-
-    def _read_entry(self, found: Found, length: int, offset: int) -> bytes:
-        """The record at a place; a long one as far as its header says, and a page more."""
-        if length > HEADER_FIRST:
-            data = self._read(found, HEADER_FIRST, offset)
-            length = min(length, most_to_read(header_of(data)))
-            if length <= len(data):
-                return data[:length]
-        return self._read(found, length, offset)
-
-    def _read(self, found: Found, most: int, start: int) -> bytes:
-        self._pace.spend(most)
-        return self.reader.read(found, most, start)[0]
 
 
 def most_to_read(header: Header) -> int:
@@ -471,7 +438,7 @@ class RemoteReader:
 
     def __init__(self, root: RemoteRoot) -> None:
         self._root = root
-        #: There is no page cache of ours to go past.
+        #: There is no page cache of ours to bypass.
         self.direct: bool | None = None
         #: Bytes read so far.
         self.bytes = 0
@@ -479,15 +446,12 @@ class RemoteReader:
     def read(self, found: Found, most: int | None = None, start: int = 0) -> tuple[bytes, About]:
         """At most ``most`` bytes from ``start`` on, and what it is; raises :class:`OSError`."""
         item = self._root.item(found.path)
+        length = found.size if most is None else most
         try:
-            there = (
-                None
-                if item is None
-                else self._root.read(item, start, found.size if most is None else most)
-            )
+            there = None if item is None else self._root.read(item, start, length)
         except UcmError as error:
             raise OSError(errno.EIO, error.message, found.path) from None
         if there is None:
-            raise FileNotFoundError(errno.ENOENT, "it is gone", found.path)
+            raise FileNotFoundError(errno.ENOENT, "it does not exist any more", found.path)
         self.bytes += len(there)
         return there, About(found.size)

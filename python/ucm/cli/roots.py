@@ -35,13 +35,7 @@ from ucm.reasons import MissReason
 
 FORMAT = 1
 MARKER = "ucm-root.json"
-DIGESTS = "ucm-digests.json"
-RATES = "ucm-rates.json"
 MANIFEST = "manifest.json"
-#: Directory in which older versions kept the damaged records of a namespace.
-QUARANTINE = "quarantine"
-#: Where the writers of a root agree who counts it and who may write how much; theirs alone.
-SPACE = "space"
 #: Share of the limit down to which the collector removes.
 LOW = 0.85
 #: Nanoseconds after which a private file is taken for that of a dead writer.
@@ -49,18 +43,6 @@ STALE_NS = 3600 * 10**9
 _LONGEST_DOCUMENT = 16 << 20
 
 NAMESPACE = re.compile(r"[0-9a-f]{32}")
-PRIVATE = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.tmp")
-SPACE_DOCUMENT = re.compile(r"(collector|grants|writer)-[0-9a-f]{16}\.json")
-ROOT_PRIVATE = re.compile(r"\.[0-9a-f]{32}\.tmp")
-#: A segment's file name: its writer's number and that writer's number for it.
-SEGMENT = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.seg")
-#: Directory of a namespace's segments.
-SEGMENTS = "segments"
-QUARANTINED = re.compile(
-    r"[0-9a-f]{32}\.(?:wrong_length|truncated|not_a_record|bad_header|bad_checksum)"
-    r"\.[0-9]{1,20}\.bin"
-)
-_SHARD = re.compile(r"[0-9a-f]{2}")
 
 
 class Kind(StrEnum):
@@ -70,6 +52,30 @@ class Kind(StrEnum):
     SEGMENT = "segment"
     PRIVATE = "private"
     SPACE = "space"
+
+
+def _paths(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern.replace("NAMESPACE", NAMESPACE.pattern), re.VERBOSE)
+
+
+#: Paths of our files below a root; the group is the kind. Older versions kept damaged records in
+#: ``quarantine``; in ``space`` the writers agree who counts the root and who may write how much.
+_FILES = _paths(
+    r"""
+    (?P<record> NAMESPACE/blocks/(?P<shard>[0-9a-f]{2})/(?P=shard)[0-9a-f]{30}\.bin)
+    | (?P<segment> NAMESPACE/segments/[0-9a-f]{16}-[0-9a-f]{16}\.seg)
+    | (?P<private>
+        (NAMESPACE/tmp|space)/[0-9a-f]{16}-[0-9a-f]{16}\.tmp
+        | \.[0-9a-f]{32}\.tmp
+        | NAMESPACE/quarantine/[0-9a-f]{32}
+            \.(wrong_length|truncated|not_a_record|bad_header|bad_checksum)\.[0-9]{1,20}\.bin
+    )
+    | (?P<space> space/(collector|grants|writer)-[0-9a-f]{16}\.json)
+    """
+)
+_DIRECTORIES = _paths("space | NAMESPACE (/(blocks(/[0-9a-f]{2})? | segments | tmp | quarantine))?")
+#: Documents, which do not count as use.
+_DOCUMENTS = _paths(r"NAMESPACE/manifest\.json | ucm-(root|digests|rates)\.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +98,13 @@ class Found:
     @property
     def namespace(self) -> str:
         """The namespace it lies in, empty for what lies beside the namespaces."""
-        return (
-            self.directory[0] if self.directory and NAMESPACE.fullmatch(self.directory[0]) else ""
-        )
+        first = self.directory[0] if self.directory else ""
+        return first if NAMESPACE.fullmatch(first) else ""
 
     def is_still(self, now: os.stat_result) -> bool:
         """Whether this is the same file, not used since."""
-        return (now.st_ino, now.st_mtime_ns) == (self.inode, self.mtime_ns) and stat.S_ISREG(
-            now.st_mode
-        )
+        unchanged = (now.st_ino, now.st_mtime_ns) == (self.inode, self.mtime_ns)
+        return unchanged and stat.S_ISREG(now.st_mode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +131,42 @@ class Contents:
     def files(self) -> list[Found]:
         """Everything that counts as use."""
         return [*self.records, *self.segments, *self.private]
+
+    def add(self, found: Found) -> None:
+        """Sort in a file of ours."""
+        by_kind = {
+            Kind.RECORD: self.records,
+            Kind.SEGMENT: self.segments,
+            Kind.PRIVATE: self.private,
+            Kind.SPACE: self.space,
+        }
+        by_kind[found.kind].append(found)
+
+
+def _marker_of(
+    root: AnyRoot, keys: Mapping[str, type], *, where: str, other: str, hint: str = ""
+) -> dict[str, Any]:
+    """What the marker of a root says, which must have these keys. ``where`` and ``other`` say in an
+    error which file is damaged and what to use instead."""
+    damaged = ConfigError(f"{where} is damaged; restore it, or use another {other}")
+    try:
+        marker = root.document(MARKER)
+    except ValueError:
+        raise damaged from None
+    if marker is None:
+        raise ConfigError(
+            f"{root.shown} is no root of ucm: it has no {MARKER}, so nothing in it is touched{hint}"
+        )
+    if not isinstance(marker, dict) or not isinstance(marker.get("format"), int):
+        raise damaged
+    if marker["format"] > FORMAT:
+        raise ForeignError(
+            f"{root.shown} was made by a newer ucm (format {marker['format']}, known is {FORMAT});"
+            " upgrade ucm"
+        )
+    if not all(isinstance(marker.get(key), kind) for key, kind in keys.items()):
+        raise damaged
+    return marker
 
 
 class Root:
@@ -201,86 +241,55 @@ class Root:
 
     def namespaces(self) -> list[str]:
         """Names of the namespaces, sorted."""
-        with self.directory() as here:
-            return sorted(
-                entry.name
-                for entry in _entries(here)
-                if NAMESPACE.fullmatch(entry.name) and self._kind(entry)[0] == "directory"
-            )
+        return [
+            name
+            for name, what, _ in self._entries()
+            if what == "directory" and NAMESPACE.fullmatch(name)
+        ]
 
     def beside(self) -> Contents:
         """What lies in the root beside marker and namespaces."""
         contents = Contents()
-        with self.directory() as here:
-            for entry in _entries(here):
-                what, about = self._kind(entry)
-                if what == "gone" or entry.name in (MARKER, DIGESTS, RATES):
-                    continue
-                if what == "file" and about and ROOT_PRIVATE.fullmatch(entry.name):
-                    contents.private.append(_found(Kind.PRIVATE, (), entry.name, about))
-                elif what == "directory" and entry.name == SPACE:
-                    into = (
-                        (Kind.SPACE, SPACE_DOCUMENT, contents.space),
-                        (Kind.PRIVATE, PRIVATE, contents.private),
-                    )
-                    self._scan_files((SPACE,), into, contents.foreign)
-                elif what != "directory" or not NAMESPACE.fullmatch(entry.name):
-                    contents.foreign.append(_foreign((), entry.name, what, about))
+        self._scan(contents, ())
         return contents
 
     def scan(self, namespace: str) -> Contents:
-        """What lies in a namespace; what vanishes meanwhile is left out."""
+        """What lies in a namespace; what vanishes at the same time is left out."""
         contents = Contents()
-        places = {
-            SEGMENTS: (Kind.SEGMENT, SEGMENT, contents.segments),
-            "tmp": (Kind.PRIVATE, PRIVATE, contents.private),
-            QUARANTINE: (Kind.PRIVATE, QUARANTINED, contents.private),
-        }
-        with self.directory(namespace) as here:
-            for entry in _entries(here):
-                what, about = self._kind(entry)
-                if what == "directory" and entry.name == "blocks":
-                    self._scan_blocks(namespace, contents)
-                elif what == "directory" and entry.name in places:
-                    self._scan_files(
-                        (namespace, entry.name), (places[entry.name],), contents.foreign
-                    )
-                elif what != "gone" and (what != "file" or entry.name != MANIFEST):
-                    contents.foreign.append(_foreign((namespace,), entry.name, what, about))
+        self._scan(contents, (namespace,))
         return contents
 
-    def _scan_blocks(self, namespace: str, contents: Contents) -> None:
-        with self.directory(namespace, "blocks") as here:
-            for entry in _entries(here):
-                what, about = self._kind(entry)
-                if what == "directory" and _SHARD.fullmatch(entry.name):
-                    pattern = re.compile(rf"{entry.name}[0-9a-f]{{30}}\.bin")
-                    where = (namespace, "blocks", entry.name)
-                    self._scan_files(
-                        where, ((Kind.RECORD, pattern, contents.records),), contents.foreign
-                    )
-                elif what != "gone":
-                    contents.foreign.append(
-                        _foreign((namespace, "blocks"), entry.name, what, about)
-                    )
+    def _scan(self, contents: Contents, where: tuple[str, ...]) -> None:
+        """Sorts what lies below a directory; below the root itself without the namespaces."""
+        for name, what, about in self._entries(*where):
+            path = "/".join((*where, name))
+            ours = _FILES.fullmatch(path)
+            if what == "file" and ours:
+                contents.add(_found(Kind(ours.lastgroup or ""), where, name, about))
+            elif what == "directory" and _DIRECTORIES.fullmatch(path):
+                if where or not NAMESPACE.fullmatch(name):
+                    self._scan(contents, (*where, name))
+            elif what != "file" or not _DOCUMENTS.fullmatch(path):
+                size = about.st_size if what == "file" else 0
+                contents.foreign.append(Foreign(path, what, size))
 
-    def _scan_files(
-        self,
-        where: tuple[str, ...],
-        ours: Iterable[tuple[Kind, re.Pattern[str], list[Found]]],
-        foreign: list[Foreign],
-    ) -> None:
+    def _entries(self, *where: str) -> Iterator[tuple[str, str, os.stat_result]]:
+        """What lies in a directory, sorted: its name, what it is, what is known of it."""
         with self.directory(*where) as here:
-            for entry in _entries(here):
-                what, about = self._kind(entry)
-                fits = [
-                    (kind, into) for kind, pattern, into in ours if pattern.fullmatch(entry.name)
-                ]
-                if fits and what == "file" and about:
-                    kind, into = fits[0]
-                    into.append(_found(kind, where, entry.name, about))
-                elif what != "gone":
-                    foreign.append(_foreign(where, entry.name, what, about))
+            for entry in _listed(here):
+                try:
+                    about = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                if stat.S_ISLNK(about.st_mode):
+                    what = "link"
+                elif about.st_dev != self._device:
+                    what = "other device"
+                elif stat.S_ISDIR(about.st_mode):
+                    what = "directory"
+                else:
+                    what = "file" if stat.S_ISREG(about.st_mode) else "special file"
+                yield entry.name, what, about
 
     @contextmanager
     def directory(self, *names: str) -> Iterator[int | None]:
@@ -314,28 +323,31 @@ class Root:
             if fd is not None:
                 os.close(fd)
 
+    def open(self, directory: tuple[str, ...], name: str, how: int = 0) -> int:
+        """A descriptor that reads a file; raises :class:`OSError`."""
+        with self.directory(*directory) as here:
+            if here is None:
+                path = "/".join((*directory, name))
+                raise FileNotFoundError(errno.ENOENT, "its directory does not exist any more", path)
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | how
+            return os.open(name, flags, dir_fd=here)
+
     def document(self, *path: str) -> Any:
         """A JSON document below the root, ``None`` if it is absent; raises :class:`ValueError` if
         it is none."""
-        with self.directory(*path[:-1]) as here:
-            if here is None:
-                return None
-            try:
-                fd = os.open(
-                    path[-1],
-                    os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC,
-                    dir_fd=here,
-                )
-            except FileNotFoundError:
-                return None
-            with os.fdopen(fd, "rb") as file:
-                text = file.read(_LONGEST_DOCUMENT + 1)
+        try:
+            fd = self.open(path[:-1], path[-1])
+        except FileNotFoundError:
+            return None
+        with os.fdopen(fd, "rb") as file:
+            text = file.read(_LONGEST_DOCUMENT + 1)
         if len(text) > _LONGEST_DOCUMENT:
             raise ValueError(f"more than {_LONGEST_DOCUMENT} bytes")
         return json.loads(text)
 
     def unlink(self, found: Found) -> bool:
-        """Removes a file found before; false if it is gone, or was used or replaced since."""
+        """Removes a file found before; false if it does not exist any more, or was used or replaced
+        since."""
         with self.directory(*found.directory) as here:
             if here is None:
                 return False
@@ -348,24 +360,21 @@ class Root:
         return True
 
     def written_ns(self, namespace: str) -> int:
-        """When somebody last began or ended to write a record of a namespace; 0 if no one can."""
+        """When a record of a namespace was last begun or ended to be written; 0 if none can be."""
         with self.directory(namespace, "tmp") as here:
             return 0 if here is None else os.fstat(here).st_mtime_ns
 
     def remove_namespace(self, namespace: str) -> bool:
         """Removes what is left of a namespace without files: its directories, then its manifest,
-        then itself.
-
-        False if something still lies there, which then stays, with the manifest that explains it.
-        """
+        then itself. False if something else lies there; it then stays, with the manifest."""
         with self.directory(namespace, "blocks") as blocks:
-            for entry in _entries(blocks):
-                if _SHARD.fullmatch(entry.name):
+            for entry in _listed(blocks):
+                if _DIRECTORIES.fullmatch(f"{namespace}/blocks/{entry.name}"):
                     _remove_empty(entry.name, blocks)
         with self.directory(namespace) as here:
-            for name in ("blocks", SEGMENTS, "tmp", QUARANTINE):
+            for name in ("blocks", "segments", "tmp", "quarantine"):
                 _remove_empty(name, here)
-            left = [entry.name for entry in _entries(here)]
+            left = [entry.name for entry in _listed(here)]
             if here is None or left not in ([], [MANIFEST]):
                 return False
             if left:
@@ -374,52 +383,15 @@ class Root:
             return _remove_empty(namespace, here)
 
     def _read_marker(self) -> dict[str, Any]:
-        try:
-            marker = self.document(MARKER)
-        except ValueError:
-            raise ConfigError(
-                f"{self.path / MARKER} is damaged; restore it, or use another directory"
-            ) from None
-        if marker is None:
-            hint = ""
-            if NAMESPACE.fullmatch(self.path.name) and (self.path.parent / MARKER).exists():
-                hint = f"; it is a namespace of the root {self.path.parent}"
-            raise ConfigError(
-                f"{self.path} is no root of ucm: it has no {MARKER}, so nothing in it is"
-                f" touched{hint}"
-            )
-        if not isinstance(marker, dict) or not isinstance(marker.get("format"), int):
-            raise ConfigError(
-                f"{self.path / MARKER} is damaged; restore it, or use another directory"
-            )
-        if marker["format"] > FORMAT:
-            raise ForeignError(
-                f"{self.path} was made by a newer ucm (format {marker['format']}, known is"
-                f" {FORMAT}); upgrade ucm"
-            )
-        if not isinstance(marker.get("uuid"), str) or not isinstance(
-            marker.get("storage_capacity"), int
-        ):
-            raise ConfigError(
-                f"{self.path / MARKER} is damaged; restore it, or use another directory"
-            )
-        return marker
-
-    def _kind(self, entry: os.DirEntry[str]) -> tuple[str, os.stat_result | None]:
-        try:
-            about = entry.stat(follow_symlinks=False)
-        except FileNotFoundError:
-            return "gone", None
-        if stat.S_ISLNK(about.st_mode):
-            return "link", about
-        if about.st_dev != self._device:
-            return "other device", about
-        if stat.S_ISDIR(about.st_mode):
-            return "directory", about
-        return ("file" if stat.S_ISREG(about.st_mode) else "special file"), about
+        hint = ""
+        if NAMESPACE.fullmatch(self.path.name) and (self.path.parent / MARKER).exists():
+            hint = f"; it is a namespace of the root {self.path.parent}"
+        keys = {"uuid": str, "storage_capacity": int}
+        where = str(self.path / MARKER)
+        return _marker_of(self, keys, where=where, other="directory", hint=hint)
 
 
-def _entries(directory: int | None) -> list[os.DirEntry[str]]:
+def _listed(directory: int | None) -> list[os.DirEntry[str]]:
     if directory is None:
         return []
     with os.scandir(directory) as entries:
@@ -430,13 +402,6 @@ def _found(kind: Kind, directory: tuple[str, ...], name: str, about: os.stat_res
     return Found(
         kind, directory, name, about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino
     )
-
-
-def _foreign(
-    directory: tuple[str, ...], name: str, what: str, about: os.stat_result | None
-) -> Foreign:
-    size = about.st_size if about is not None and what == "file" else 0
-    return Foreign("/".join((*directory, name)), what, size)
 
 
 def _remove_empty(name: str, directory: int | None) -> bool:
@@ -462,18 +427,15 @@ class RemoteRoot:
     Raises :class:`~ucm.errors.ConfigError` for an address or an option that is none.
     """
 
-    def __init__(self, url: str, told: Mapping[str, str]) -> None:
-        # with all of the configuration, which directories do not need
-        from ucm.config.fields import (
-            without_login,
-        )
+    def __init__(self, url: str, options: Mapping[str, str]) -> None:
+        from ucm.config.fields import without_login  # imports all of the configuration
 
         self.shown = without_login(url)
-        self._place = _place(url, told, self.shown)
+        self._place = _place(url, options, self.shown)
         self.limit, self._used, self._words = self._place.room()
         #: The option without which ages are not known: Redis tells how long a record still lives.
         self.age_needs = (
-            "expire_after" if scheme_of(url) in _REDIS and "expire_after" not in told else None
+            "expire_after" if scheme_of(url) in _REDIS and "expire_after" not in options else None
         )
         self._items: list[_Item] | None = None
         self._by_path: dict[str, _Item] = {}
@@ -521,7 +483,7 @@ class RemoteRoot:
             if not path:
                 contents.foreign.append(Foreign(name, "object", size))
             elif path != MARKER and not self._is_in_namespace(path):
-                contents.space.append(_listed(Kind.SPACE, item))
+                contents.space.append(_of_item(Kind.SPACE, item))
         return contents
 
     def scan(self, namespace: str) -> Contents:
@@ -531,10 +493,10 @@ class RemoteRoot:
             where = item[0].split("/")
             if where[0] != namespace or len(where) < 3:
                 continue
-            if where[1] == SEGMENTS:
-                contents.segments.append(_listed(Kind.SEGMENT, item))
+            if where[1] == "segments":
+                contents.segments.append(_of_item(Kind.SEGMENT, item))
             else:
-                contents.records.append(_listed(Kind.RECORD, item))
+                contents.records.append(_of_item(Kind.RECORD, item))
         return contents
 
     def document(self, *path: str) -> Any:
@@ -548,7 +510,8 @@ class RemoteRoot:
         return None if item is None else self._json(item)
 
     def unlink(self, found: Found) -> bool:
-        """Removes what was found before; false if it is gone, or was used or replaced since."""
+        """Removes what was found before; false if it does not exist any more, or was used or
+        replaced since."""
         item = self.item(found.path)
         try:
             return item is not None and self._place.remove(item)
@@ -575,11 +538,6 @@ class RemoteRoot:
             return False
         return sum(self._place.remove(item) for item in left) == len(left)
 
-    @contextmanager
-    def directory(self, *_names: str) -> Iterator[int | None]:
-        """There are none to open."""
-        yield None
-
     def items(self) -> list[_Item]:
         """Everything that lies there."""
         if self._items is None:
@@ -593,7 +551,7 @@ class RemoteRoot:
         return self._by_path.get(path)
 
     def read(self, item: _Item, start: int, length: int) -> bytes | None:
-        """Bytes of what lies there; ``None`` if it is gone."""
+        """Bytes of what lies there; ``None`` if it does not exist any more."""
         return self._place.read(item[1], start, length)
 
     def _is_in_namespace(self, path: str) -> bool:
@@ -622,43 +580,26 @@ class RemoteRoot:
     def _read_marker(self) -> dict[str, Any]:
         if self._words:
             return {"format": FORMAT}
-        try:
-            marker = self.document(MARKER)
-        except ValueError:
-            marker = {}
-        if marker is None:
-            raise ConfigError(
-                f"{self.shown} is no root of ucm: it has no {MARKER}, so nothing in it is touched"
-            )
-        if not isinstance(marker, dict) or not isinstance(marker.get("format"), int):
-            raise ConfigError(
-                f"{MARKER} of {self.shown} is damaged; restore it, or use another prefix"
-            )
-        if marker["format"] > FORMAT:
-            raise ForeignError(
-                f"{self.shown} was made by a newer ucm (format {marker['format']}, known is"
-                f" {FORMAT}); upgrade ucm"
-            )
-        return marker
+        return _marker_of(self, {}, where=f"{MARKER} of {self.shown}", other="prefix")
 
 
 AnyRoot = Root | RemoteRoot
 
 
 @contextmanager
-def open_root(path: str, told: Mapping[str, str]) -> Iterator[AnyRoot]:
-    """The root at a path or an address; ``told``: keys of the store for an address."""
+def open_root(path: str, options: Mapping[str, str]) -> Iterator[AnyRoot]:
+    """The root at a path or an address; ``options``: keys of the store for an address."""
     if scheme_of(path):
-        with RemoteRoot(path, told) as remote:
+        with RemoteRoot(path, options) as remote:
             yield remote
         return
-    if told:
+    if options:
         raise ConfigError("--option is for addresses; a directory needs none")
     with Root(path) as root:
         yield root
 
 
-def _place(url: str, told: Mapping[str, str], shown: str) -> Place:
+def _place(url: str, options: Mapping[str, str], shown: str) -> Place:
     """The place at an address, with the keys of its store that are given or stand in the
     environment."""
     from pydantic import ValidationError
@@ -674,7 +615,7 @@ def _place(url: str, told: Mapping[str, str], shown: str) -> Place:
             f" {known}"
         )
     kind = STORES[store].kind
-    unknown = [key for key in told if key not in kind.options]
+    unknown = [key for key in options if key not in kind.options]
     if unknown:
         raise ConfigError(f"{store} has no key {unknown[0]!r}; it has {', '.join(kind.options)}")
     environment = {
@@ -685,16 +626,16 @@ def _place(url: str, told: Mapping[str, str], shown: str) -> Place:
     }
     try:
         made: type[Section] = section_of(f"{store}Place", kind.options, kind.defaults)
-        section = made.model_validate({**environment, **told, "storage_backends": [url]})
+        section = made.model_validate({**environment, **options, "storage_backends": [url]})
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         raise ConfigError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    options = STORES[store].told(lambda key: getattr(section, key))
-    del options["kind"]
-    return Place(kind.word, for_core(options))
+    described = STORES[store].described(lambda key: getattr(section, key))
+    del described["kind"]
+    return Place(kind.word, for_core(described))
 
 
-def _listed(kind: Kind, item: _Item) -> Found:
+def _of_item(kind: Kind, item: _Item) -> Found:
     path, _, size, used_ns, _ = item
     *directory, name = path.split("/")
     return Found(kind, tuple(directory), name, size, used_ns, used_ns, 0)
@@ -722,10 +663,12 @@ class Foreigners:
         """Counts these; a directory counts as one and is looked into for the original's files."""
         for one in found:
             seeds, size = self._seeds, one.size
-            if one.what == "directory":
-                size = self._walk(tuple(one.path.split("/")))
-            elif one.what == "file":
-                self._peek(tuple(one.path.split("/")[:-1]), one.path.rpartition("/")[2], one.size)
+            *where, name = one.path.split("/")
+            if isinstance(self._root, Root):
+                if one.what == "directory":
+                    size = self._walk(self._root, (*where, name))
+                elif one.what == "file":
+                    self._peek(self._root, tuple(where), name, one.size)
             self._count += 1
             self._bytes += size
             if len(self._listed) < LISTED_MOST:
@@ -748,12 +691,12 @@ class Foreigners:
             "seed_form_bytes": self._seed_bytes,
         }
 
-    def _walk(self, where: tuple[str, ...]) -> int:
+    def _walk(self, root: Root, where: tuple[str, ...]) -> int:
         """Bytes of the files below a foreign directory."""
         size, waiting = 0, [where]
         while waiting and self._visited <= VISITED_MOST:
             names = waiting.pop()
-            with self._root.directory(*names) as here:
+            with root.directory(*names) as here:
                 if here is None:
                     continue
                 with os.scandir(here) as entries:
@@ -769,21 +712,16 @@ class Foreigners:
                             waiting.append((*names, entry.name))
                         elif stat.S_ISREG(about.st_mode):
                             size += about.st_size
-                            self._peek(names, entry.name, about.st_size)
+                            self._peek(root, names, entry.name, about.st_size)
         return size
 
-    def _peek(self, where: tuple[str, ...], name: str, size: int) -> None:
+    def _peek(self, root: Root, where: tuple[str, ...], name: str, size: int) -> None:
         if size < PREAMBLE_LEN:
             return
-        with self._root.directory(*where) as here:
-            if here is None:
-                return
-            try:
-                fd = os.open(
-                    name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=here
-                )
-            except OSError:  # gone, or not ours to read
-                return
+        try:
+            fd = root.open(where, name)
+        except OSError:  # removed, or not ours to read
+            return
         try:
             _, reason, _ = read_header(os.pread(fd, PREAMBLE_LEN, 0))
         except OSError:

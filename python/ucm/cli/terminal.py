@@ -43,7 +43,7 @@ def scheme_of(path: str) -> str:
 of_store = click.option(
     "-o",
     "--option",
-    "told",
+    "options",
     multiple=True,
     callback=_told,
     metavar="KEY=VALUE",

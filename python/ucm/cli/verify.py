@@ -21,11 +21,19 @@ import click
 
 from ucm._core import RecordKeys
 from ucm.cli import terminal
-from ucm.cli.records import READER, Manifest, Pace, RecordVerifier, Refused, Verdict, read_manifest
+from ucm.cli.records import (
+    READER,
+    Manifest,
+    Pace,
+    RecordVerifier,
+    Refused,
+    Verdict,
+    read_manifest,
+    verdict_of,
+)
 from ucm.cli.roots import AnyRoot, Found, Kind, open_root, pick_each
 from ucm.cli.terminal import Rate
 from ucm.errors import ConfigError
-from ucm.reasons import MissReason
 
 #: Bad records shown to people.
 _SHOWN = 20
@@ -73,7 +81,7 @@ def verify(
     sample: float,
     wanted: tuple[str, ...],
     key_file: str | None,
-    told: Mapping[str, str],
+    options: Mapping[str, str],
     as_json: bool,
 ) -> None:
     """Verify every record below each ROOT by all its checksums.
@@ -84,7 +92,7 @@ def verify(
     keys = _keys(key_file)
     results: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        roots = [stack.enter_context(open_root(path, told)) for path in paths]
+        roots = [stack.enter_context(open_root(path, options)) for path in paths]
         for root, names in pick_each(roots, wanted):
             results.append(Scrub(root, rate.bytes, keys).run(names, sample))
             if results[-1]["interrupted"]:
@@ -153,7 +161,7 @@ class Scrub:
         }
         total = sum(found.size for records in chosen.values() for found in records)
         interrupted = False
-        # Nothing is drawn where no one looks: the bar is for terminals only.
+        # disable=None: the bar is drawn on terminals only.
         bar = tqdm(
             total=total,
             unit="B",
@@ -212,22 +220,14 @@ class Scrub:
 
     def _take_segment(self, found: Found, verifier: RecordVerifier, manifest: Manifest) -> None:
         """Verifies a segment's footer and every record it names."""
-        refused: Verdict | None = None
         try:
             footer = verifier.footer(found)
-        except (FileNotFoundError, NotADirectoryError):
-            refused = Verdict("removed")
-        except OSError as error:
-            refused = Verdict("unreadable", "io_error", error.strerror or str(error))
-        except Refused as why:
-            state = "newer" if why.reason is MissReason.NEWER_VERSION else "bad"
-            refused = Verdict(state, str(why.reason), why.found)
-        if refused is not None:
-            self._blame(found, "", refused)
+        except (OSError, Refused) as error:
+            self._blame(found, "", verdict_of(error))
             return
         for entry in footer.entries:
             self.records += 1
-            verdict = verifier.verify_entry(found, entry, manifest)
+            verdict = verifier.verify(found, manifest, entry)
             self.compressed += (
                 verdict.state == "good" and (verdict.header or {}).get("codec") != "as is"
             )
@@ -235,8 +235,8 @@ class Scrub:
             self._blame(found, f"@{entry.offset}", verdict)
 
     def _see_sides(self, path: str, verdict: Verdict) -> None:
-        """Counts the side shards of a good record. One that is damaged is told and left: its KV is
-        good."""
+        """Counts the side shards of a good record. One that is damaged is reported and left: its KV
+        is good."""
         if verdict.state == "good" and verdict.header is not None:
             self.encrypted += verdict.header["key"] != "not encrypted"
             self.decrypted += verdict.decrypted

@@ -74,7 +74,7 @@ class StoreName:
     fixed: Mapping[str, Any]
     kind: Kind
 
-    def told(self, value: Callable[[str], Any]) -> dict[str, Any]:
+    def described(self, value: Callable[[str], Any]) -> dict[str, Any]:
         """The description of such a tier for the core; ``value`` returns the setting of a key."""
         return {
             "kind": self.kind.word,

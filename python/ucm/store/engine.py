@@ -213,7 +213,7 @@ class EngineSettings(StoreSettings):
 
     def stages(self) -> list[dict[str, Any]]:
         """The description of each stage for the core, top first."""
-        return [STORES[self.store_name].told(partial(getattr, self))]
+        return [STORES[self.store_name].described(partial(getattr, self))]
 
     def longest_life(self) -> float | None:
         """The longest ``expire_after`` of the stages below memory, in seconds; None without one."""
@@ -382,7 +382,7 @@ class PipelineSettings(EngineSettings):
         """The description of each stage for the core, top first."""
         stages = with_codecs(with_roots(self.store_pipeline, self.storage_backends), self)
         return [
-            STORES[stage.store].told(partial(self._of_stage, stage))
+            STORES[stage.store].described(partial(self._of_stage, stage))
             | {"write_policy": stage.write_policy}
             for stage in stages
         ]
@@ -496,7 +496,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         self._last_warning = ""
         self._core = Store(self.settings.setup())
         self.side_sizes = {name: size for name, _, size in self._core.sides()}
-        self._tiers = self._told_tiers()
+        self._tiers = self._described_tiers()
         if len(self._tiers) > 1:
             self.tier_names = tuple(tier["name"] for tier in self._tiers)
         self.has_own_memory = any(tier["memory"] for tier in self._tiers)
@@ -701,7 +701,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
 
     def prefetch_room(self) -> int:
         """A part of the top level, so that prefetched blocks do not evict those in use there."""
-        tiers = self._told_tiers()
+        tiers = self._described_tiers()
         if tiers[-1]["level"] == 0:
             return 0
         top = sum(int(tier["capacity_bytes"]) for tier in tiers if tier["level"] == 0)
@@ -757,7 +757,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         self._core.close()
         self._hand_over_log()
 
-    def _told_tiers(self) -> list[dict[str, Any]]:
+    def _described_tiers(self) -> list[dict[str, Any]]:
         tiers: list[dict[str, Any]] = json.loads(self._core.stats())["tiers"]
         return tiers
 
