@@ -12,7 +12,7 @@ from typing import TypeVar
 CONSOLE_FORMAT = "[%(asctime)s] [%(levelname)s] [%(name)s] %(message)s"
 FILE_FORMAT = "[%(asctime)s] [%(levelname)s] [%(name)s] [%(filename)s:%(lineno)d] %(message)s"
 
-#: A log file is turned over at this many bytes, and this many old ones are kept.
+#: A log file is rotated at this many bytes, and this many old ones are kept.
 MAX_FILE_BYTES = 100 * 1024 * 1024
 BACKUP_COUNT = 5
 
@@ -23,8 +23,7 @@ class _Console(logging.Handler):
     """Our console handler; a class of its own so that it is found again."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        # Standard error is looked up each time: one that replaces it (a test, a daemon) gets the
-        # next line.
+        # sys.stderr is read each time, since a test or a daemon may replace it.
         try:
             sys.stderr.write(f"{self.format(record)}\n")
             sys.stderr.flush()
@@ -46,11 +45,10 @@ def init_logger(
     """The logger ``name``, ready to use; calling it again changes what differs and adds nothing
     twice.
 
-    ``level`` is a name of :mod:`logging` in any case; at the default a logger below one that is set
-    up follows that one's level, and setting up the upper one lets all below it follow. ``log_file``
-    also writes to that file, turned over at 100 MiB with five old files kept; a file that cannot be
-    opened is said and does not stop anything. ``log_format`` replaces both formats. Raises
-    :class:`ValueError` for an unknown level or a broken format.
+    ``level`` is a name of :mod:`logging` in any case; with the default, a logger below one that is
+    set up follows that one's level. ``log_file`` also writes to that file, rotated at 100 MiB with
+    five old files kept; one that cannot be opened is a warning. ``log_format`` replaces both
+    formats. Raises :class:`ValueError` for an unknown level or a broken format.
     """
     number = logging.getLevelNamesMapping().get(level.strip().upper())
     if number is None:
@@ -69,17 +67,13 @@ def init_logger(
         console.setFormatter(console_format)
     _free_below(logger)
     if log_file:
-        _add_file(
-            logger,
-            os.path.abspath(os.path.expanduser(log_file)),
-            logging.Formatter(log_format or FILE_FORMAT),
-        )
+        path = os.path.abspath(os.path.expanduser(log_file))
+        _add_file(logger, path, logging.Formatter(log_format or FILE_FORMAT))
     return logger
 
 
 def __getattr__(name: str) -> logging.Logger:
-    """``ucm_logger``, the logger of the original: set up when it is first asked for, unless
-    somebody has done that."""
+    """``ucm_logger``, the logger of the original: set up on first use, unless it already is."""
     if name != "ucm_logger":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     logger = logging.getLogger("ucm")
@@ -91,9 +85,8 @@ def _reached(logger: logging.Logger, kind: type[H], path: str | None = None) -> 
     here: logging.Logger | None = logger
     while here is not None:
         for handler in here.handlers:
-            if isinstance(handler, kind) and (
-                path is None or getattr(handler, "baseFilename", None) == path
-            ):
+            same_file = path is None or getattr(handler, "baseFilename", None) == path
+            if isinstance(handler, kind) and same_file:
                 return handler
         here = here.parent if here.propagate else None
     return None
@@ -102,16 +95,12 @@ def _reached(logger: logging.Logger, kind: type[H], path: str | None = None) -> 
 def _free_below(logger: logging.Logger) -> None:
     """Loggers below follow this one: no console handler and no level of their own."""
     for name, other in list(logging.Logger.manager.loggerDict.items()):
-        if (
-            not isinstance(other, logging.Logger)
-            or not name.startswith(f"{logger.name}.")
-            or not other.propagate
-        ):
+        if not isinstance(other, logging.Logger) or not name.startswith(f"{logger.name}."):
             continue
-        ours = [handler for handler in other.handlers if isinstance(handler, _Console)]
-        for handler in ours:
+        if not other.propagate:
+            continue
+        for handler in [one for one in other.handlers if isinstance(one, _Console)]:
             other.removeHandler(handler)
-        if ours:
             other.setLevel(logging.NOTSET)
 
 
@@ -123,11 +112,8 @@ def _add_file(logger: logging.Logger, path: str, formatter: logging.Formatter) -
         os.makedirs(os.path.dirname(path), exist_ok=True)
         added = _File(path, maxBytes=MAX_FILE_BYTES, backupCount=BACKUP_COUNT, encoding="utf-8")
     except OSError as error:
-        logger.warning(
-            "the log file %s cannot be opened (%s); logging goes on without it",
-            path,
-            error.strerror,
-        )
+        text = "the log file %s cannot be opened (%s); logging goes on without it"
+        logger.warning(text, path, error.strerror)
         return
     added.setFormatter(formatter)
     logger.addHandler(added)

@@ -56,7 +56,7 @@ LEFT_ALONE = frozenset({MissReason.NEWER_VERSION, MissReason.WRONG_KEY})
 
 _NAMES = frozenset(MissReason)
 
-#: The reason of an error that names none itself, by its kind. Any other kind is a promise broken.
+#: The reason of an error that names none itself, by its kind. Any other kind is an error of ours.
 _BY_KIND = {
     "not_found": MissReason.ABSENT,
     "timeout": MissReason.TIMEOUT,
@@ -69,8 +69,8 @@ _BY_KIND = {
     "foreign": MissReason.FOREIGN_IDENTITY,
 }
 
-#: Kinds of failure that say nothing about the record. After any other it is not trusted until it
-#: was written again.
+#: Kinds of failure that say nothing about the record. After any other it counts as bad until it is
+#: written again.
 _TRANSIENT = frozenset({"timeout", "busy", "unhealthy", "closed", "no_space"})
 
 

@@ -27,17 +27,17 @@ from ucm.config.words import PLATFORM_ROWS, PLATFORMS, parse_platform
 from ucm.errors import ConfigError, InvalidInputError, UnsupportedError
 from ucm.store.kv_layout import address_of, bytes_of
 
-#: Seconds that an empty pool is waited for where nothing else is said.
+#: Seconds to wait for an empty pool by default.
 POOL_TIMEOUT = 30.0
 
 
 class Buffer:
-    """Where buffers of one device come from: alone, or from pools that never grow by themselves.
+    """Makes buffers of one device: single ones, or from pools that never grow by themselves.
 
-    What these methods return is a :class:`Memory`: it has an ``address`` and a ``size``
-    in bytes, is taken wherever an address is, and is given back by ``close()``, at the end of a
-    ``with`` block or when nothing uses it any more. Copies under way keep it. One on the host shows
-    its bytes to NumPy: ``numpy.frombuffer(memory, "uint8")``.
+    They are :class:`Memory`: with an ``address`` and a ``size`` in bytes, accepted wherever an
+    address is, and released by ``close()``, at the end of a ``with`` block or when nothing uses
+    them any more. Copies under way keep them. NumPy reads one of the host:
+    ``numpy.frombuffer(memory, "uint8")``.
     """
 
     def __init__(self, core: TransBuffer) -> None:
@@ -60,12 +60,10 @@ class Buffer:
         self._core.fill("host", size, number)
 
     def get_device_buffer(self, size: int, timeout: float | None = POOL_TIMEOUT) -> Memory:
-        """A buffer from the device's pool of the smallest that hold ``size`` bytes.
-
-        An empty pool is waited for ``timeout`` seconds (None: for ever), then it is a
-        :class:`~ucm.errors.DeadlineError`; where no pool has buffers so large, an
-        :class:`~ucm.errors.InvalidInputError` at once.
-        """
+        """A buffer from the device's pool of the smallest that hold ``size`` bytes. Waits for an
+        empty pool for ``timeout`` seconds (None: for ever). Raises
+        :class:`~ucm.errors.DeadlineError`, and :class:`~ucm.errors.InvalidInputError` where no pool
+        has buffers so large."""
         return self._core.get("device", size, timeout)
 
     def get_host_buffer(self, size: int, timeout: float | None = POOL_TIMEOUT) -> Memory:
@@ -74,10 +72,7 @@ class Buffer:
 
     def register_host_buffer(self, address: int | Memory, size: int) -> None:
         """Pin ``size`` bytes of the caller's memory: copies of them are fast, and kernels can reach
-        them.
-
-        The memory must stay until :meth:`unregister_host_buffer` was called, or this object is
-        gone.
+        them. The memory must stay until :meth:`unregister_host_buffer` or the end of this object.
         """
         self._core.register(address, size)
 
@@ -107,13 +102,13 @@ class Stream:
     """Copies in the order in which they were submitted.
 
     ``size`` is the bytes of each piece, ``number`` how many pieces there are: it may be left out
-    where an array or a list says it. Addresses must stay valid until the copy has ended, and no one
-    may touch what is copied meanwhile; no piece may write what another of the same call reads or
-    writes. Sizes and addresses are checked before the first byte moves.
+    where an array or a list says it. Until the copy has ended, addresses must stay valid and what
+    is copied must not be used; no piece may write what another of the same call reads or writes.
+    Sizes and addresses are checked before the first byte moves.
 
     The forms with ``_async`` return when the copy is submitted (:class:`~ucm.errors.BusyError` when
-    a thousand wait); a failure of theirs is raised by :meth:`synchronize`. Calls on one stream are
-    made one after the other, whatever thread they come from; the GIL is released meanwhile.
+    a thousand wait); their failures are raised by :meth:`synchronize`. Calls on one stream are made
+    one after the other, from whatever thread, without the GIL.
     """
 
     def __init__(self, core: TransStream) -> None:
@@ -185,26 +180,21 @@ class Stream:
 
     def append_callback(self, call: Callable[[bool], object]) -> None:
         """Call ``call(well)`` on a thread of the stream once everything submitted before has ended.
+        ``well``: whether no copy has failed since the stream was last synchronized.
 
-        ``well``: whether no copy has failed since the stream was last synchronized. What it raises
-        is logged. The next copy waits for it; it uses no stream and waits for no buffer. One that
-        has not begun when the interpreter ends is not called, and the interpreter waits for one
-        that has.
+        What it raises is logged. The next copy waits for it; it must use no stream and wait for no
+        buffer. The end of the interpreter waits for one that has begun, and drops the others.
         """
         self._core.append_callback(partial(_called, call))
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """Wait until everything submitted has ended; raise what the first failed copy since the
-        last time failed with.
-
-        ``timeout`` in seconds, for ever if None; :class:`~ucm.errors.DeadlineError` when it is
-        over.
-        """
+        """Wait until everything submitted has ended; raise the error of the first copy that failed
+        since the last time. ``timeout`` in seconds, for ever if None
+        (:class:`~ucm.errors.DeadlineError`)."""
         self._core.synchronize(timeout)
 
     def close(self) -> None:
-        """Take no more calls. What was submitted is still done, and no one waits for it;
-        repeatable."""
+        """Take no more calls; repeatable. What was submitted is still done, without waiting."""
         self._core.close()
 
     DeviceToHost = device_to_host
@@ -235,13 +225,12 @@ AUTOMATIC = tuple(row.name for row in PLATFORM_ROWS if row.in_torch != "cpu")
 
 
 class Device:
-    """A device of this machine, once :meth:`setup` has opened it. It belongs to the process that
-    does.
+    """A device of this machine, once :meth:`setup` has opened it in this process.
 
-    ``platform`` names its kind (``cuda``, ``host`` ...); without it the environment's ``PLATFORM``
-    does, and without that it is the first kind whose runtime is installed and finds a device, or
-    else the host. The log says which, and why. A runtime that is there and cannot be used is an
-    error: the host cannot reach the memory of its devices.
+    ``platform`` names its kind (``cuda``, ``host`` ...), else the environment's ``PLATFORM`` does,
+    else it is the first kind whose runtime is installed and finds a device, or the host. The log
+    says which, and why. A runtime that cannot be used is an error: the host cannot reach the memory
+    of its devices.
     """
 
     def __init__(self, platform: str | None = None) -> None:
@@ -292,21 +281,16 @@ class Device:
         return self._device().name
 
     def make_stream(self, transfer: str = "dma") -> Stream:
-        """A stream that copies by the device's copy engine, or in the way that ``transfer`` names.
-
-        That is ``auto`` (what is cheapest by what was measured of the device when it was opened),
-        ``sm``, ``staging`` or ``dma``, as the key ``transfer`` of a store.
-        """
+        """A stream that copies by the device's copy engine, or as ``transfer`` says: ``auto`` (the
+        cheapest by measurements at the device's opening), ``sm``, ``staging`` or ``dma``, as the
+        key ``transfer`` of a store."""
         stream = Stream(self._device().make_stream(transfer))
         self._streams.add(stream)
         return stream
 
     def make_sm_stream(self) -> Stream:
-        """A stream that copies by ucm's kernels.
-
-        They reach host memory that is a host buffer or registered; other host memory goes the
-        cheapest other way.
-        """
+        """A stream that copies by ucm's kernels. They reach host buffers and registered host
+        memory; other host memory is copied the cheapest other way."""
         return self.make_stream("sm")
 
     def make_buffer(self) -> Buffer:
@@ -340,8 +324,7 @@ class Device:
         self._hand_over_log()
 
     def _hand_over_log(self) -> None:
-        """Writes what the core logged of its devices since then: no thread of the core takes the
-        GIL for it."""
+        """Writes what the core logged of its devices: its threads do not take the GIL for it."""
         for level, message, fields in self._device().take_log():
             logger.log(level, message, extra={"fields": fields})
 
@@ -391,5 +374,5 @@ __all__ = [
     "version",
 ]
 
-# A stream's thread that came into an interpreter that ends would never leave it.
+# A stream's thread that enters an ending interpreter would never leave it.
 atexit.register(_core.end_callbacks)

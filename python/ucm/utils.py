@@ -18,16 +18,9 @@ MEMORY_FACTOR = 1.5
 
 _GIB = 1 << 30
 _DTYPE_BYTES = {
-    "float32": 4,
-    "float": 4,
-    "float16": 2,
-    "half": 2,
-    "bfloat16": 2,
-    "auto": 2,
-    "fp8": 1,
-    "fp8_e4m3": 1,
-    "fp8_e5m2": 1,
-    "int8": 1,
+    **dict.fromkeys(("float32", "float"), 4),
+    **dict.fromkeys(("float16", "half", "bfloat16", "auto"), 2),
+    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "int8"), 1),
 }
 
 # Layers, KV heads, head size of published dense models with grouped queries, by billions of

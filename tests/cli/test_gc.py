@@ -62,7 +62,9 @@ def test_down_to_a_size_the_oldest_use_first(root: Written, ucm: Run, ucm_json: 
     assert (planned["dry_run"], planned["planned"], planned["removed"]) == (True, 5, 0)
     assert planned["files"] == relative(root, order[:5])
     assert (planned["used_bytes"], planned["target_bytes"]) == (8 * RECORD, target)
-    assert "dry run: 5 files, 120 KiB would go" in ucm("gc", root.path, "--to", target).stdout
+    assert (
+        "dry run: 5 files, 120 KiB would be removed" in ucm("gc", root.path, "--to", target).stdout
+    )
     done = ucm_json("gc", root.path, "--to", target, "--yes", "--list")
     assert (done["exit"], done["removed"], done["removed_bytes"]) == (0, 5, 5 * RECORD)
     assert done["files"] == planned["files"]

@@ -1,8 +1,8 @@
-"""``ucm gc``: removes what was used longest ago, what is old, a whole namespace, or what the dead
-left; dry run first.
+"""``ucm gc``: removes what was used longest ago, what is old, a whole namespace, or what dead
+writers left; dry run first.
 
-Only files of exactly our names below a marked root are removed, each after one more look: what was
-used or replaced since the root was read stays. What a live engine misses is a miss and is computed.
+Only files of exactly our names below a marked root are removed, each after one more check: what was
+used or replaced since the root was read stays. A live engine computes what it misses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ucm.errors import ConfigError
 if TYPE_CHECKING:
     from ucm.config.fields import Capacity
 
-#: Files removed between two looks at the marker.
+#: Files removed between two checks of the marker.
 _BATCH = 256
 
 
@@ -134,7 +134,7 @@ class Plan:
     used: int
     target: int | None
     removals: list[Found]
-    #: Namespaces in which no one wrote of late: their directories may go with what lies in them.
+    #: Namespaces without recent writes, whose directories may be removed as well.
     quiet: list[str]
     contents: dict[str, Contents]
 
@@ -205,8 +205,7 @@ def _oldest(kept: Iterable[Found], surplus: int) -> list[Found]:
 
 
 def carry_out(root: AnyRoot, plan: Plan) -> Outcome:
-    """Removes what is planned; raises :class:`~ucm.errors.StoreIOError` if the root is not there
-    any more."""
+    """Removes what is planned; raises :class:`~ucm.errors.StoreIOError` if the root vanished."""
     from tqdm import tqdm
 
     outcome = Outcome()
@@ -291,7 +290,6 @@ def _share(name: str, inside: Contents, removals: list[Found]) -> dict[str, Any]
 
 
 def _show(result: dict[str, Any]) -> None:
-    now = terminal.wall_ns()
     limit = f"limit {terminal.size(result['limit'])}" if result["limit"] else "no limit"
     click.echo(f"root {result['root']}: {terminal.size(result['used_bytes'])} used, {limit}")
     if result["target_bytes"] is not None:
@@ -316,8 +314,8 @@ def _show(result: dict[str, Any]) -> None:
                 space["segments"],
                 space["private"],
                 terminal.size(space["bytes"]),
-                _when(space["oldest_use"], now),
-                _when(space["newest_use"], now),
+                terminal.ago(space["oldest_use"]),
+                terminal.ago(space["newest_use"]),
                 space["records_left"],
             )
             for space in result["namespaces"]
@@ -330,17 +328,13 @@ def _show(result: dict[str, Any]) -> None:
     if result["dry_run"]:
         if result["planned"]:
             size = terminal.size(result["planned_bytes"])
-            click.echo(f"dry run: {what}, {size} would go; --yes removes them")
+            click.echo(f"dry run: {what}, {size} would be removed; --yes removes them")
         return
     what = terminal.many(result["removed"], "file")
     click.echo(f"removed {what}, {terminal.size(result['removed_bytes'])}")
     if result["interrupted"]:
         click.echo("  interrupted: the rest stays")
     if result["skipped"]:
-        click.echo(f"  {result['skipped']} stay: used, replaced or removed by others meanwhile")
+        click.echo(f"  {result['skipped']} stay: used, replaced or removed by others since")
     if result["failed"]:
         click.echo(f"  {result['failed']} could not be removed; the first: {result['failure']}")
-
-
-def _when(seconds: int | None, now: int) -> str:
-    return terminal.ago(None if seconds is None else seconds * 10**9, now)

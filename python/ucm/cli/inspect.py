@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from ucm.cli.records import (
     read_footer,
     read_manifest,
     reader_of,
+    verdict_of,
     verify_record,
 )
 from ucm.cli.roots import LOW, MARKER, AnyRoot, Contents, Foreigners, Found, Root, open_root
@@ -115,9 +117,7 @@ def describe(root: AnyRoot) -> dict[str, Any]:
         "private_bytes": total["private_bytes"],
         "file_system_bytes": size,
         "file_system_free_bytes": free,
-        "space_documents": dict(
-            sorted(Counter(_sort_of(found.name) for found in beside.space).items())
-        ),
+        "space_documents": _sorted(Counter(_sort_of(found.name) for found in beside.space)),
         "namespaces": namespaces,
         "differences": differences(identities) if len(identities) > 1 else {},
         **foreigners.document(),
@@ -134,21 +134,15 @@ def count_tenants(root: AnyRoot) -> list[dict[str, Any]]:
         contents = root.scan(name)
         places = [(found, 0, found.size) for found in contents.records]
         for segment in contents.segments:
-            try:
-                places += [
-                    (segment, entry.offset, entry.length)
-                    for entry in read_footer(reader, segment).entries
-                ]
-            except (OSError, Refused):
-                continue
+            with suppress(OSError, Refused):
+                entries = read_footer(reader, segment).entries
+                places += [(segment, entry.offset, entry.length) for entry in entries]
         for found, offset, size in places:
-            try:
+            with suppress(OSError, Refused):
                 header = header_of(reader.read(found, min(size, _HEADER_MOST), offset)[0])
-            except (OSError, Refused):
-                continue
-            tag = "" if header["tenant"] == "none" else header["tenant"]
-            records[tag] += 1
-            sizes[tag] += size
+                tag = "" if header["tenant"] == "none" else header["tenant"]
+                records[tag] += 1
+                sizes[tag] += size
     return [
         {"tenant": tag, "records": records[tag], "bytes": size} for tag, size in sizes.most_common()
     ]
@@ -168,16 +162,16 @@ def _namespace(root: AnyRoot, name: str, contents: Contents, manifest: Manifest)
         "words": dict(manifest.words()),
         "identity": manifest.identity,
         "parts_described": sorted(manifest.shapes),
-        "parts_present": dict(sorted((Counter(parts) + in_segments).items())),
-        "sides_present": sides,
+        "parts_present": _sorted(parts + in_segments),
+        "sides_present": _sorted(sides),
         "headers_read": len(sample),
-        "headers_refused": reasons,
+        "headers_refused": _sorted(reasons),
         "records": len(contents.records) + in_segments.total(),
         "bytes": sum(found.size for found in contents.records) + segment_bytes,
         "segments": len(contents.segments),
         "segment_bytes": segment_bytes,
         "segment_records": in_segments.total(),
-        "footers_refused": footers_refused,
+        "footers_refused": _sorted(footers_refused),
         "oldest_use": terminal.seconds(min(used, default=None)),
         "newest_use": terminal.seconds(max(used, default=None)),
         "private": len(contents.private),
@@ -185,9 +179,7 @@ def _namespace(root: AnyRoot, name: str, contents: Contents, manifest: Manifest)
     }
 
 
-def _headers(
-    root: AnyRoot, sample: list[Found]
-) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+def _headers(root: AnyRoot, sample: list[Found]) -> tuple[Counter[str], Counter[str], Counter[str]]:
     """How many of these records are of which part, how many side shards of which name they have,
     and how many headers are refused for which reason."""
     reader = reader_of(root)
@@ -195,36 +187,39 @@ def _headers(
     sides: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     for found in sample:
-        try:
+        with _counted(reasons):
             header = header_of(reader.read(found, _HEADER_MOST)[0])
             parts[header["part"]] += 1
             sides.update(side["name"] for side in header["sides"])
-        except Refused as refused:
-            reasons[str(refused.reason)] += 1
-        except FileNotFoundError:
-            continue
-        except OSError:
-            reasons["io_error"] += 1
-    return dict(sorted(parts.items())), dict(sorted(sides.items())), dict(sorted(reasons.items()))
+    return parts, sides, reasons
 
 
-def _footers(root: AnyRoot, segments: list[Found]) -> tuple[Counter[str], dict[str, int]]:
+def _footers(root: AnyRoot, segments: list[Found]) -> tuple[Counter[str], Counter[str]]:
     """Records of each part that the footers of these segments name, and footers refused, by
     reason."""
     reader = reader_of(root)
     records: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     for found in segments:
-        try:
+        with _counted(reasons):
             footer = read_footer(reader, found)
             records[footer.part] += len(footer.entries)
-        except Refused as refused:
-            reasons[str(refused.reason)] += 1
-        except FileNotFoundError:
-            continue
-        except OSError:
-            reasons["io_error"] += 1
-    return records, dict(sorted(reasons.items()))
+    return records, reasons
+
+
+@contextmanager
+def _counted(reasons: Counter[str]) -> Iterator[None]:
+    """Counts why something cannot be read; what was removed in between is no reason."""
+    try:
+        yield
+    except (OSError, Refused) as error:
+        verdict = verdict_of(error)
+        if verdict.state != "removed":
+            reasons[verdict.reason] += 1
+
+
+def _sorted(counts: Mapping[str, int]) -> dict[str, int]:
+    return dict(sorted(counts.items()))
 
 
 def _spread(records: list[Found], most: int) -> list[Found]:
@@ -258,7 +253,6 @@ def _layout(kept: dict[str, Any] | None) -> str:
 
 
 def _show_root(root: dict[str, Any]) -> None:
-    now = terminal.wall_ns()
     click.echo(f"root {root['root']}")
     created = root["created"]
     used = terminal.size(root["used_bytes"])
@@ -270,7 +264,7 @@ def _show_root(root: dict[str, Any]) -> None:
         used += ", no limit is known"
     rows: list[tuple[str, object]] = [
         ("uuid", f"{root['uuid']}, format {root['format']}"),
-        ("made", terminal.ago(created * 10**9, now) if isinstance(created, int) else "-"),
+        ("made", terminal.ago(created if isinstance(created, int) else None)),
         ("layout", _layout(root["layout"])),
         ("used", used),
         *_free(root),
@@ -295,8 +289,8 @@ def _show_root(root: dict[str, Any]) -> None:
                 space["namespace"],
                 space["records"],
                 terminal.size(space["bytes"]),
-                _when(space["oldest_use"], now),
-                _when(space["newest_use"], now),
+                terminal.ago(space["oldest_use"]),
+                terminal.ago(space["newest_use"]),
                 " ".join(space["parts_present"]) or "-",
                 space["manifest"],
             )
@@ -352,21 +346,21 @@ def _show_differences(root: dict[str, Any]) -> None:
     terminal.table(
         ("key", *(name[:8] for name in known)),
         [
-            (key, *_told([values.get(name, "-") for name in known]))
+            (key, *_shortened([values.get(name, "-") for name in known]))
             for key, values in root["differences"].items()
         ],
     )
 
 
-def _told(values: list[object]) -> list[str]:
+def _shortened(values: list[object]) -> list[str]:
     """Each value short; where that hides what differs, from there on."""
     texts = [str(value) for value in values]
-    told = [terminal.short(text) for text in texts]
-    if len(set(told)) < len(set(texts)):
+    shown = [terminal.short(text) for text in texts]
+    if len(set(shown)) < len(set(texts)):
         alike = next(at for at, letters in enumerate(zip_longest(*texts)) if len(set(letters)) > 1)
         at = max(alike - _BEFORE, 0)
-        told = [terminal.short("..." + text[at:] if at else text) for text in texts]
-    return told
+        shown = [terminal.short("..." + text[at:] if at else text) for text in texts]
+    return shown
 
 
 def _foreign(found: dict[str, Any]) -> str:
@@ -378,10 +372,6 @@ def _foreign(found: dict[str, Any]) -> str:
 
 def _amount(count: int, size: int) -> str:
     return f"{count}, {terminal.size(size)}" if count else "none"
-
-
-def _when(seconds: int | None, now: int) -> str:
-    return terminal.ago(None if seconds is None else seconds * 10**9, now)
 
 
 #: Longer than every header.
@@ -433,7 +423,7 @@ def show_file(record: dict[str, Any]) -> None:
         ]
         rows += [(f"side shard {side['name']}", _side(side)) for side in header["sides"]]
         at = rows.index(("time", header["time"]))
-        rows[at] = ("time", terminal.ago(int(header["time"]) * 10**9, terminal.wall_ns()))
+        rows[at] = ("time", terminal.ago(int(header["time"])))
     terminal.pairs(rows)
 
 

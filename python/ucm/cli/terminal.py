@@ -24,13 +24,12 @@ if TYPE_CHECKING:
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%?\s*")
 
 
-def _told(
-    _context: click.Context, _parameter: click.Parameter, pairs: tuple[str, ...]
+def _options(
+    _ctx: click.Context, _param: click.Parameter, pairs: tuple[str, ...]
 ) -> dict[str, str]:
-    told = dict(pair.partition("=")[::2] for pair in pairs)
     if unclear := next((pair for pair in pairs if "=" not in pair), None):
         raise click.BadParameter(f"{unclear!r} is no KEY=VALUE")
-    return told
+    return dict(pair.partition("=")[::2] for pair in pairs)
 
 
 def scheme_of(path: str) -> str:
@@ -45,7 +44,7 @@ of_store = click.option(
     "--option",
     "options",
     multiple=True,
-    callback=_told,
+    callback=_options,
     metavar="KEY=VALUE",
     help=(
         "A key of the store, where ROOT is an address: object_endpoint=http://host:port;"
@@ -54,7 +53,7 @@ of_store = click.option(
 )
 
 
-def _split(_ctx: click.Context, _param: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+def _split(_ctx: click.Context, _param: Any, given: tuple[str, ...]) -> tuple[str, ...]:
     """The directories of ``a:b:c``, as ``storage_backends`` names several; a path that is there and
     an address of a server or a bucket stay as they are."""
     whole = [bool(scheme_of(text)) or os.path.exists(text) for text in given]
@@ -151,11 +150,8 @@ def size(count: float) -> str:
     while count >= 1024 and unit < len(_UNITS) - 1:
         count /= 1024
         unit += 1
-    return (
-        f"{count:.0f} {_UNITS[unit]}"
-        if unit == 0 or count >= 100
-        else f"{count:.1f} {_UNITS[unit]}"
-    )
+    digits = 0 if unit == 0 or count >= 100 else 1
+    return f"{count:.{digits}f} {_UNITS[unit]}"
 
 
 def span(seconds: float) -> str:
@@ -166,21 +162,19 @@ def span(seconds: float) -> str:
     return "less than a second"
 
 
-def ago(then_ns: int | None, now_ns: int) -> str:
-    """How long ago, in words; ``-`` for never."""
-    if then_ns is None:
+def ago(then: int | None) -> str:
+    """How long ago a time (s since 1970) was, in words; ``-`` for never."""
+    if then is None:
         return "-"
-    seconds = (now_ns - then_ns) / 1e9
+    seconds = wall_ns() / 1e9 - then
     return f"{span(seconds)} ago" if seconds >= 0 else f"in {span(-seconds)}"
 
 
 def many(count: int, what: str) -> str:
     """``1 record``, ``2 records``."""
-    return (
-        f"{count} {what}"
-        if count == 1
-        else f"{count} {what[:-1] + 'ies' if what.endswith('ry') else what + 's'}"
-    )
+    if count == 1:
+        return f"1 {what}"
+    return f"{count} {what[:-1] + 'ies' if what.endswith('ry') else what + 's'}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]], indent: str = "  ") -> None:
@@ -224,8 +218,7 @@ def seconds(then_ns: int | None) -> int | None:
 
 
 def _plain(value: object) -> str:
-    """A text without what a terminal would obey, or could not print: names of files may hold
-    anything."""
+    """A text without control characters, which names of files may hold."""
     return "".join(
         c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value)
     )

@@ -60,5 +60,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = "fields" if name in _FIELDS else "loading" if name in _LOADING else "model"
     found = getattr(importlib.import_module(f"ucm.config.{module}"), name)
-    globals()[name] = found  # the next use does not come here
+    globals()[name] = found  # once only
     return found

@@ -23,10 +23,9 @@ class UcmSparseFactory:
 
     @classmethod
     def register_sparse_method(cls, name: str, module_path: str, class_name: str) -> None:
-        """Make a subclass of :class:`~ucm.sparse.base.UcmSparseBase` known: ``class_name`` in the
-        module ``module_path``, imported when it is first made. Raises
-        :class:`~ucm.errors.ConfigError` for a name that is taken.
-        """
+        """Register a subclass of :class:`~ucm.sparse.base.UcmSparseBase`: ``class_name`` in the
+        module ``module_path``, imported on first use. Raises :class:`~ucm.errors.ConfigError` for a
+        name that is taken."""
         known = ".".join(_METHODS[name]) if name in _METHODS else "a selector"
         if known != f"{module_path}.{class_name}" and (name in _METHODS or name in algorithms()):
             raise ConfigError(f'a sparse method "{name}" is registered already: {known}')

@@ -22,14 +22,13 @@ def get_ucm_sparse() -> UcmSparseBase:
     if _method is None:
         raise InvalidInputError(
             "this process has no method of sparse attention; configure one (`ucm_sparse_config`),"
-            " or ask has_ucm_sparse() first"
+            " or check has_ucm_sparse() first"
         )
     return _method
 
 
 def set_ucm_sparse(method: UcmSparseBase | None) -> None:
-    """Make ``method`` the one of this process; None: there is none any more. The one before it is
-    closed."""
+    """Make ``method`` the one of this process (None: none) and close the one before it."""
     global _method
     before, _method = _method, method
     if before is not None and before is not method:
@@ -40,10 +39,7 @@ def ensure_ucm_sparse_initialized(
     vllm_config: Any, role: UcmSparseRole = UcmSparseRole.WORKER
 ) -> UcmSparseBase | None:
     """The method that ``vllm_config`` (vLLM's ``VllmConfig``) names, made on the first call;
-    None if it names none.
-
-    Raises :class:`~ucm.errors.ConfigError` for a configuration that is wrong.
-    """
+    None if it names none. Raises :class:`~ucm.errors.ConfigError`."""
     if _method is None:
         from ucm.sparse.factory import UcmSparseFactory  # it imports the methods, which need torch
 

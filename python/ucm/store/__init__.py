@@ -31,25 +31,19 @@ __all__ = [
     "select_storage",
 ]
 
-_WHERE = {
-    "BlockHasher": "ucm._core",
-    "part_mask": "ucm._core",
-    "record_ids": "ucm._core",
-    "BlockId": "ucm.store.names",
-    "RequestHasher": "ucm.store.names",
-    "select_storage": "ucm.store.factory",
-    "UcmConnectorFactory": "ucm.store.factory",
-    "UcmConnectorFactoryV1": "ucm.store.factory",
-    "UcmKVStoreBase": "ucm.store.v0",
-    "SidesTask": "ucm.store.ucmstore_v1",
-    "Task": "ucm.store.ucmstore_v1",
-    "UcmKVStoreBaseV1": "ucm.store.ucmstore_v1",
+_MODULES = {
+    "ucm._core": ("BlockHasher", "part_mask", "record_ids"),
+    "ucm.store.names": ("BlockId", "RequestHasher"),
+    "ucm.store.factory": ("UcmConnectorFactory", "UcmConnectorFactoryV1", "select_storage"),
+    "ucm.store.v0": ("UcmKVStoreBase",),
+    "ucm.store.ucmstore_v1": ("SidesTask", "Task", "UcmKVStoreBaseV1"),
 }
+_WHERE = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(importlib.import_module(_WHERE[name]), name)
-    globals()[name] = found  # the next use does not come here
+    globals()[name] = found  # once only
     return found

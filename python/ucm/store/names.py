@@ -45,7 +45,7 @@ class BlockId(bytes):
         return cls(block_id(hex_str))
 
 
-#: Tokens of a block where nothing else is said.
+#: Tokens of a block by default.
 DEFAULT_BLOCK_SIZE = 16
 
 
@@ -53,8 +53,8 @@ class RequestHasher:
     """Chained keys of the full blocks of a request; what is left over at its end has none."""
 
     def __init__(self, config: Any, rank_id: int = 0) -> None:
-        """``config`` is vLLM's configuration, of which model, ranks and dtype are told apart, and
-        so is ``rank_id``; or a dictionary with ``block_size`` (tokens), ``hash_method`` and perhaps
+        """``config`` is vLLM's configuration, whose model, ranks and dtype, with ``rank_id``, make
+        keys differ; or a dictionary with ``block_size`` (tokens), ``hash_method`` and perhaps
         ``identity``."""
         if isinstance(config, Mapping):
             self.block_size = int(config.get("block_size", DEFAULT_BLOCK_SIZE))

@@ -1,14 +1,12 @@
 """Kernels of sparse attention, and which of them read the tensors at hand.
 
-Two sets do the same: :mod:`ucm.sparse.retrieval` (Rust) for tensors in the host's memory,
-:mod:`ucm.sparse.kernels.gpu` (Triton) for those of a GPU that torch calls CUDA, which AMD's are
-too. Functions of one name take the same tensors and mean the same. Where neither runs, torch does
-the work: the selectors' own methods are that, and what both sets are held against.
+Two modules have the same functions: :mod:`ucm.sparse.retrieval` (Rust) for tensors in the host's
+memory, :mod:`ucm.sparse.kernels.gpu` (Triton) for those of a GPU that torch calls CUDA, also AMD's.
+Where neither runs, the selectors' own methods compute with torch; both are tested against them.
 
-Triton is imported when the first tensor of a GPU comes, so this package needs none. Before the
-kernels of a GPU are used they compute a small example, which torch computes as well
-(:func:`ucm.sparse.kernels.gpu.try_all`): a machine on which Triton cannot compile, or computes
-something else, uses torch and says so in the log.
+Triton is imported with the first tensor of a GPU, and its kernels are tried there on a small
+example (:func:`ucm.sparse.kernels.gpu.try_all`): where it cannot compile, or computes something
+else, torch is used and the log says so.
 
 Codes of sign bits are little-endian: bit ``j`` of byte ``i`` is direction ``8i + j``."""
 
@@ -56,11 +54,8 @@ def triton_kernels(device: torch.device) -> ModuleType | None:
         if device not in _tried:
             _tried[device], reason = _try(device)
             if reason:
-                _log.warning(
-                    "sparse attention computes with torch instead of Triton on %s: %s",
-                    device,
-                    reason,
-                )
+                text = "sparse attention computes with torch instead of Triton on %s: %s"
+                _log.warning(text, device, reason)
         return _tried[device]
 
 
@@ -82,10 +77,8 @@ def made_code(x: Tensor, weights: Tensor) -> Tensor:
     kernels = kernels_for(x, weights)
     if kernels is None or x.dim() < 2 or not x.numel():
         return code(x, weights)
-    made: Tensor = kernels.hash_encode(x.reshape(-1, *x.shape[-2:]), weights).view(
-        *x.shape[:-1], -1
-    )
-    return made
+    made: Tensor = kernels.hash_encode(x.reshape(-1, *x.shape[-2:]), weights)
+    return made.view(*x.shape[:-1], -1)
 
 
 def code(x: Tensor, weights: Tensor) -> Tensor:

@@ -1,12 +1,9 @@
-"""Sparse retrieval on a GPU, in Triton: the functions of :mod:`ucm.sparse.retrieval` for tensors of
-a GPU.
+"""Sparse retrieval on a GPU, in Triton: the functions of :mod:`ucm.sparse.retrieval`, without
+threads and instruction sets.
 
-They take the same tensors, mean the same and return new tensors on the same GPU, without waiting
-for it. What a table or a length says is not looked at before a launch: ids must lie within the
-representations. Threads and instruction sets of a CPU are no arguments here.
-
-Before they are used on a GPU they compute a small example, which torch computes as well
-(:func:`try_all`). Its numbers are whole and small, so both are exact and must be equal."""
+They return new tensors on the same GPU, without waiting for it. Tables and lengths are not checked
+before a launch: ids must lie within the representations. :func:`try_all` tries them on an example
+of small whole numbers, for which torch gives equal results."""
 
 from __future__ import annotations
 
@@ -109,12 +106,8 @@ def try_all(device: torch.device) -> None:
     def whole(*shape: int) -> Tensor:
         return torch.randint(-7, 8, shape, generator=generator).to(device, torch.bfloat16)
 
-    keys, query, directions = (
-        whole(_BLOCKS, _BLOCK, _HEADS, _SIZE),
-        whole(1, _HEADS * _GROUP, _SIZE),
-        whole(_SIZE, _BITS),
-    )
-    weights = directions.float()
+    keys, query = whole(_BLOCKS, _BLOCK, _HEADS, _SIZE), whole(1, _HEADS * _GROUP, _SIZE)
+    weights = whole(_SIZE, _BITS).float()
     table = torch.randperm(_BLOCKS, generator=generator).to(device, torch.int32)[None]
     blocks = torch.tensor([_BLOCKS], dtype=torch.int32, device=device)
     mean = query.float().view(1, _HEADS, _GROUP, _SIZE).mean(dim=2)
@@ -134,28 +127,17 @@ def try_all(device: torch.device) -> None:
     scores = hamming_scores(asked, codes, table, blocks * _BLOCK)
     _same("Hamming scores", scores[0, 0], -near)
     latent = codes.view(_BLOCKS, _BLOCK * _HEADS, 1, _BITS // 8)
-    summed = (distance(asked[0, 0], latent[own]) + distance(asked[0, 1], latent[own])).amin(
-        dim=(1, 2)
-    )
-    _same(
-        "summed Hamming scores",
-        hamming_scores(asked[:, None], latent, table, blocks * _BLOCK * _HEADS)[0, 0],
-        -summed,
-    )
+    summed = distance(asked[0, 0], latent[own]) + distance(asked[0, 1], latent[own])
+    scored = hamming_scores(asked[:, None], latent, table, blocks * _BLOCK * _HEADS)[0, 0]
+    _same("summed Hamming scores", scored, -summed.amin(dim=(1, 2)))
 
     first = keys[:, 0].contiguous()
-    _same(
-        "products",
-        dot_scores(query, first, table, blocks)[0, 0],
-        (first[own].float() * mean).sum(dim=(1, 2)),
-    )
+    products = (first[own].float() * mean).sum(dim=(1, 2))
+    _same("products", dot_scores(query, first, table, blocks)[0, 0], products)
     bounds = torch.stack([keys.amin(dim=1), keys.amax(dim=1)], dim=1)
     low, high = bounds[own].float().unbind(dim=1)
-    _same(
-        "Quest's bounds",
-        quest_scores(query, bounds, table, blocks)[0, 0],
-        torch.maximum(mean * low, mean * high).sum(dim=(1, 2)),
-    )
+    bound = torch.maximum(mean * low, mean * high).sum(dim=(1, 2))
+    _same("Quest's bounds", quest_scores(query, bounds, table, blocks)[0, 0], bound)
 
     kept = select_blocks(scores, table, blocks * _BLOCK - 3, _BLOCK, [4], init=1, local=2)
     order = torch.sort(-near[1:-2], descending=True, stable=True).indices[:4] + 1

@@ -3,9 +3,9 @@
 Scores become whole numbers in the same order. The number of the last block that is kept is found
 digit by digit, eight bits at a time: a histogram of the digits, of those scores whose higher digits
 are known to be right, says in which bin the budget ends. Only digits in which the scores of a row
-differ are looked at: Hamming distances of up to 255 bits need one histogram, floats up to four.
-Then one pass writes what is kept, in the order of places, so equal scores go to the lower place.
-Exact, linear in the number of blocks, and nothing depends on the other rows.
+differ are read: one histogram for Hamming distances of up to 255 bits, up to four for floats. Then
+one pass writes what is kept in the order of places, so of equal scores the lower place is kept.
+Exact, linear in the number of blocks, and independent of the other rows.
 """
 
 from __future__ import annotations
@@ -168,24 +168,16 @@ def select_blocks(
     local: int = 1,
     into: Kept | None = None,
 ) -> Kept:
-    """:func:`ucm.sparse.retrieval.select_blocks`. Lengths and ids are not looked at before the
-    launch, which does not wait for the GPU: a row has at most as many blocks as the table has
-    places. Budgets may lie on the GPU (int32) and are not looked at there either: what is kept goes
-    into room that is large enough for them."""
+    """:func:`ucm.sparse.retrieval.select_blocks`, without waiting for the GPU: lengths and ids are
+    not checked, a row has at most as many blocks as the table has places. Budgets may lie on the
+    GPU (int32); then ``into`` must have room for them."""
     rows, heads, places = scores.shape
-    shapes = {
-        "scores": tuple(scores.shape),
-        "table": tuple(table.shape),
-        "tokens": tuple(tokens.shape),
-    }
-    if (
-        table.shape != (rows, places)
-        or tokens.shape != (rows,)
-        or len(budgets) != rows
-        or table.stride(1) != 1
-    ):
+    fits = table.shape == (rows, places) and tokens.shape == (rows,) and len(budgets) == rows
+    if not fits or table.stride(1) != 1:
+        named = {"scores": scores, "table": table, "tokens": tokens}
         raise InvalidInputError(
-            "scores, block table, lengths and budgets do not fit each other", context=shapes
+            "scores, block table, lengths and budgets do not fit each other",
+            context={name: tuple(tensor.shape) for name, tensor in named.items()},
         )
     if scores.dtype not in (torch.float32, torch.int32):
         raise InvalidInputError("scores are float32 or int32", context={"scores": scores.dtype})

@@ -47,9 +47,8 @@ class InfLLM(BlockSelector):
     def encode(self, layer: int, keys: Tensor) -> Tensor:
         """The longest keys of each head, of equal ones the earlier."""
         del layer
-        order = torch.sort(
-            keys.float().square().sum(dim=-1), dim=1, descending=True, stable=True
-        ).indices
+        lengths = keys.float().square().sum(dim=-1)
+        order = torch.sort(lengths, dim=1, descending=True, stable=True).indices
         kept = torch.sort(order[:, : self.rep_tokens], dim=1).values  # [m, tokens, h]
         return keys.gather(1, kept[..., None].expand(-1, -1, -1, keys.shape[-1])).to(torch.bfloat16)
 
@@ -59,17 +58,9 @@ class InfLLM(BlockSelector):
         mean = self.grouped(query[-1:])[0].mean(dim=1)  # [h, d]
         return (reps.float().sum(dim=1) * mean).sum(dim=-1).T
 
-    def kernel_scores(
-        self,
-        kernels: ModuleType,
-        query: Tensor,
-        reps: Tensor,
-        table: Tensor,
-        blocks: Tensor,
-        **how: Any,
-    ) -> Tensor | None:
+    def kernel_scores(self, kernels: ModuleType, *tensors: Tensor, **how: Any) -> Tensor:
         """Dot products, added up."""
-        found: Tensor = kernels.dot_scores(query, reps, table, blocks, over_reps="sum", **how)
+        found: Tensor = kernels.dot_scores(*tensors, over_reps="sum", **how)
         return found
 
     def weights(self, scores: Tensor) -> Tensor:

@@ -123,9 +123,8 @@ class MeanK(BlockSelector):
     def _narrow(self, wide: Tensor) -> Tensor:
         if self.rep_dtype != "int8":
             return wide.to(_TYPES[self.rep_dtype])
-        scale = (
-            wide.abs().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
-        )
+        least = torch.finfo(torch.float32).tiny
+        scale = wide.abs().amax(dim=-1, keepdim=True).clamp(min=least) / 127
         vectors = (wide / scale).round().to(torch.int8).flatten(-2)
         return torch.cat([vectors, scale[..., 0].contiguous().view(torch.int8)], dim=-1)
 
@@ -139,13 +138,10 @@ class MeanK(BlockSelector):
         """Vectors ``[..., h, d]`` and scales ``[..., h]`` of int8 representations."""
         g = self.geometry
         split = g.kv_heads * g.head_dim
-        scales = (
-            reps[..., split:]
-            if g.head_dim % _SCALE
-            else reps.view(torch.float32)[..., split // _SCALE :]
-        )
-        if scales.dtype == torch.int8:
-            scales = scales.contiguous().view(torch.float32)
+        if g.head_dim % _SCALE:  # the scales do not begin at whole floats
+            scales = reps[..., split:].contiguous().view(torch.float32)
+        else:
+            scales = reps.view(torch.float32)[..., split // _SCALE :]
         return reps[..., :split].unflatten(-1, (g.kv_heads, g.head_dim)), scales
 
 

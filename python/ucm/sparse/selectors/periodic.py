@@ -80,17 +80,11 @@ class Random(Periodic):
     def score(self, layer: int, query: Tensor, reps: Tensor) -> Tensor:
         """Uniform numbers."""
         bits = query[-1].float().contiguous().view(torch.int32).long()
-        mixed = int(
-            (bits * torch.arange(1, bits.numel() + 1, device=bits.device).view(bits.shape)).sum()
-        )
-        generator = torch.Generator().manual_seed(
-            (mixed * 1_000_003 + layer * 8191 + self.seed) % 2**63
-        )
-        return (
-            torch.rand(1, reps.shape[0], generator=generator)
-            .to(reps.device)
-            .expand(self.geometry.kv_heads, -1)
-        )
+        places = torch.arange(1, bits.numel() + 1, device=bits.device).view(bits.shape)
+        mixed = int((bits * places).sum()) * 1_000_003 + layer * 8191 + self.seed
+        generator = torch.Generator().manual_seed(mixed % 2**63)
+        drawn = torch.rand(1, reps.shape[0], generator=generator).to(reps.device)
+        return drawn.expand(self.geometry.kv_heads, -1)
 
 
 register_selector("Periodic", Periodic)

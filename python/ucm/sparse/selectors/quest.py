@@ -42,17 +42,9 @@ class Quest(BlockSelector):
         r, q = reps.float(), self.grouped(query[-1:])[0].mean(dim=1)  # [n, 2, h, d], [h, d]
         return torch.maximum(q * r[:, 0], q * r[:, 1]).sum(dim=-1).T
 
-    def kernel_scores(
-        self,
-        kernels: ModuleType,
-        query: Tensor,
-        reps: Tensor,
-        table: Tensor,
-        blocks: Tensor,
-        **how: Any,
-    ) -> Tensor | None:
+    def kernel_scores(self, kernels: ModuleType, *tensors: Tensor, **how: Any) -> Tensor:
         """The bounds."""
-        found: Tensor = kernels.quest_scores(query, reps, table, blocks, **how)
+        found: Tensor = kernels.quest_scores(*tensors, **how)
         return found
 
     def weights(self, scores: Tensor) -> Tensor:
