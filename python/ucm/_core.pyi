@@ -23,7 +23,6 @@ __all__ = [
     "__build_type__",
     "__commit_id__",
     "__version__",
-    "crc32c",
     "dot_scores",
     "end_callbacks",
     "hamming_scores",
@@ -87,9 +86,6 @@ class BlockHasher:
     @property
     def hash_method(self) -> str:
         """The hash function's name."""
-
-def crc32c(data: Buffer) -> int:
-    """CRC-32C of ``bytes`` or a view of them that lies in one piece."""
 
 def part_mask(group: int, pipeline_rank: int, tensor_rank: int) -> bytes:
     """The mask that turns a block key into the record id of one part, and back."""

@@ -12,9 +12,7 @@ import pytest
 from cli_damage import flip
 from cli_roots import RECORD, Written
 from click.testing import Result
-from plain_record import PAGE
-
-from ucm._core import crc32c
+from plain_record import PAGE, crc32c
 
 Run = Callable[..., Result]
 Json = Callable[..., dict[str, Any]]
@@ -117,10 +115,9 @@ def lying(file: Path, places: list[tuple[int, int]], start: int) -> int:
     )
     length = -(-(len(listed) + segment.TRAILER_LEN) // PAGE) * PAGE
     listed = listed.ljust(length - segment.TRAILER_LEN, b"\0")
-    crc = crc32c
     struct.pack_into("<QQII", trailer, 8, start, length, len(places), segment.ENTRY_LEN)
-    struct.pack_into("<I", trailer, 104, crc(listed))
-    struct.pack_into("<I", trailer, 124, crc(bytes(trailer[:124])))
+    struct.pack_into("<I", trailer, 104, crc32c(listed))
+    struct.pack_into("<I", trailer, 124, crc32c(bytes(trailer[:124])))
     with open(file, "r+b") as out:
         out.truncate(start)
         out.seek(start)

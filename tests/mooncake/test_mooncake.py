@@ -22,8 +22,8 @@ import pytest
 from blocks import SHAPE, Memory, ids
 from click.testing import CliRunner, Result
 from mooncake_pool import HERE, PACKAGE, Pool
+from plain_record import crc32c
 
-from ucm._core import crc32c
 from ucm.cli import main
 from ucm.config import load
 from ucm.errors import ConfigError, TaskError, UnhealthyError

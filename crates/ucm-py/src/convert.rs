@@ -1,8 +1,7 @@
 //! Conversion between Python values and types of the core: errors, ids, tokens.
 #![allow(
     unsafe_code,
-    reason = "reads the items of a Python list without a reference count each, and bytes where \
-              they lie"
+    reason = "reads the items of a Python list without a reference count each"
 )]
 
 use numpy::{PyReadonlyArray1, PyUntypedArrayMethods};
@@ -80,23 +79,6 @@ pub(crate) fn ids(values: &Bound<'_, PyAny>) -> PyResult<Vec<BlockId>> {
         return Err(raise(values.py(), &error));
     }
     values.try_iter()?.map(|value| id(&value?)).collect()
-}
-
-/// CRC-32C of `bytes` or a view of them. The GIL is kept: it takes microseconds for a record.
-#[pyfunction]
-pub(crate) fn crc32c(py: Python<'_>, data: &Bound<'_, PyAny>) -> PyResult<u32> {
-    let buffer = PyBuffer::<u8>::get(data)?;
-    if !buffer.is_c_contiguous() || !buffer.readonly() {
-        let error = Error::invalid("the bytes to check must lie in one piece and be read-only");
-        return Err(raise(py, &error));
-    }
-    if buffer.len_bytes() == 0 {
-        return Ok(ucm_core::crc32c(&[]));
-    }
-    // SAFETY: the buffer is held, contiguous, of this length, and read-only.
-    let bytes =
-        unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast::<u8>(), buffer.len_bytes()) };
-    Ok(ucm_core::crc32c(bytes))
 }
 
 /// Ids as a Python list of `bytes`.

@@ -27,8 +27,6 @@ use pyo3::prelude::*;
 #[pymodule(gil_used = true)]
 mod _core {
     #[pymodule_export]
-    use super::convert::crc32c;
-    #[pymodule_export]
     use super::hasher::{BlockHasher, part_mask, record_ids};
     #[pymodule_export]
     use super::kinds::{platforms, tier_kinds};
