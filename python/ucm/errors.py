@@ -56,7 +56,7 @@ class UnknownConnectorError(ConfigError):
 
 
 class NotFoundError(UcmError):
-    """What was asked for is not stored."""
+    """The requested block is not stored."""
 
     kind, code = "not_found", -50005
 

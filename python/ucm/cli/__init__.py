@@ -35,7 +35,7 @@ class _Group(click.Group):
         except UcmError as error:
             raise _Failure(error.message) from None
         except BrokenPipeError:
-            raise  # click's to handle: the process that read our output has gone
+            raise  # click's to handle: the reader of our output has exited
         except OSError as error:
             where = f"{error.filename}: " if isinstance(error.filename, str) else ""
             raise _Failure(f"{where}{error.strerror or error}") from None
@@ -48,7 +48,7 @@ class _Group(click.Group):
 def main() -> None:
     """Look into, check and clean roots of ucm, the directories that storage_backends names.
 
-    Engines may go on using them meanwhile. docs/tools.md explains every command and its JSON.
+    Engines may use them at the same time. docs/tools.md explains every command and its JSON.
     """
 
 

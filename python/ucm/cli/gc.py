@@ -106,7 +106,7 @@ def gc(
 
 @dataclass(frozen=True)
 class Wish:
-    """What was asked for. A namespace alone means all of it, nothing at all the low watermark."""
+    """What to remove. A namespace alone means all of it, nothing at all the low watermark."""
 
     to: Capacity | None
     older_than: float | None
@@ -120,7 +120,7 @@ class Wish:
 
     @property
     def target(self) -> Capacity | None:
-        """What to come down to, if that is asked for."""
+        """What to come down to, if that was requested."""
         from ucm.config.fields import Capacity  # with pydantic: not before it is needed
 
         nothing = self.older_than is None and not (self.chosen or self.stale)

@@ -223,7 +223,7 @@ def _sorted(counts: Mapping[str, int]) -> dict[str, int]:
 
 
 def _spread(records: list[Found], most: int) -> list[Found]:
-    """At most so many, evenly spread."""
+    """At most ``most``, evenly spread."""
     if len(records) <= most:
         return records
     return [records[at * len(records) // most] for at in range(most)]

@@ -34,7 +34,7 @@ Header = dict[str, Any]
 
 
 class Refused(Exception):  # noqa: N818 - a verdict on bytes, not an error of the program
-    """These bytes are not the record that was asked for: the reason, and in words what was
+    """These bytes are not the requested record: the reason, and in words what was
     found."""
 
     def __init__(self, reason: str, found: str) -> None:
@@ -94,7 +94,7 @@ class Manifest:
     shapes: dict[str, Shape] = field(default_factory=dict)
 
     def words(self) -> list[tuple[str, str]]:
-        """The identity in words: labels first, then what tells models apart, and the shape of a
+        """The identity in words: labels first, then what distinguishes models, and the shape of a
         block's parts."""
         rows = [(str(name), str(value)) for name, value in self.labels.items()]
         rows += [(key, say(self.identity.get(key))) for key in _WORDS]

@@ -433,7 +433,7 @@ class RemoteRoot:
         self.shown = without_login(url)
         self._place = _place(url, options, self.shown)
         self.limit, self._used, self._words = self._place.room()
-        #: The option without which ages are not known: Redis tells how long a record still lives.
+        #: The option without which ages are not known: Redis says how long a record still lives.
         self.age_needs = (
             "expire_after" if scheme_of(url) in _REDIS and "expire_after" not in options else None
         )
@@ -460,7 +460,7 @@ class RemoteRoot:
         return {"kind": "segment", "why": "objects in a bucket"}
 
     def file_system(self) -> tuple[int | None, int | None]:
-        """There is none that could be asked; of a server that has a limit, what that leaves."""
+        """There is none; of a server with a limit, that and what is free of it."""
         if not self._words or not self.limit:
             return None, None
         return self.limit, max(0, self.limit - self._used)
@@ -641,7 +641,7 @@ def _of_item(kind: Kind, item: _Item) -> Found:
     return Found(kind, tuple(directory), name, size, used_ns, used_ns, 0)
 
 
-#: Bytes that tell what a file is.
+#: Bytes that say what a file is.
 PREAMBLE_LEN = 64
 #: Most entries visited in foreign directories.
 VISITED_MOST = 100_000
@@ -660,7 +660,7 @@ class Foreigners:
         self._visited = 0
 
     def add(self, found: Iterable[Foreign]) -> None:
-        """Counts these; a directory counts as one and is looked into for the original's files."""
+        """Counts these; a directory counts as one and is scanned for the original's files."""
         for one in found:
             seeds, size = self._seeds, one.size
             *where, name = one.path.split("/")

@@ -225,6 +225,6 @@ def _plain(value: object) -> str:
 
 
 def short(value: object, most: int = 40) -> str:
-    """A text of at most so many characters."""
+    """A text of at most ``most`` characters."""
     text = str(value)
     return text if len(text) <= most else text[: most - 3] + "..."

@@ -282,7 +282,7 @@ def _show(result: dict[str, Any]) -> None:
     click.echo(f"root {result['root']}: {what}, {terminal.size(result['bytes'])}{sampled}")
     rows: list[tuple[str, object]] = [("reader", f"{result['reader']}, {way}")]
     if result["compressed"]:
-        how = "decoded and verified by the checksums of what came out"
+        how = "decoded and verified by the checksums of the result"
         rows.append(("compressed", f"{terminal.many(result['compressed'], 'record')}, {how}"))
     if result["encrypted"]:
         how = f"{result['decrypted']} of them decrypted and judged by their tags"

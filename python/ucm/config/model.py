@@ -1,7 +1,7 @@
 """The configuration itself: the keys, and their types, units, bounds and defaults; how it is shown.
 
 A field's path here is the key a user writes (``deadlines.lookup_ms``). Values are checked when the
-object is made and never change. Each value knows where it came from (:meth:`UcmConfig.origin`).
+object is made and never change. Each value knows its origin (:meth:`UcmConfig.origin`).
 """
 
 from __future__ import annotations
@@ -305,7 +305,7 @@ class UcmConfig(StoreSettings):
 
     @property
     def origins(self) -> dict[str, str]:
-        """Where each value that was set came from."""
+        """The origin of each value that was set."""
         return dict(self._origins)
 
     @property
@@ -342,7 +342,7 @@ class UcmConfig(StoreSettings):
         return [root for root in (*of_stages, *self.storage_backends) if not scheme_of(root)]
 
     def origin(self, key: str) -> str:
-        """Where the value of ``key`` (dotted) came from; ``default`` when it was not set."""
+        """The origin of the value of ``key`` (dotted); ``default`` when it was not set."""
         return self._origins.get(key, "default")
 
     def store_config(self) -> dict[str, Any]:

@@ -280,7 +280,7 @@ def _roots(stages: Sequence[Stage], settings: StoreSettings) -> Iterator[str]:
             yield from place_problems(stage.store, stage.storage_backends)
         if _is_file(stage):
             yield from root_problems(settings, stage.storage_backends, stage)
-    # Several addresses are nodes of one cluster, of which the first tells it from others.
+    # Several addresses are nodes of one cluster, named by the first.
     roots = [
         root
         for stage in placed

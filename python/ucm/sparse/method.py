@@ -408,16 +408,14 @@ class BlockSparse(UcmSparseBase):
         """The rows that choose, with their latest queries."""
         rows, wanted = [step.rows[i] for i in step.sparse], self.selector.queries
         if wanted == 1:
-            asked, counts = self._last_queries(step, query)[:, None], [1] * len(rows)
+            queries, counts = self._last_queries(step, query)[:, None], [1] * len(rows)
         else:
-            kept, pad = (
-                [self._queries[row.request_id][layer] for row in rows],
-                torch.nn.functional.pad,
-            )
-            asked = torch.stack([pad(q, (0, 0, 0, 0, wanted - len(q), 0)) for q in kept])
+            kept = [self._queries[row.request_id][layer] for row in rows]
+            pad = torch.nn.functional.pad
+            queries = torch.stack([pad(q, (0, 0, 0, 0, wanted - len(q), 0)) for q in kept])
             counts = [len(q) for q in kept]
         names, steps = [row.request_id for row in rows], [row.step for row in rows]
-        return Rows(names, steps, step.blocks, asked, counts, step.candidates.reps)
+        return Rows(names, steps, step.blocks, queries, counts, step.candidates.reps)
 
     def _keep_queries(self, layer: int, step: Step, query: Tensor) -> None:
         """Keep the latest queries of each row, for an algorithm that scores with several."""

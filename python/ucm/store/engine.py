@@ -146,8 +146,8 @@ class EngineSettings(StoreSettings):
     shard_size: _Bytes
     #: Bytes of KV in one block.
     block_size: _Bytes
-    #: The identity: the JSON text of ``docs/format.md``, or any other text that tells these blocks
-    #: from others'.
+    #: The identity: the JSON text of ``docs/format.md``, or any other text that distinguishes these
+    #: blocks from others'.
     identity: str = ""
     #: KV group, pipeline rank, tensor rank.
     part: tuple[int, int, int] = (0, 0, 0)
@@ -533,9 +533,9 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         return tiers, reason or "absent"
 
     def begin_locate_on_prefix(self, block_ids: Sequence[bytes]) -> Asked:
-        asked = self._open().begin_locate_on_prefix(block_ids)
+        pending = self._open().begin_locate_on_prefix(block_ids)
         self._hand_over_log()
-        return asked
+        return pending
 
     @property
     def answers_at_once(self) -> bool:
@@ -793,7 +793,7 @@ def _bytes(name: str, side: Any, rows: int, size: int) -> npt.NDArray[np.uint8]:
     given = array.nbytes // len(array) if array.ndim and len(array) else size
     if not array.ndim or len(array) != rows or given != size:
         raise InvalidInputError(
-            "a side shard is an array with as many bytes in each row as the store was told",
+            "a side shard is an array with as many bytes in each row as the description says",
             context={"name": name, "shape": array.shape, "bytes": given, "expected": (rows, size)},
         )
     return np.ascontiguousarray(array).view(np.uint8).reshape(rows, size)

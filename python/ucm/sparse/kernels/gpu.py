@@ -60,12 +60,12 @@ def hash_scores(
     local: int = 0,
 ) -> Tensor:
     """:func:`ucm.sparse.retrieval.hash_scores`, by two kernels."""
-    asked, tokens = (
+    wanted, tokens = (
         encode.hash_encode_query(query, weights, codes.shape[2]),
         blocks * codes.shape[1],
     )
     return scoring.hamming_scores(
-        asked, codes, table, tokens, heads_apart=heads_apart, init=init, local=local
+        wanted, codes, table, tokens, heads_apart=heads_apart, init=init, local=local
     )
 
 
@@ -86,9 +86,9 @@ def hash_select(
 ) -> Kept:
     """:func:`ucm.sparse.retrieval.hash_select`, by three kernels; ``budgets`` as of
     :func:`select_blocks`."""
-    asked = encode.hash_encode_query(query, weights, codes.shape[2])
+    wanted = encode.hash_encode_query(query, weights, codes.shape[2])
     scores = scoring.hamming_scores(
-        asked, codes, code_table, tokens, heads_apart=heads_apart, init=init, local=local
+        wanted, codes, code_table, tokens, heads_apart=heads_apart, init=init, local=local
     )
     return select.select_blocks(
         scores, table, tokens, codes.shape[1], budgets, init=init, local=local, into=into
@@ -119,16 +119,16 @@ def try_all(device: torch.device) -> None:
     copied = torch.zeros_like(codes)
     scatter_codes(codes.flatten(0, 1), slots, copied)
     _same("copied codes", copied, codes)
-    asked = hash_encode_query(query, weights, _HEADS)
-    _same("codes of queries", asked, code(mean, weights))
+    wanted = hash_encode_query(query, weights, _HEADS)
+    _same("codes of queries", wanted, code(mean, weights))
 
     own = table[0].long()
-    near = distance(asked[0], codes[own]).amin(dim=(1, 2))
-    scores = hamming_scores(asked, codes, table, blocks * _BLOCK)
+    near = distance(wanted[0], codes[own]).amin(dim=(1, 2))
+    scores = hamming_scores(wanted, codes, table, blocks * _BLOCK)
     _same("Hamming scores", scores[0, 0], -near)
     latent = codes.view(_BLOCKS, _BLOCK * _HEADS, 1, _BITS // 8)
-    summed = distance(asked[0, 0], latent[own]) + distance(asked[0, 1], latent[own])
-    scored = hamming_scores(asked[:, None], latent, table, blocks * _BLOCK * _HEADS)[0, 0]
+    summed = distance(wanted[0, 0], latent[own]) + distance(wanted[0, 1], latent[own])
+    scored = hamming_scores(wanted[:, None], latent, table, blocks * _BLOCK * _HEADS)[0, 0]
     _same("summed Hamming scores", scored, -summed.amin(dim=(1, 2)))
 
     first = keys[:, 0].contiguous()

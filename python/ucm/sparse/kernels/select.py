@@ -20,7 +20,7 @@ from torch import Tensor
 from ucm.errors import InvalidInputError
 from ucm.sparse.retrieval import Kept
 
-#: Blocks that a program looks at together.
+#: Blocks that a program reads together.
 TILE = 1024
 WARPS = 4
 

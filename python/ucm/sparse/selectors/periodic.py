@@ -62,7 +62,7 @@ class Windows(Periodic):
 
 
 class Random(Periodic):
-    """Blocks by lot, drawn anew for each query: the same for the same query, layer and seed."""
+    """Blocks by lot, drawn for each query: the same for the same query, layer and seed."""
 
     name = "random"
     exact = False

@@ -4,7 +4,7 @@ backends.
 :func:`register` overrides each name with a path into this module, by vLLM's own
 :func:`register_backend`. It runs before an engine has a configuration, and vLLM resolves the paths
 in engines without ucm too. So this module imports only the standard library and vLLM; the rest of
-ucm, and the compiled core, are imported where the configuration may ask for sparse attention.
+ucm, and the compiled core, are imported where the configuration may request sparse attention.
 Everywhere else, and after any error, a path gives vLLM's own class.
 """
 

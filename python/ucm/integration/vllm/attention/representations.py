@@ -140,7 +140,7 @@ class _Job:
     blocks: Ids
     load: _Load | None
     store_them: npt.NDArray[np.bool_] | None = None  # those to be stored once they are made
-    asked: bool = False  # the store has answered
+    answered: bool = False  # the store has answered
     missing: Ids | None = None  # of the blocks
     layer: int = 0  # index of the next layer
     first: int = 0  # and of the next block in it
@@ -308,7 +308,7 @@ class Representations:
 
     def _go_on(self, job: _Job, deadline: float) -> bool:
         """Go on with a job until the deadline; whether it is over."""
-        if not job.asked and not self._take(job):
+        if not job.answered and not self._take(job):
             return False
         assert job.missing is not None
         while len(job.missing) and not self._piece(job, job.missing):
@@ -333,7 +333,7 @@ class Representations:
             self._put(job.blocks[found], data[found])
             self.loaded += int(found.sum())
             job.store_them = ~found
-        job.asked, job.missing = True, job.blocks[~found]
+        job.answered, job.missing = True, job.blocks[~found]
         if self._read is None:
             self._method.store.mark_ready(job.blocks[found])
             if self._reads_later and len(job.missing):
@@ -410,7 +410,7 @@ def _of_missing(job: _Job, found: npt.NDArray[np.bool_]) -> _Job:
         ids = [each for each, there in zip(load.ids, found, strict=False) if not there]
         load = replace(load, ids=ids, blocks=blocks, task=None)
     stored = None if job.store_them is None else job.store_them[~found]
-    return _Job(job.request, blocks, load, stored, asked=True, missing=blocks)
+    return _Job(job.request, blocks, load, stored, answered=True, missing=blocks)
 
 
 def _finished(store: UcmKVStoreBaseV1, task: Any) -> bool:

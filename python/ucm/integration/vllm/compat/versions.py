@@ -1,4 +1,4 @@
-"""The versions of vLLM that ucm serves: one table, asked where a connector is built."""
+"""The versions of vLLM that ucm serves: one table, read where a connector is built."""
 
 from __future__ import annotations
 

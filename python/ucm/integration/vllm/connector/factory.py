@@ -4,9 +4,9 @@ cache stays off.
 One reason needs care: whether a request may continue from blocks that another request computed.
 vLLM sets ``enable_prefix_caching`` to false where it may not, over the user's own setting and in
 several places: while it makes the configuration, before it makes the scheduler, and in a worker
-while it builds the layers. The flag alone does not tell these from a user who switched vLLM's own
-cache off, whom ucm serves. :func:`why_not_reusable` decides;
-``tests/vllm_unit/test_prefix_reuse.py`` lists vLLM's assignments.
+while it builds the layers. The flag alone does not distinguish these from a user's choice, with
+which ucm still works. :func:`why_not_reusable` decides; ``tests/vllm_unit/test_prefix_reuse.py``
+lists vLLM's assignments.
 """
 
 from __future__ import annotations

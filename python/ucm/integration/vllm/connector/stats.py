@@ -1,7 +1,7 @@
 """The connector's counters, in vLLM's log line and Prometheus registry, through vLLM's hooks for
 statistics.
 
-:class:`MissStats` counts the blocks that requests asked for, each once, per request and per
+:class:`MissStats` counts the requested blocks, each once, per request and per
 process. A request *asked* for the full blocks that vLLM's own cache does not hold, when it is
 admitted and again after a preemption. Each is either part of the *hit* that was claimed or *missed*
 for one reason. A block of the hit is later *loaded*, or missed for the reason of its failed load.
@@ -345,7 +345,7 @@ COUNTERS = {
     DECLINED_TOKENS: ("ucm_declined_tokens", "Tokens computed because loading would be slower."),
     **{SPARSE_PREFIX + name: texts for name, texts in SPARSE_COUNTERS.items()},
 }
-MISSED_BLOCKS = ("ucm_missed_blocks", "Blocks asked for that were computed after all, by reason.")
+MISSED_BLOCKS = ("ucm_missed_blocks", "Requested blocks that were computed after all, by reason.")
 UNSTORED_BLOCKS = ("ucm_unstored_blocks", "Blocks not stored for want of staging, by reason.")
 
 #: Speeds as the scheduler side knows them -> (name in Prometheus, what is measured).

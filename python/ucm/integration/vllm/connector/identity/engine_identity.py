@@ -210,7 +210,7 @@ def spec_kind(spec: Any) -> str:
 
 def _spec(group: Any) -> Any:
     # vLLM's scheduler sees only the first spec of a group that keeps one per layer. It describes
-    # the group here; the block strides of kv_groups() tell the layers apart.
+    # the group here; the block strides of kv_groups() distinguish the layers.
     return layer_specs(group.kv_cache_spec)[0]
 
 

@@ -416,7 +416,7 @@ class _Adapter:
         self.problem = ""  # why it has no name and never will
         self.waited = False
         self.checked = float("-inf")  # when the last check began that found the files unchanged
-        self.asked: float | None = None  # when the check under way was requested
+        self.requested: float | None = None  # when the check under way was requested
 
 
 class AdapterDigests:
@@ -458,8 +458,8 @@ class AdapterDigests:
         now = self._clock()
         if now - adapter.checked >= RECHECK_S:
             self._look_again(adapter, now)
-        asked = adapter.asked
-        if asked is not None and now - asked >= RECHECK_S:
+        requested = adapter.requested
+        if requested is not None and now - requested >= RECHECK_S:
             raise _pending("whether the adapter's files changed takes long to find out", adapter)
         # The same file means two things to vLLM depending on this flag of the request.
         is_3d = getattr(lora_request, "is_3d_lora_weight", False)
@@ -517,9 +517,9 @@ class AdapterDigests:
 
     def _look_again(self, adapter: _Adapter, now: float) -> None:
         with self._lock:
-            if adapter.asked is not None:
+            if adapter.requested is not None:
                 return
-            adapter.asked = now
+            adapter.requested = now
         self._looking.submit(lambda: self._look(adapter))
 
     def _look(self, adapter: _Adapter) -> None:
@@ -533,7 +533,7 @@ class AdapterDigests:
                 adapter.problem = f"the adapter changed while the engine runs: {path}"
         if not adapter.problem:
             adapter.checked = began
-        adapter.asked = None
+        adapter.requested = None
 
 
 class _AdapterThread:

@@ -113,7 +113,7 @@ class WeightSource:
     with_code: bool = False
     #: Of the model that drafts tokens, where it has weights and KV of its own.
     draft: WeightSource | None = None
-    #: Why no set of files can tell the weights, as a sentence; empty when one can.
+    #: Why no set of files identifies the weights, as a sentence; empty when one can.
     unknowable: str = ""
 
 
@@ -736,7 +736,7 @@ class _Work:
 # Weights in memory
 # --------------------------------------------------------------------------------------------------
 
-#: A tensor of at most this many bytes is fingerprinted whole; of a larger one at least so many
+#: A tensor of at most this many bytes is fingerprinted whole; of a larger one at least as many
 #: bytes are read.
 WHOLE, MEMORY_SAMPLES = 64 << 10, 1024
 

@@ -162,9 +162,9 @@ class PrefetchPlanner:
             # those that are no longer below were brought up
             room += len(self._drop([key for key in hinted.keys if key not in below]))
             hinted.keys = [key for key in hinted.keys if key in below]
-            asked = set(hinted.keys)
+            hinted_keys = set(hinted.keys)
             for key in below:
-                if key not in asked and (key in self._held or room > 0):
+                if key not in hinted_keys and (key in self._held or room > 0):
                     room -= key not in self._held
                     self._held[key] += 1
                     new.append(key)

@@ -143,7 +143,7 @@ def limit_of(rooms: Collection[StoreRoom], parts: int) -> StoreLimit | None:
 
 @dataclass(slots=True)
 class _Counts:
-    """Of the last blocks that were stored before and asked for again."""
+    """Of the last blocks that were stored before and requested again."""
 
     total: float = 0.0
     evicted: float = 0.0
@@ -182,7 +182,7 @@ class Turnover:
         return None if self._limit is None else self._limit.expire_after
 
     def asked_again(self, hits: int, evicted: int, tenant: bytes = b"") -> None:
-        """A request asked for blocks that were stored before: ``hits`` are there, ``evicted`` are
+        """A request requested blocks that were stored before: ``hits`` are there, ``evicted`` are
         absent. Absent blocks of a store with room were removed for another reason: only those
         removed above their tenant's quota count."""
         limit = self._limit
@@ -233,7 +233,7 @@ class Turnover:
         of_tenant = capacity != limit.blocks
         logger.warning(
             "the working set%s is larger than %s: of the last %d blocks that were stored"
-            " before and asked for again, %d had been evicted. %s %s holds %d blocks of %d bytes"
+            " before and requested again, %d had been evicted. %s %s holds %d blocks of %d bytes"
             " each. While that is so, an evicted prompt is stored again in one of %d cases, and at"
             " most %d blocks of it; raise %s to store all",
             " of a tenant" if of_tenant else "",
@@ -621,22 +621,22 @@ class Lookups:
         store begins none."""
         try:
             ids = next(prefix) if answer is None else prefix.send(answer)
-            asked = self._store.begin_locate_on_prefix(ids)
+            pending = self._store.begin_locate_on_prefix(ids)
         except StopIteration as end:
             lookup.answer(end.value, took)
         except Exception as error:
             _failed(lookup, error)
         else:
-            if asked is None:
+            if pending is None:
                 return False
-            lookup.followed(partial(self._poll, prefix, asked, took))
+            lookup.followed(partial(self._poll, prefix, pending, took))
         return True
 
-    def _poll(self, prefix: Prefix, asked: Asked, before: float, lookup: Lookup) -> None:
+    def _poll(self, prefix: Prefix, pending: Asked, before: float, lookup: Lookup) -> None:
         """Process the store's answer, if there is one; ``before``: seconds of hashing and of its
         earlier answers."""
         try:
-            answer = asked.answer()
+            answer = pending.answer()
         except Exception as error:
             return _failed(lookup, error)
         if answer is not None:

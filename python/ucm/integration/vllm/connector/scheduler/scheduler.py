@@ -168,7 +168,7 @@ class UCMConnectorScheduler:
         self._pool, self._device_cache = pool, getattr(pool, "cached_block_hash_to_block", None)
         if self._device_cache is None:
             self.readiness.off(
-                "this vLLM does not tell when its prefix cache is emptied", MissReason.UNSUPPORTED
+                "this vLLM does not report when its prefix cache is emptied", MissReason.UNSUPPORTED
             )
 
     # Requests
