@@ -604,7 +604,7 @@ def _place(url: str, options: Mapping[str, str], shown: str) -> Place:
     environment."""
     from pydantic import ValidationError
 
-    from ucm.config.fields import Section, for_core, section_of
+    from ucm.config.fields import Section, config_error, for_core, section_of
     from ucm.config.words import STORE_OF_SCHEME, STORES
 
     store = STORE_OF_SCHEME.get(scheme_of(url))
@@ -628,8 +628,7 @@ def _place(url: str, options: Mapping[str, str], shown: str) -> Place:
         made: type[Section] = section_of(f"{store}Place", kind.options, kind.defaults)
         section = made.model_validate({**environment, **options, "storage_backends": [url]})
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise ConfigError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise config_error(error) from None
     described = STORES[store].described(lambda key: getattr(section, key))
     del described["kind"]
     return Place(kind.word, for_core(described))

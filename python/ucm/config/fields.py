@@ -30,6 +30,7 @@ from pydantic import (
     Field,
     SecretStr,
     SkipValidation,
+    ValidationError,
     create_model,
 )
 
@@ -477,6 +478,12 @@ def section_of(
     """A section with a field for each of these options, in the order of their defaults."""
     fields: dict[str, Any] = {key: field_of(schemas[key], value) for key, value in defaults.items()}
     return create_model(name, __base__=base, **fields)
+
+
+def config_error(error: ValidationError, **context: Any) -> ConfigError:
+    """The first thing that is wrong: the key, and what pydantic says."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return ConfigError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}", context=context)
 
 
 def _reading(schema: Schema) -> tuple[Any, Reader]:

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
+from ucm.config.fields import config_error
 from ucm.config.words import STORES, option_keys, options_of
 from ucm.errors import (
     ClosedError,
@@ -209,9 +210,7 @@ class UcmFakeStore(InstantStore):
         try:
             options = options_of("UcmFakeStore")(**given).model_dump()
         except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False)[0]
-            text = f"{first['loc'][0]}: {first['msg']}"
-            raise ConfigError(text, context={"store": "UcmFakeStore"}) from None
+            raise config_error(error, store="UcmFakeStore") from None
         if not options["allow_wrong_tokens"]:
             raise ConfigError(
                 "UcmFakeStore loads nothing, so an engine that uses it answers with wrong tokens;"

@@ -38,12 +38,12 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
+from ucm.config.fields import config_error
 from ucm.config.model import Deadlines, StoreSettings
 from ucm.errors import (
     BY_KIND,
     BusyError,
     ClosedError,
-    ConfigError,
     DeadlineError,
     InternalError,
     InvalidInputError,
@@ -289,11 +289,8 @@ class V0OverV1(UcmKVStoreBase):
         return _Fetch(self.v1.load_data(blocks, shards, matrix), self.v1)
 
     def dump_data(self, block_ids: Sequence[str], offset: Ints, addr: Ints, size: Ints) -> Task:
-        """Keep these parts for the commit; the source is free again when this returns.
-
-        Raises :class:`~ucm.errors.NotFoundError` for a block that is not created; then nothing of
-        the call is kept.
-        """
+        """Keep these parts for the commit; the source is free again when this returns. Raises
+        :class:`~ucm.errors.NotFoundError`, and keeps nothing, for a block that is not created."""
         rows = list(self._rows(block_ids, offset, addr, size))
         with self._lock:
             for number, (block, *_) in enumerate(rows):
@@ -321,12 +318,8 @@ class V0OverV1(UcmKVStoreBase):
         self, block_ids: Sequence[str], offset: Ints, addr: Ints, size: Ints
     ) -> Iterator[tuple[bytes, int, int, int]]:
         """(block, first shard, number of shards, address) of each row."""
-        lengths = {
-            "block_ids": len(block_ids),
-            "offset": len(offset),
-            "addr": len(addr),
-            "size": len(size),
-        }
+        given = {"block_ids": block_ids, "offset": offset, "addr": addr, "size": size}
+        lengths = {name: len(values) for name, values in given.items()}
         if len(set(lengths.values())) != 1:
             raise InvalidInputError(
                 "block_ids, offset, addr and size must be equally many", context=lengths
@@ -336,16 +329,11 @@ class V0OverV1(UcmKVStoreBase):
             first, odd = divmod(int(at), shape.shard)
             count, rest = divmod(int(length), shape.shard)
             if odd or rest or first < 0 or count < 1 or first + count > shape.shards:
+                where = {"row": row, "offset": at, "size": length}
                 raise InvalidInputError(
                     "a row covers whole shards of its block: offset and size are multiples of"
                     " shard_size",
-                    context={
-                        "row": row,
-                        "offset": at,
-                        "size": length,
-                        "shard_size": shape.shard,
-                        "block": shape.block,
-                    },
+                    context=where | {"shard_size": shape.shard, "block": shape.block},
                 )
             if not address:
                 raise InvalidInputError("an address is null", context={"row": row})
@@ -379,12 +367,9 @@ class V0OverV1(UcmKVStoreBase):
     # ----------------------------------------------------------------------------------------------
 
     def commit(self, block_ids: Sequence[str], is_success: bool | Sequence[bool] = True) -> None:
-        """Publish created blocks, or drop them.
-
-        Returns when every block with True is published. Raises :class:`~ucm.errors.TaskError` that
-        names those that are not, by their index in ``block_ids``; they stay created and may be
-        committed again. Committing a stored block does nothing.
-        """
+        """Publish created blocks, or drop them; returns when every block with True is published.
+        Raises :class:`~ucm.errors.TaskError` that names those that are not, by their index in
+        ``block_ids``; they may be committed again. Committing a stored block does nothing."""
         ids = _ids(block_ids)
         flags = [is_success] * len(ids) if isinstance(is_success, bool | int) else list(is_success)
         if len(flags) != len(ids):
@@ -601,9 +586,8 @@ class Lane:
             try:
                 self._jobs.put_nowait((task, job))
             except queue.Full:
-                raise BusyError(
-                    "too many tasks of a V0 store are waiting", context={"limit": QUEUE}
-                ) from None
+                text = "too many tasks of a V0 store are waiting"
+                raise BusyError(text, context={"limit": QUEUE}) from None
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
@@ -664,9 +648,8 @@ _BY_CODE: dict[int, type[UcmError]] = {cls.code: cls for cls in BY_KIND.values()
 
 def error_of(code: int, what: str) -> UcmError:
     """The exception for a code of V0."""
-    return _BY_CODE.get(code, StoreIOError)(
-        f"the V0 store failed to {what}", context={"code": code}
-    )
+    kind = _BY_CODE.get(code, StoreIOError)
+    return kind(f"the V0 store failed to {what}", context={"code": code})
 
 
 class _Settings(StoreSettings):
@@ -713,8 +696,7 @@ class V1OverV0(UcmKVStoreBaseV1):
         try:
             settings = _Settings.model_validate(common)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False)[0]
-            raise ConfigError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+            raise config_error(error) from None
         deadlines = settings.deadlines
         self._allowances = {"load": deadlines.load_unknown_s, "dump": deadlines.dump_s}
         self._clock = clock
