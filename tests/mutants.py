@@ -97,8 +97,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         2,
         "weights that changed after the start are taken for those in memory",
-        "if stamp.ctime_ns > self._since_ns - CLOCK_SLACK_NS and not",
-        "if stamp.ctime_ns < 0 and not",
+        "young = stamp.ctime_ns > self._since_ns - CLOCK_SLACK_NS",
+        "young = stamp.ctime_ns < 0",
         Python(("tests/vllm_unit/test_weights.py",)),
     ),
     Mutant(
@@ -118,7 +118,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         3,
         "an exception of ucm fails the engine's step",
-        "failures.note(function.__name__, error, vital=vital)",
+        "failures.note(name, error, vital=vital)",
         "raise",
         Python(("tests/vllm_unit/test_hooks.py",)),
     ),

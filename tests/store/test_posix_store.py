@@ -468,7 +468,7 @@ def test_without_a_driver_its_platform_is_refused_but_for_lookups(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("UCM_TEST_DRIVER", raising=False)
-    with pytest.raises(UnsupportedError, match=r"not installed here.*libcuda\.so\.1"):
+    with pytest.raises(UnsupportedError, match=r"is not installed.*libcuda\.so\.1"):
         opened(platform="cuda")
     with pytest.raises(ConfigError, match="transfer"):
         opened(transfer="by hand")
