@@ -289,7 +289,7 @@ def test_the_log_says_how_much_is_asked_for_and_how_much_fits(
     assert (
         line
         == "the working set is larger than the store: of the last 25 blocks that were stored before"
-        " and asked for again, 25 had been evicted. Tier model holds 25 blocks of 8192 bytes"
+        " and requested again, 25 had been evicted. Tier model holds 25 blocks of 8192 bytes"
         " each. While that is so, an evicted prompt is stored again in one of 16 cases, and at"
         " most 12 blocks of it; raise storage_capacity to store all"
     )
