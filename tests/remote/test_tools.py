@@ -21,7 +21,7 @@ from ucm.cli import main, terminal
 from ucm.cli.gc import Wish, carry_out, make_plan
 from ucm.cli.roots import RemoteRoot
 from ucm.config import Capacity
-from ucm.errors import NoSpaceError, TaskError, UcmError
+from ucm.errors import BusyError, NoSpaceError, TaskError, UcmError
 
 #: Media on which the name of a record has its time, so that a test can make it older.
 BUCKETS = [column for column in COLUMNS if column.http]
@@ -119,7 +119,7 @@ def dump_once_counted(store: Any, block: bytes, rows: Any) -> None:
             return
         except TaskError as error:
             if time.monotonic() > end or not all(
-                isinstance(each, NoSpaceError) for each in error.failures.values()
+                isinstance(each, (BusyError, NoSpaceError)) for each in error.failures.values()
             ):
                 raise
 

@@ -445,7 +445,7 @@ def test_capacity_is_kept_and_shown(opened: Open, tmp_path: Path) -> None:
         try:
             store.wait(store.dump_data([name], [0], memory.rows(0)))
         except TaskError as error:
-            assert error.failures[0].kind == "no_space"
+            assert error.failures[0].kind in ("busy", "no_space")
         assert bytes_stored(tmp_path / "root") <= 10 * 32768
     assert store.stats()["storage_capacity_bytes"] == 10 * 32768
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from ground import Ground, Memory, block_ids, counted
 
-from ucm.errors import NoSpaceError, TaskError, UnhealthyError
+from ucm.errors import BusyError, NoSpaceError, TaskError, UnhealthyError
 
 #: Blocks in flight at any time, so that a kill hits some in every state.
 WINDOW = 6
@@ -50,7 +50,8 @@ def write(root: Path, seed: int, count: int = BLOCKS, salt: str = "shared") -> N
         try:
             ground.store.wait(task)
         except TaskError as error:  # hanging storage grants no space for a while
-            if not all(isinstance(each, NoSpaceError) for each in error.failures.values()):
+            short = (BusyError, NoSpaceError)
+            if not all(isinstance(each, short) for each in error.failures.values()):
                 raise
             ground.fill([names[number]])
         say("published", number)

@@ -80,4 +80,4 @@ pub use ring::{PopError, PushError, RingConsumer, RingProducer, SpscRing};
 pub use runtime::Runtime;
 #[cfg(not(loom))]
 pub use threads::{begin_thread, is_own_thread, run_threads_on, threads_begin_with};
-pub use ticket::Ticket;
+pub use ticket::{Ticket, Visit};

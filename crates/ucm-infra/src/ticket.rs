@@ -1,149 +1,97 @@
-//! Current work of a thread that may hang, and the callbacks to run when the thread is written off.
+//! Whether a job of a pool is still waited for.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
-use ucm_core::{Error, ErrorKind, Result};
 
-/// Called if the work did not end in time.
-type Late = Box<dyn FnOnce(Error) + Send>;
-
-/// One job of a pool, shared by the monitor and the worker: the monitor writes it off; the worker
-/// checks before every effect whether that has happened.
-#[derive(Default)]
+/// One job of a pool. The thread that keeps its time ends it; the thread that runs it checks before
+/// every effect whether that happened.
+#[derive(Debug, Default)]
 pub struct Ticket {
     over: AtomicBool,
-    doing: Mutex<Doing>,
+    visiting: Mutex<Visiting>,
 }
 
-#[derive(Default)]
-struct Doing {
-    /// Nothing more is begun.
-    written_off: bool,
-    /// The callbacks of the work under way on the thread, the innermost last.
-    late: Vec<Late>,
+/// Where the thread of the job works as a guest.
+#[derive(Debug, Default)]
+struct Visiting {
+    /// Counts the guests that hang there.
+    host: Option<Arc<AtomicUsize>>,
+    /// This one is counted.
+    stuck: bool,
 }
 
 impl Ticket {
-    /// True if the end of the job was reported: no further effect is allowed.
+    /// Whether the end of the job was reported: nothing more is to be done for it.
     pub fn is_over(&self) -> bool {
         self.over.load(Ordering::Acquire)
     }
 
-    /// Marks the job as ended; its caller has the result.
+    /// The end of the job was reported.
     pub fn end(&self) {
         self.over.store(true, Ordering::Release);
     }
 
-    /// Writes the job off: all work under way ends with this error, the innermost first.
-    pub fn write_off(&self, error: &Error) {
+    /// The same of a job whose thread may hang: it counts as stuck where it visits.
+    pub fn write_off(&self) {
         self.end();
-        let late = {
-            let mut doing = self.doing.lock();
-            doing.written_off = true;
-            std::mem::take(&mut doing.late)
+        let mut visiting = self.visiting.lock();
+        if let Some(host) = visiting.host.as_ref().filter(|_| !visiting.stuck) {
+            host.fetch_add(1, Ordering::AcqRel);
+            visiting.stuck = true;
+        }
+    }
+
+    /// The thread of the job works for another pool until the visit is dropped. `host` counts it
+    /// from when the job is written off until then.
+    pub fn visit(self: &Arc<Self>, host: &Arc<AtomicUsize>) -> Visit {
+        let visiting = Visiting {
+            host: Some(Arc::clone(host)),
+            stuck: false,
         };
-        late.into_iter().rev().for_each(|late| late(error.clone()));
+        *self.visiting.lock() = visiting;
+        Visit(Arc::clone(self))
     }
+}
 
-    /// Runs `work` on this thread. `ended` gets the result exactly once, from here or from
-    /// [`Ticket::write_off`]; a later result is dropped.
-    pub fn run<T: 'static>(
-        &self,
-        work: impl FnOnce() -> Result<T>,
-        ended: impl FnOnce(Result<T>) + Send + 'static,
-    ) {
-        let ended = Arc::new(Mutex::new(Some(ended)));
-        let late = Arc::clone(&ended);
-        let watched = self.watch(Box::new(move |error| {
-            let ended = late.lock().take();
-            if let Some(ended) = ended {
-                ended(Err(error));
-            }
-        }));
-        if let Err(late) = watched {
-            drop(work); // with its captured values, before the report
-            let text = "the job ran past its deadline and was written off";
-            return late(Error::new(ErrorKind::Timeout, text));
-        }
-        let result = work();
-        self.unwatch();
-        let ended = ended.lock().take();
-        if let Some(ended) = ended {
-            ended(result);
-        }
-    }
+/// A thread works for another pool; see [`Ticket::visit`].
+#[derive(Debug)]
+pub struct Visit(Arc<Ticket>);
 
-    /// Until [`Ticket::unwatch`], `late` is called if the job is written off. Returned if it
-    /// already was.
-    pub fn watch(&self, late: Late) -> Result<(), Late> {
-        let mut doing = self.doing.lock();
-        if doing.written_off {
-            return Err(late);
+impl Drop for Visit {
+    fn drop(&mut self) {
+        let visiting = std::mem::take(&mut *self.0.visiting.lock());
+        if let Some(host) = visiting.host.filter(|_| visiting.stuck) {
+            host.fetch_sub(1, Ordering::AcqRel);
         }
-        doing.late.push(late);
-        Ok(())
-    }
-
-    /// Removes the innermost callback, whose work has ended; false if it was already called.
-    pub fn unwatch(&self) -> bool {
-        self.doing.lock().late.pop().is_some()
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::AtomicUsize;
-
     use super::*;
 
     #[test]
-    fn what_ends_in_time_is_told_from_where_it_was_done() {
-        let (ticket, told) = (Ticket::default(), Arc::new(Mutex::new(None)));
-        let hears = Arc::clone(&told);
-        ticket.run(|| Ok(7), move |result| *hears.lock() = Some(result));
-        assert!(matches!(told.lock().take(), Some(Ok(7))));
-        ticket.write_off(&Error::internal("late"));
-        assert!(told.lock().is_none(), "it had ended");
+    fn a_guest_counts_as_stuck_from_its_write_off_until_it_returns() {
+        let (ticket, stuck) = (Arc::new(Ticket::default()), Arc::new(AtomicUsize::new(0)));
+        drop(ticket.visit(&stuck));
+        let visit = ticket.visit(&stuck);
+        assert!(!ticket.is_over() && stuck.load(Ordering::Acquire) == 0);
+        ticket.write_off();
+        ticket.write_off();
+        assert!(ticket.is_over() && stuck.load(Ordering::Acquire) == 1);
+        drop(visit);
+        assert_eq!(stuck.load(Ordering::Acquire), 0);
     }
 
     #[test]
-    fn what_is_written_off_is_told_once_and_its_end_is_dropped() {
-        let (ticket, told) = (Arc::new(Ticket::default()), Arc::new(AtomicUsize::new(0)));
-        let (outer, inner) = (Arc::clone(&told), Arc::clone(&told));
-        let (watch, deeper) = (Arc::clone(&ticket), Arc::clone(&ticket));
-        let within = move || {
-            deeper.run(
-                || {
-                    watch.write_off(&Error::new(ErrorKind::Timeout, "late"));
-                    Ok(1)
-                },
-                move |result| {
-                    assert_eq!(
-                        result.map_err(|error| error.kind()),
-                        Err(ErrorKind::Timeout)
-                    );
-                    assert_eq!(
-                        inner.fetch_add(1, Ordering::AcqRel),
-                        0,
-                        "the innermost is called first"
-                    );
-                },
-            );
-            Ok(2)
-        };
-        ticket.run(within, move |result: Result<i32>| {
-            assert!(result.is_err());
-            outer.fetch_add(1, Ordering::AcqRel);
-        });
-        assert_eq!(told.load(Ordering::Acquire), 2);
-        assert!(ticket.is_over());
-        ticket.run(
-            || -> Result<()> { unreachable!("no work starts any more") },
-            |result| {
-                assert!(result.is_err());
-            },
-        );
+    fn a_job_that_ended_or_visits_no_pool_is_stuck_nowhere() {
+        let (ticket, stuck) = (Arc::new(Ticket::default()), Arc::new(AtomicUsize::new(0)));
+        let visit = ticket.visit(&stuck);
+        ticket.end();
+        drop(visit);
+        ticket.write_off();
+        assert_eq!(stuck.load(Ordering::Acquire), 0);
     }
 }

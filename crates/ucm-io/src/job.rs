@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_infra::{Clock, MonotonicTime, Ticket};
+use ucm_infra::{Clock, MonotonicTime, Ticket, Visit};
 
 use crate::engine::{Caller, IoEngine};
 use crate::op::{FileMeta, Finish, Publish, Read, ReadMode, SpaceInfo};
@@ -36,34 +36,50 @@ use crate::probe::Probe;
 pub struct IoJob {
     engine: Arc<dyn IoEngine>,
     lane: usize,
-    until: Option<Until>,
-    /// True on a thread of another pool.
-    lent: bool,
+    watch: JobWatch,
+    /// Set where the thread is another pool's.
+    _visit: Option<Visit>,
 }
+
+/// Says whether a job is still waited for, to whoever keeps something of it.
+#[derive(Clone)]
+pub struct JobWatch(Option<Until>);
 
 /// The clock, the deadline, and whether the end of the job was reported.
 type Until = (Arc<dyn Clock>, MonotonicTime, Arc<Ticket>);
 
+impl JobWatch {
+    /// False from the deadline on, and once the end of the job was reported.
+    pub fn is_wanted(&self) -> bool {
+        let waits =
+            |(clock, deadline, ticket): &Until| !ticket.is_over() && clock.now() < *deadline;
+        self.0.as_ref().is_none_or(waits)
+    }
+
+    /// The deadline of the job.
+    pub fn deadline(&self) -> MonotonicTime {
+        self.0
+            .as_ref()
+            .map_or(MonotonicTime::NEVER, |(_, deadline, _)| *deadline)
+    }
+}
+
 impl IoJob {
     pub(crate) fn new(engine: Arc<dyn IoEngine>, lane: usize, until: Option<Until>) -> Self {
-        let lent = false;
         Self {
             engine,
             lane,
-            until,
-            lent,
+            watch: JobWatch(until),
+            _visit: None,
         }
     }
 
-    /// A job on the thread of another pool, which lent the thread.
-    pub(crate) fn lent(self) -> Self {
-        Self { lent: true, ..self }
-    }
-
-    /// True if the thread belongs to another pool ([`IoPool::lend`](crate::IoPool::lend)): it may
-    /// then wait for threads of this one.
-    pub fn is_lent(&self) -> bool {
-        self.lent
+    /// The same on the thread of another pool.
+    pub(crate) fn visiting(self, visit: Visit) -> Self {
+        Self {
+            _visit: Some(visit),
+            ..self
+        }
     }
 
     /// A job outside any pool, which is never written off.
@@ -71,18 +87,19 @@ impl IoJob {
         Self::new(engine, 0, None)
     }
 
+    /// Says whether this job is still waited for, also once its thread went on.
+    pub fn watch(&self) -> JobWatch {
+        self.watch.clone()
+    }
+
     /// True if the job is still wanted: not written off and before its deadline.
     pub fn is_wanted(&self) -> bool {
-        let waits =
-            |(clock, deadline, ticket): &Until| !ticket.is_over() && clock.now() < *deadline;
-        self.until.as_ref().is_none_or(waits)
+        self.watch.is_wanted()
     }
 
     /// Its deadline.
     pub fn deadline(&self) -> MonotonicTime {
-        self.until
-            .as_ref()
-            .map_or(MonotonicTime::NEVER, |(_, deadline, _)| *deadline)
+        self.watch.deadline()
     }
 
     /// [`IoJob::is_wanted`] as a result. Call it before an effect outside of files.
@@ -92,22 +109,6 @@ impl IoJob {
             Error::new(ErrorKind::Timeout, text)
         };
         self.is_wanted().then_some(()).ok_or_else(late)
-    }
-
-    /// Runs `work` now, on this thread. `ended` gets the result exactly once: on this thread, or,
-    /// if the job is written off first, on the monitor thread with `Timeout`. A later result of
-    /// `work` is dropped.
-    pub fn here<T>(
-        &self,
-        work: impl FnOnce(&Self) -> Result<T>,
-        ended: impl FnOnce(Result<T>) + Send + 'static,
-    ) where
-        T: 'static,
-    {
-        match &self.until {
-            Some((_, _, ticket)) => ticket.run(|| work(self), ended),
-            None => ended(work(self)),
-        }
     }
 
     /// Runs `work` as a future of the process's runtime and waits for its end, until this job is no
@@ -120,7 +121,7 @@ impl IoJob {
         work: impl Future<Output = Result<T>>,
     ) -> Result<T> {
         self.still_wanted()?;
-        match &self.until {
+        match &self.watch.0 {
             Some((clock, deadline, _)) => runtime.wait(&**clock, *deadline, work),
             None => runtime.wait(&ucm_infra::SystemClock, MonotonicTime::NEVER, work),
         }

@@ -31,7 +31,7 @@ pub const EROFS: i32 = 30;
 pub const ELOOP: i32 = 40;
 
 pub use engine::{Caller, Close, Closed, IoEngine};
-pub use job::IoJob;
+pub use job::{IoJob, JobWatch};
 pub use op::{FileMeta, Finish, MAX_LIST, Publish, Read, ReadMode, SpaceInfo, StillWanted};
 pub use policy::use_batch_policy;
 pub use pool::{IoOptions, IoPool, Pending};

@@ -5,7 +5,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicIsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -20,8 +20,7 @@ use crate::fd_cache::KeptFile;
 use crate::job::IoJob;
 use crate::psync::PsyncEngine;
 
-/// Fewest threads: while one write waits for a record to be moved, another thread must be free to
-/// move it.
+/// Fewest threads: while a write waits for its first grant, another thread reads what grants it.
 const FEWEST: usize = 2;
 /// How long after its deadline a waiter still waits for the pool's report.
 const GRACE: Duration = Duration::from_millis(100);
@@ -81,8 +80,8 @@ pub struct IoPool {
     /// Jobs of each lane that run at once.
     widths: Vec<usize>,
     clock: Arc<dyn Clock>,
-    /// Number of threads of other pools that were written off in a lent job.
-    lost: Arc<AtomicIsize>,
+    /// Number of threads of other pools that were written off while they worked here.
+    stuck_guests: Arc<AtomicUsize>,
     /// Descriptors for which no thread was free in time; the next close includes them.
     unclosed: Arc<Mutex<Vec<Arc<KeptFile>>>>,
 }
@@ -106,7 +105,7 @@ impl IoPool {
             workers,
             widths: widths.collect(),
             clock: Arc::clone(&options.clock),
-            lost: Arc::default(),
+            stuck_guests: Arc::default(),
             unclosed: Arc::default(),
         }))
     }
@@ -139,10 +138,7 @@ impl IoPool {
         let job = IoJob::new(Arc::clone(&self.engine), lane, Some(until));
         let work = move || work(&job);
         let tell = move |result: Result<Result<T>>| {
-            match &result {
-                Ok(_) => ticket.end(),
-                Err(error) => ticket.write_off(error),
-            }
+            ticket.end();
             done(result.and_then(|inner| inner));
         };
         if let Err(refused) = self.workers.offer(lane, deadline, work, tell) {
@@ -187,28 +183,13 @@ impl IoPool {
         IoJob::new(Arc::clone(&self.engine), lane, Some(until))
     }
 
-    /// Runs `work` on the calling thread, which belongs to another pool. That pool bounds its time
-    /// by `ticket`.
-    pub fn lend<T>(
-        &self,
-        lane: usize,
-        deadline: MonotonicTime,
-        ticket: &Arc<Ticket>,
-        work: impl FnOnce(&IoJob) -> T,
-    ) -> T {
+    /// A job on the thread that calls, which is another pool's: that pool keeps the time, by
+    /// `ticket`. Where it writes the thread off, the thread counts as stuck here until the job is
+    /// dropped.
+    pub fn visit(&self, lane: usize, deadline: MonotonicTime, ticket: &Arc<Ticket>) -> IoJob {
         let until = (Arc::clone(&self.clock), deadline, Arc::clone(ticket));
-        let job = IoJob::new(Arc::clone(&self.engine), lane, Some(until)).lent();
-        let lost = Arc::clone(&self.lost);
-        let watched = ticket.watch(Box::new(move |error: Error| {
-            if error.kind() != ErrorKind::Internal {
-                lost.fetch_add(1, Ordering::AcqRel); // else it panicked and has returned
-            }
-        }));
-        let result = work(&job);
-        if watched.is_ok() && !ticket.unwatch() {
-            self.lost.fetch_sub(1, Ordering::AcqRel); // it returned
-        }
-        result
+        IoJob::new(Arc::clone(&self.engine), lane, Some(until))
+            .visiting(ticket.visit(&self.stuck_guests))
     }
 
     /// Number of jobs of a lane that run at once; callers split their work by it.
@@ -251,15 +232,14 @@ impl IoPool {
     }
 
     /// Number of threads whose job timed out and has not returned. Each still owns its job's
-    /// buffers. Threads of other pools count too ([`IoPool::lent_stuck`]).
+    /// buffers. Threads of other pools count too ([`IoPool::visit`]).
     pub fn stuck(&self) -> usize {
-        self.workers.stuck() + self.lent_stuck()
+        self.workers.stuck() + self.stuck_guests()
     }
 
-    /// Number of threads of other pools that hang in a lent job.
-    pub fn lent_stuck(&self) -> usize {
-        // The return of a thread may be counted before its write-off.
-        usize::try_from(self.lost.load(Ordering::Acquire)).unwrap_or(0)
+    /// Number of threads of other pools that hang in a job of this one.
+    pub fn stuck_guests(&self) -> usize {
+        self.stuck_guests.load(Ordering::Acquire)
     }
 
     /// The threads' counters.

@@ -21,7 +21,7 @@ use super::documents_io::{Look, SpaceFiles};
 use super::grant_table::{GrantTable, ahead};
 use super::remove::high;
 use super::state::SpaceState;
-use super::writer_quota::{Answers, Free, HOLDS, answer};
+use super::writer_quota::{Free, HOLDS};
 
 /// Time between two turns when nothing happens, and while a write waits for an answer.
 const IDLE: Duration = Duration::from_secs(1);
@@ -197,20 +197,17 @@ impl QuotaAgent {
         }
         let deadline = now.after(TURN);
         let done = self.refresh(Turn { now, deadline });
-        let mut answers = Answers::new();
         let mut quota = self.state.writer_quota.lock();
         quota.trouble = match &done {
             Err(error) => Some(error.clone()),
             Ok(_) => self.counts.trouble.clone(),
         };
-        let now = self.files.clock.now();
-        quota.answer_waiting(now, &mut answers);
-        let late = quota.next_late();
+        let waits = quota.waiting > 0;
         drop(quota);
-        answer(answers);
-        let active = done.is_ok_and(|waits| waits || late.is_some());
-        let next = now.after(if active { ACTIVE } else { IDLE });
-        late.map_or(next, |late| late.min(next))
+        self.state.granted.notify();
+        let active = done.is_ok_and(|wants| wants || waits);
+        let now = self.files.clock.now();
+        now.after(if active { ACTIVE } else { IDLE })
     }
 
     /// Reads what changed and writes what is due, as collector or not. Whether a write waits for an
@@ -312,7 +309,7 @@ impl QuotaAgent {
             self.state.writer_quota.lock().holds_until = now.after(HOLDS);
             (self.note, self.note_at) = (note, now);
         }
-        let needy = wants || self.state.writer_quota.lock().next_late().is_some();
+        let needy = wants || self.state.writer_quota.lock().waiting > 0;
         if let Some(meta) = look.files.get(&Name::Grants(term))
             && (needy || self.grants_read.is_none_or(|read| read.is_old(term, meta, now)))
             && let Some(grants) = self.files.read::<Grants>(look, Name::Grants(term), deadline)?
@@ -339,7 +336,7 @@ impl QuotaAgent {
                 at: now,
             });
         }
-        let waits = self.state.writer_quota.lock().next_late().is_some();
+        let waits = self.state.writer_quota.lock().waiting > 0;
         Ok(waits || (self.note.wanted > 0 && now.since(self.note_at) < HEARTBEAT_INTERVAL))
     }
 

@@ -4,8 +4,8 @@
 //! One of the root's writers is its *collector*: it counts what lies below the root (all
 //! namespaces), removes the oldest records, and grants every writer an absolute running total, a
 //! little ahead of what that writer has used. A write is reserved against the grant, in memory; a
-//! writer whose grant is spent requests more, waits a moment ([`patience`]), and then refuses. So
-//! the limit holds while the collector is dead, and with two of them. The parts:
+//! writer whose grant is spent requests more and refuses ([`Quota::reserve`]). So the limit holds
+//! while the collector is dead, and with two of them. The parts:
 //!
 //! * [`writer_quota`]: one writer's side; [`grant_table`]: the collector's; [`documents`]: the
 //!   files by which they agree; [`documents_io`]: reading and writing them;
@@ -41,21 +41,21 @@ use std::time::Duration;
 
 use parking_lot::{Mutex, MutexGuard};
 use ucm_core::{BlockId, Error, ErrorKind, Result};
-use ucm_infra::{Clock, Completion, Lane, MonotonicTime, Notify, WorkerPool};
+use ucm_infra::{Clock, Lane, MonotonicTime, Notify, WorkerPool};
 use ucm_io::{FileMeta, IoPool, Process};
 
 use agent::QuotaAgent;
 use count::Counter;
-use documents_io::{Root, STEP, SpaceFiles};
+use documents_io::{Root, SpaceFiles};
 use layout::{BLOCKS, Modes, record_name, shard_name};
 use state::SpaceState;
-use writer_quota::{Answers, PATIENCE, WriterQuota, answer};
+use writer_quota::{PATIENCE, WriterQuota};
 
 pub use capacity::{Capacity, in_units};
 pub use grant_table::Snapshot;
 pub use pause::Pause;
 pub use remove::Rules;
-pub use writer_quota::{OnReserved, Reservation, patience};
+pub use writer_quota::{FIRST, Reservation};
 
 /// What a medium holds, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -135,6 +135,7 @@ impl Quota {
             grant_table: Mutex::default(),
             term: AtomicU64::default(),
             notify: Notify::new(),
+            granted: Notify::new(),
             leaving: OnceLock::new(),
         });
         let counter = Counter::new(&state, &worker);
@@ -180,26 +181,46 @@ impl Quota {
         }
     }
 
-    /// Reserves `bytes` for a write. `then` is called exactly once, at once or from the quota
-    /// agent's thread, with its first turn after our [`patience`] or the deadline at the latest:
-    /// with a reservation for [`Quota::ended`], or with `NoSpace`.
-    pub fn reserve(&self, bytes: u64, deadline: MonotonicTime, then: OnReserved) {
-        let mut answers = Answers::new();
+    /// Room for a write of `bytes`, for [`Quota::ended`] or [`Quota::commit`]. `None` before the
+    /// first write of this writer while nothing that large is granted: see [`Quota::await_grant`].
+    /// After that a writer whose grant is spent is refused with `Busy`, and the agent has the grant
+    /// raised.
+    pub fn reserve(&self, bytes: u64) -> Result<Option<Reservation>> {
         let now = self.clock.now();
-        let wakes = self
-            .quota()
-            .reserve(bytes, now, deadline, then, &mut answers);
-        self.wake_if(wakes);
-        answer(answers);
-    }
-
-    /// Room for `bytes` if that can be had at once; `None` where it has to be made, for which
-    /// [`Quota::reserve`] is there.
-    fn reserve_now(&self, bytes: u64) -> Result<Option<Reservation>> {
-        let now = self.clock.now();
-        let (had, wakes) = self.quota().reserve_now(bytes, now);
+        let (had, wakes) = self.quota().reserve(bytes, now);
         self.wake_if(wakes);
         had
+    }
+
+    /// Waits until a first grant holds `bytes`, or none is to be had now; `deadline` at the latest.
+    /// [`Quota::reserve`] is to be called again then.
+    pub fn await_grant(&self, bytes: u64, deadline: MonotonicTime) {
+        let until = self.clock.now().after(FIRST).min(deadline);
+        if !self.wait(bytes, until) {
+            self.quota().in_vain = true;
+        }
+    }
+
+    /// Waits until there is an answer for `bytes`; false where there was none in time.
+    fn wait(&self, bytes: u64, until: MonotonicTime) -> bool {
+        let mut turned = false;
+        loop {
+            let seen = self.state.granted.seen();
+            {
+                let (mut quota, now) = (self.quota(), self.clock.now());
+                if quota.answers(bytes, now) {
+                    return true;
+                }
+                if now >= until || turned && quota.trouble.is_some() {
+                    return false;
+                }
+                quota.waiting += 1;
+            }
+            self.state.notify.notify();
+            self.clock.sleep(&self.state.granted, seen, Some(until));
+            self.quota().waiting -= 1;
+            turned = true;
+        }
     }
 
     /// A reserved write ended. If it wrote nothing its bytes are free again; when that is not sure
@@ -221,15 +242,19 @@ impl Quota {
 
     /// Reserves `bytes` and waits for them until then at most; for the control path.
     pub fn reserve_blocking(&self, bytes: u64, until: MonotonicTime) -> Result<Reservation> {
-        let completion = Completion::new();
-        let answer = Arc::clone(&completion);
-        let now = self.clock.now();
-        let then = move |reservation| _ = answer.complete(reservation);
-        self.reserve(bytes, until.min(now.after(PATIENCE)), Box::new(then));
-        let until = now.after(STEP).min(until);
-        let late = || Error::new(ErrorKind::Timeout, "no answer whether there is room");
-        let answered = completion.wait(&*self.clock, Some(until));
-        answered.ok_or_else(late)?
+        match self.reserve(bytes) {
+            Ok(Some(reservation)) => return Ok(reservation),
+            Err(error) if error.kind() != ErrorKind::Busy => return Err(error),
+            Ok(None) | Err(_) => self.wait(bytes, until.min(self.clock.now().after(PATIENCE))),
+        };
+        let none = || Error::new(ErrorKind::Busy, "no room was made in time");
+        self.reserve(bytes)?.ok_or_else(none)
+    }
+
+    /// This writer's largest write is at least this long: its grant is to hold that.
+    pub fn expect_writes_of(&self, bytes: u64) {
+        let mut quota = self.quota();
+        quota.unit = quota.unit.max(bytes);
     }
 
     /// Reserves `bytes` for a write that nothing depends on, of what is granted already, without
@@ -319,9 +344,8 @@ impl Quota {
     /// Resigns, refuses what waits, and ends the background threads.
     pub fn shutdown(&self, drain: Duration) {
         self.state.files.closing.store(true, Ordering::Release); // a count ends here
-        let mut answers = Answers::new();
-        self.quota().close(&mut answers);
-        answer(answers);
+        self.quota().closed = true;
+        self.state.granted.notify();
         // A process that still writes cannot resign, and the next collector would have to wait for
         // this one's silence.
         let now = self.clock.now();
@@ -343,110 +367,6 @@ impl Quota {
 impl Drop for Quota {
     fn drop(&mut self) {
         self.state.notify.notify(); // the quota agent ends
-    }
-}
-
-/// Room for one write, once it has some: given back when the write ends or when its deadline has
-/// passed, whichever is first.
-pub struct Room {
-    space: Arc<Quota>,
-    held: Mutex<Held>,
-}
-
-enum Held {
-    Nothing,
-    /// It was reserved, and no thread has begun to write yet.
-    Reserved(Reservation),
-    /// It is being written to, or may be.
-    InUse(Reservation),
-    /// The write ended or timed out: a later reservation is given back.
-    Over,
-}
-
-impl Room {
-    /// None yet.
-    pub fn new(space: &Arc<Quota>) -> Arc<Self> {
-        Arc::new(Self {
-            space: Arc::clone(space),
-            held: Mutex::new(Held::Nothing),
-        })
-    }
-
-    /// Takes room for `bytes` to write to if it can be had at once, or was made; false where it has
-    /// to be made first.
-    pub fn take(&self, bytes: u64) -> Result<bool> {
-        let made = match &*self.held.lock() {
-            Held::Reserved(reservation) | Held::InUse(reservation) => Some(*reservation),
-            Held::Nothing | Held::Over => None,
-        };
-        let reservation = match made {
-            Some(reservation) => Some(reservation),
-            None => self.space.reserve_now(bytes)?,
-        };
-        match reservation {
-            Some(reservation) => self
-                .hold(reservation, Held::InUse(reservation))
-                .map(|()| true),
-            None => Ok(false),
-        }
-    }
-
-    /// Takes room for `bytes` that nothing depends on, if there is some to spare.
-    pub fn try_reserve(&self, bytes: u64) -> Result<()> {
-        let reservation = self.space.try_reserve(bytes)?;
-        self.hold(reservation, Held::InUse(reservation))
-    }
-
-    /// Has room for `bytes` made; `then` is called as of [`Quota::reserve`], when it is there or
-    /// why there is none.
-    pub fn reserve(
-        self: &Arc<Self>,
-        bytes: u64,
-        deadline: MonotonicTime,
-        then: impl FnOnce(Result<()>) + Send + 'static,
-    ) {
-        let room = Arc::clone(self);
-        let reserved = move |reservation: Result<Reservation>| {
-            then(
-                reservation
-                    .and_then(|reservation| room.hold(reservation, Held::Reserved(reservation))),
-            );
-        };
-        self.space.reserve(bytes, deadline, Box::new(reserved));
-    }
-
-    fn hold(&self, reservation: Reservation, now: Held) -> Result<()> {
-        let mut held = self.held.lock();
-        if let Held::Over = *held {
-            drop(held);
-            self.space.commit(reservation, 0, None);
-            let text = "there was room for this write when nobody waited for it any more";
-            return Err(Error::new(ErrorKind::Timeout, text));
-        }
-        *held = now;
-        Ok(())
-    }
-
-    /// [`Quota::ended`], the first time; everything is given back if no write had begun.
-    pub fn end(&self, error: Option<&Error>) {
-        match self.over() {
-            Held::InUse(reservation) => self.space.ended(reservation, error),
-            Held::Reserved(reservation) => self.space.commit(reservation, 0, None),
-            Held::Nothing | Held::Over => {}
-        }
-    }
-
-    /// [`Quota::commit`], the first time; all goes back where no write had begun.
-    pub fn commit(&self, kept: u64, error: Option<&Error>) {
-        match self.over() {
-            Held::InUse(reservation) => self.space.commit(reservation, kept, error),
-            Held::Reserved(reservation) => self.space.commit(reservation, 0, None),
-            Held::Nothing | Held::Over => {}
-        }
-    }
-
-    fn over(&self) -> Held {
-        std::mem::replace(&mut *self.held.lock(), Held::Over)
     }
 }
 

@@ -22,6 +22,8 @@ pub(super) struct SpaceState {
     pub(super) term: AtomicU64,
     /// Wakes the quota agent.
     pub(super) notify: Notify,
+    /// Notified after every turn of the agent.
+    pub(super) granted: Notify,
     /// Nothing is written any more: the quota agent resigns, by then if it can, and ends.
     pub(super) leaving: OnceLock<MonotonicTime>,
 }

@@ -1,7 +1,6 @@
-//! What one writer may write: its grant, what it used of it, writes that wait for more, and the
-//! times when nothing may be written at all (the medium is full, or too little of it is free).
+//! What one writer may write: its grant, what it used of it, and the times when nothing may be
+//! written at all (the medium is full, or too little of it is free).
 
-use std::collections::VecDeque;
 use std::time::Duration;
 
 use ucm_core::{Error, ErrorKind, Result};
@@ -10,24 +9,17 @@ use ucm_io::{ELOOP, EROFS};
 
 use crate::pause::Pause;
 
-/// How long a write waits for more before it is refused: a collector at rest wakes once a second.
+/// How long the control path waits for room: a collector at rest looks up once a second.
 pub(super) const PATIENCE: Duration = Duration::from_secs(2);
-/// The same for a writer that was never granted anything: what lies there is counted first, and a
-/// collector that stands still is followed. Within the time that a dump has, unless its deadline is
-/// another one.
-const FIRST: Duration = Duration::from_secs(25);
-/// Most writes that wait.
-const MOST_WAITING: usize = 1 << 16;
-/// Least time between two wakes of the quota agent while no write waits.
+/// How long a first write waits for a grant: what lies there is counted first, and a collector that
+/// stands still is followed. Within the time that a dump has, unless its deadline is another one.
+pub const FIRST: Duration = Duration::from_secs(25);
+/// Least time between two times that the quota agent is asked to look although no write waits for
+/// it.
 const ASK_AGAIN: Duration = Duration::from_millis(50);
 /// How long a grant holds without news from its writer, by the writer's own clock; half of what the
 /// collector waits.
 pub const HOLDS: Duration = Duration::from_secs(300);
-
-/// How long a writer with this grant lets a write wait for more.
-pub fn patience(granted: u64) -> Duration {
-    if granted == 0 { FIRST } else { PATIENCE }
-}
 
 /// What a reserved write hands back when it ended.
 #[derive(Debug, Clone, Copy)]
@@ -35,25 +27,6 @@ pub struct Reservation {
     bytes: u64,
     /// The writer's id at that time.
     writer: u64,
-}
-
-/// Called with the answer to a write's question, exactly once.
-pub type OnReserved = Box<dyn FnOnce(Result<Reservation>) + Send>;
-
-struct Waiting {
-    bytes: u64,
-    until: MonotonicTime,
-    then: OnReserved,
-}
-
-/// Answers to give, once the writer quota is not locked any more.
-pub(super) type Answers = Vec<(OnReserved, Result<Reservation>)>;
-
-/// Gives answers, with nothing locked.
-pub(super) fn answer(answers: Answers) {
-    for (then, answer) in answers {
-        then(answer);
-    }
 }
 
 /// What one writer used and may use. All totals are bytes since it took its id.
@@ -74,8 +47,15 @@ pub(super) struct WriterQuota {
     pub(super) removed: Removed,
     pub(super) free: Free,
     pub(super) pause: Pause,
-    pub(super) queue: Queue,
-    /// Why the last turn of the quota agent failed, if it did.
+    /// Threads that wait for a grant.
+    pub(super) waiting: usize,
+    /// No first grant was to be had in time; until there is one no write waits.
+    pub(super) in_vain: bool,
+    /// When the quota agent was last asked to look.
+    asked: Option<MonotonicTime>,
+    /// The store is closed.
+    pub(super) closed: bool,
+    /// Why the last look at the root failed, if it did.
     pub(super) trouble: Option<Error>,
 }
 
@@ -99,7 +79,8 @@ pub(super) struct Removed {
     pub(super) bytes: u64,
 }
 
-/// How much of the medium was free when that was last read; nothing before the first time.
+/// How much of the medium was free when that was last looked at. Nothing, or no limit, before the
+/// first look.
 #[derive(Default)]
 pub(super) struct Free {
     /// Bytes that were free.
@@ -122,17 +103,6 @@ impl Free {
         let written = reserved.saturating_sub(self.at);
         self.bytes.unwrap_or(0).saturating_sub(written)
     }
-}
-
-/// Writes that wait for more.
-#[derive(Default)]
-pub(super) struct Queue {
-    waiting: VecDeque<Waiting>,
-    /// A write waited without success; until there is a grant no write waits.
-    pub(super) hopeless: bool,
-    /// When the quota agent was last woken while no write waited.
-    asked: Option<MonotonicTime>,
-    closed: bool,
 }
 
 impl WriterQuota {
@@ -165,19 +135,16 @@ impl WriterQuota {
         self.granted.saturating_sub(self.reserved)
     }
 
-    /// Whether more should be requested, when a grant reaches this far ahead.
+    /// Whether more should be asked for, when a grant reaches so far ahead: half of that is left, or
+    /// less than two writes while the grant holds so many.
     pub(super) fn is_low(&self, ahead: u64, now: MonotonicTime) -> bool {
-        !self.queue.waiting.is_empty() || self.left(now) < (ahead / 2).max(self.unit)
+        let two = (2 * self.unit).min(ahead);
+        self.waiting > 0 || self.left(now) < (ahead / 2).max(two).max(self.unit)
     }
 
-    /// Bytes that a write waits for, at least one record.
+    /// Bytes that are wanted: those of the largest write.
     pub(super) fn wanted(&self) -> u64 {
-        let front = self
-            .queue
-            .waiting
-            .front()
-            .map_or(0, |waiting| waiting.bytes);
-        front.max(self.unit).max(1)
+        self.unit.max(1)
     }
 
     /// A grant without news for too long is void, and its writer another one.
@@ -212,7 +179,7 @@ impl WriterQuota {
 
     /// Why nothing may be written now, if so.
     fn barred(&self, bytes: u64, now: MonotonicTime) -> Option<Error> {
-        if self.queue.closed {
+        if self.closed {
             return Some(Error::new(ErrorKind::Closed, "the store is closed"));
         }
         if let Err(full) = self.pause.check(now) {
@@ -239,9 +206,9 @@ impl WriterQuota {
         })
     }
 
-    /// What `bytes` can have at once; `None`: who wants them has to wait. And whether the quota
-    /// agent should look.
-    pub(super) fn reserve_now(
+    /// Room for `bytes`, and whether the quota agent should look. `None` before the first write,
+    /// whose grant is still to come; after that what exceeds the grant is refused.
+    pub(super) fn reserve(
         &mut self,
         bytes: u64,
         now: MonotonicTime,
@@ -249,86 +216,48 @@ impl WriterQuota {
         if let Some(error) = self.barred(bytes, now) {
             return (Err(error), false);
         }
-        if self.queue.waiting.is_empty() && bytes <= self.left(now) {
+        if bytes <= self.left(now) {
             let reservation = self.take(bytes);
-            let low = self.is_half_free() || self.left(now) < self.unit.max(self.ahead_hint() / 2);
+            let low = self.is_half_free() || self.is_low(self.ahead_hint(), now);
             return (Ok(Some(reservation)), low && self.may_ask(now));
         }
         self.unit = self.unit.max(bytes);
-        if self.queue.hopeless || self.queue.waiting.len() >= MOST_WAITING {
-            return (Err(self.refusal()), self.may_ask(now));
+        if self.awaits_first() {
+            return (Ok(None), true);
         }
-        (Ok(None), true)
+        (Err(self.refusal()), self.may_ask(now))
     }
 
-    /// Asks for `bytes`. The answer comes at once or, when there is none yet, after the next news.
-    /// Returns whether the quota agent should look.
-    pub(super) fn reserve(
-        &mut self,
-        bytes: u64,
-        now: MonotonicTime,
-        deadline: MonotonicTime,
-        then: OnReserved,
-        answers: &mut Answers,
-    ) -> bool {
-        let (had, look) = self.reserve_now(bytes, now);
-        let until = now.after(patience(self.granted)).min(deadline);
-        match had.transpose() {
-            Some(answer) => answers.push((then, answer)),
-            None => self.queue.waiting.push_back(Waiting { bytes, until, then }),
-        }
-        look
+    /// Whether a write waits for its grant: nothing was written yet, and it was not waited for in
+    /// vain.
+    fn awaits_first(&self) -> bool {
+        self.reserved == 0 && !self.in_vain
     }
 
-    /// What the grant has left; the agent is not woken for more.
+    /// Whether a thread that waits for `bytes` has its answer, whatever that is.
+    pub(super) fn answers(&self, bytes: u64, now: MonotonicTime) -> bool {
+        bytes <= self.left(now) || self.in_vain || self.barred(bytes, now).is_some()
+    }
+
+    /// What can be had of the grant at once; the agent is not asked for more.
     pub(super) fn try_reserve(&mut self, bytes: u64, now: MonotonicTime) -> Option<Reservation> {
-        let free = self.queue.waiting.is_empty()
-            && bytes <= self.left(now)
-            && self.barred(bytes, now).is_none();
+        let free =
+            self.waiting == 0 && bytes <= self.left(now) && self.barred(bytes, now).is_none();
         free.then(|| self.take(bytes))
     }
 
-    /// Whether the quota agent may be woken; not with every write, since one turn is several calls
-    /// on the medium.
+    /// Whether the quota agent may be asked to look; not with every write, for one look is several
+    /// calls on the medium.
     fn may_ask(&mut self, now: MonotonicTime) -> bool {
-        let may = self
-            .queue
-            .asked
-            .is_none_or(|asked| now.since(asked) >= ASK_AGAIN);
+        let may = self.asked.is_none_or(|asked| now.since(asked) >= ASK_AGAIN);
         if may {
-            self.queue.asked = Some(now);
+            self.asked = Some(now);
         }
         may
     }
 
     fn ahead_hint(&self) -> u64 {
         super::grant_table::ahead(self.told.limit, 1)
-    }
-
-    /// After news: answers those that wait and can have theirs, or have waited too long.
-    pub(super) fn answer_waiting(&mut self, now: MonotonicTime, answers: &mut Answers) {
-        while let Some(front) = self.queue.waiting.front() {
-            let (bytes, late) = (front.bytes, now >= front.until);
-            let answer = if let Some(error) = self.barred(bytes, now) {
-                Err(error)
-            } else if bytes <= self.left(now) {
-                self.queue.hopeless = false;
-                Ok(self.take(bytes))
-            } else if late || self.trouble.is_some() {
-                self.queue.hopeless = true;
-                Err(self.refusal())
-            } else {
-                return;
-            };
-            if let Some(front) = self.queue.waiting.pop_front() {
-                answers.push((front.then, answer));
-            }
-        }
-    }
-
-    /// When the first of those that wait has waited too long.
-    pub(super) fn next_late(&self) -> Option<MonotonicTime> {
-        self.queue.waiting.front().map(|front| front.until)
     }
 
     /// Whether half of what may be written above the floor was written since that was looked at.
@@ -343,7 +272,7 @@ impl WriterQuota {
     pub(super) fn adopt(&mut self, granted: u64) {
         if granted > self.granted {
             self.granted = granted;
-            self.queue.hopeless = false;
+            self.in_vain = false;
         }
     }
 
@@ -394,27 +323,25 @@ impl WriterQuota {
         self.barred(self.unit, now).is_some()
     }
 
-    /// No more writes; those that wait are refused.
-    pub(super) fn close(&mut self, answers: &mut Answers) {
-        self.queue.closed = true;
-        while let Some(waiting) = self.queue.waiting.pop_front() {
-            let error = Error::new(ErrorKind::Closed, "the store is closed");
-            answers.push((waiting.then, Err(error)));
-        }
-    }
-
+    /// Why there is no room. `Busy` where more will be granted.
     fn refusal(&self) -> Error {
-        // On a read-only file system or behind a link nothing is short: that error is returned.
+        // Nothing is short on a read-only file system or behind a link: the error says so.
         let no_way = |trouble: &&Error| matches!(trouble.os_code(), Some(EROFS | ELOOP));
         if let Some(trouble) = self.trouble.as_ref().filter(no_way) {
             return trouble.clone();
         }
-        let text = if self.told.counted {
-            "the configured storage_capacity is used up, or nobody grants more of it; making room"
-        } else {
-            "what lies below the root is still being counted"
+        let kind = match self.in_vain {
+            true => ErrorKind::NoSpace,
+            false => ErrorKind::Busy,
         };
-        let error = Error::new(ErrorKind::NoSpace, text)
+        let text = match self.told.counted {
+            true => {
+                "the configured storage_capacity is used up, or no more of it is granted yet; \
+                 making room"
+            }
+            false => "what lies below the root is still being counted",
+        };
+        let error = Error::new(kind, text)
             .with("limit", self.told.limit)
             .with("used", self.used())
             .with("root", &self.told.root);
@@ -447,57 +374,53 @@ mod tests {
         }
     }
 
-    /// Asks, and answers the kind of the refusal; `None`: it waits.
+    /// Asks for room; `None`: its first grant is to come.
     fn ask(quota: &mut WriterQuota, bytes: u64, now: MonotonicTime) -> Option<Result<Reservation>> {
-        let mut answers = Answers::new();
-        quota.reserve(
-            bytes,
-            now,
-            MonotonicTime::NEVER,
-            Box::new(|_| {}),
-            &mut answers,
-        );
-        answers.pop().map(|(_, answer)| answer)
+        quota.reserve(bytes, now).0.transpose()
+    }
+
+    fn kind(answer: Option<Result<Reservation>>) -> ErrorKind {
+        answer.unwrap().unwrap_err().kind()
     }
 
     #[test]
     fn nothing_is_written_beyond_the_grant() {
         let mut quota = granted(100);
         ask(&mut quota, 60, at(0)).unwrap().unwrap();
-        assert!(ask(&mut quota, 60, at(0)).is_none(), "waits");
-        assert!(ask(&mut quota, 10, at(0)).is_none(), "in order");
-        let mut answers = Answers::new();
-        quota.answer_waiting(at(1), &mut answers);
-        assert!(answers.is_empty());
-        quota.adopt(125);
-        quota.answer_waiting(at(1), &mut answers);
-        assert!(answers.pop().unwrap().1.is_ok() && quota.reserved == 120);
-        quota.answer_waiting(at(2001), &mut answers);
-        assert_eq!(
-            answers.pop().unwrap().1.unwrap_err().kind(),
-            ErrorKind::NoSpace
-        );
-        assert!(
-            ask(&mut quota, 60, at(2002)).unwrap().is_err(),
-            "nobody waits in vain twice"
-        );
-        quota.adopt(400);
-        assert!(ask(&mut quota, 60, at(2003)).unwrap().is_ok());
+        assert_eq!(kind(ask(&mut quota, 60, at(0))), ErrorKind::Busy);
+        assert!(quota.is_low(100, at(0)) && quota.wanted() == 60);
+        ask(&mut quota, 40, at(0)).unwrap().unwrap();
+        quota.adopt(160);
+        assert!(ask(&mut quota, 60, at(1)).unwrap().is_ok() && quota.reserved == 160);
     }
 
     #[test]
-    fn the_first_grant_is_waited_for_longer_once() {
+    fn only_the_first_write_waits_for_a_grant_and_not_in_vain_twice() {
         let mut quota = WriterQuota::new(1, 40);
-        let mut answers = Answers::new();
+        quota.holds_until = at(300_000);
         assert!(ask(&mut quota, 40, at(0)).is_none());
-        quota.answer_waiting(at(24_999), &mut answers);
-        assert!(answers.is_empty(), "it may still be counted");
-        quota.answer_waiting(at(25_000), &mut answers);
-        assert_eq!(
-            answers.pop().unwrap().1.unwrap_err().kind(),
-            ErrorKind::NoSpace
+        assert!(!quota.answers(40, at(0)));
+        quota.in_vain = true;
+        assert!(quota.answers(40, at(0)));
+        assert_eq!(kind(ask(&mut quota, 40, at(1))), ErrorKind::NoSpace);
+        quota.adopt(60);
+        assert!(
+            ask(&mut quota, 80, at(2)).is_none(),
+            "nothing was written yet"
         );
-        assert!(ask(&mut quota, 40, at(25_001)).unwrap().is_err());
+        assert!(ask(&mut quota, 40, at(2)).unwrap().is_ok());
+        assert_eq!(kind(ask(&mut quota, 40, at(3))), ErrorKind::Busy);
+    }
+
+    #[test]
+    fn a_grant_is_raised_before_it_is_used_up() {
+        let mut quota = granted(100);
+        quota.unit = 40;
+        assert!(!quota.is_low(100, at(0)));
+        ask(&mut quota, 40, at(0)).unwrap().unwrap();
+        assert!(quota.is_low(100, at(0)), "less than two writes are left");
+        quota.unit = 100;
+        assert!(quota.is_low(100, at(0)));
     }
 
     #[test]
@@ -536,10 +459,8 @@ mod tests {
     fn a_silent_writer_writes_no_more_and_comes_back_as_another() {
         let mut quota = granted(100);
         let old = ask(&mut quota, 40, at(0)).unwrap().unwrap();
-        assert!(
-            ask(&mut quota, 10, at(300_000)).is_none(),
-            "its grant is void"
-        );
+        let void = kind(ask(&mut quota, 10, at(300_000)));
+        assert_eq!(void, ErrorKind::Busy, "its grant is void");
         assert!(quota.renew(at(300_000), || 2));
         assert_eq!((quota.writer, quota.reserved, quota.granted), (2, 0, 0));
         quota.ended(old, None, at(300_001));
@@ -552,10 +473,6 @@ mod tests {
         let mut quota = granted(100);
         assert!(quota.try_reserve(60, at(0)).is_some());
         assert!(quota.try_reserve(60, at(0)).is_none());
-        assert!(
-            !quota.queue.hopeless && quota.next_late().is_none(),
-            "nobody waits for it"
-        );
         assert!(ask(&mut quota, 40, at(0)).unwrap().is_ok());
     }
 

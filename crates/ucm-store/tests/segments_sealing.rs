@@ -286,10 +286,10 @@ fn a_segment_that_cannot_be_opened_costs_its_dumps_their_deadline_and_no_more() 
     clock.advance(setup.deadlines.dump);
     eventually("the dump ends", || is_over(&store, &task));
     assert_eq!(task.failures().len(), 2);
+    gate.open();
     eventually("its slots come back", || {
         store.stat("slots_free") == store.stat("slots")
     });
-    gate.open();
     store.faults.clear();
     eventually("it is stored again", || {
         store.dump(&device, &ids(2)).is_ok()

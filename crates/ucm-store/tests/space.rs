@@ -161,7 +161,7 @@ fn a_writer_whose_grant_is_spent_refuses_and_does_not_hang() {
     {
         Ok(()) => false,
         Err(error) => {
-            assert_eq!(error.kind(), ErrorKind::NoSpace, "{error}");
+            assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
             true
         }
     };

@@ -7,8 +7,7 @@ use ucm_device::Slot;
 use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
 use ucm_tier::backend::{
-    Backend, BlockRead, Done, Features, Listed, MediumStats, Outcome, Presence, WriteOptions,
-    Written,
+    Backend, BlockRead, Features, Listed, MediumStats, Outcome, Presence, WriteOptions, Written,
 };
 
 /// Contains nothing and stores nothing.
@@ -35,12 +34,9 @@ impl Backend for Nothing {
         run.into_iter().map(nothing).collect()
     }
 
-    fn write(&self, _io: &IoJob, _id: BlockId, slot: Slot, _: WriteOptions, done: Done<Written>) {
-        drop(slot);
-        done(Err(Error::new(
-            ErrorKind::NoSpace,
-            "this medium stores nothing",
-        )));
+    fn write(&self, _io: &IoJob, _id: BlockId, _: Slot, _: WriteOptions) -> Result<Written> {
+        let text = "this medium stores nothing";
+        Err(Error::new(ErrorKind::NoSpace, text))
     }
 
     fn touch(&self, _ids: &[(BlockId, u32)], _deadline: MonotonicTime) {}

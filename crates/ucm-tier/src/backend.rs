@@ -2,44 +2,29 @@
 //!
 //! A backend moves named records between slots and one medium. It is asked on a thread of a pool
 //! that keeps the time (a lookup also on the thread that wants to know, see [`Features`]), and
-//! blocks that thread: straight-line code that looks at its [`IoJob`] before every effect, because
-//! no one waits for what comes late. Writing alone may answer later, since records may be published
-//! together. A backend owns a slot until the operation has really ended, never touches device
+//! blocks that thread: straight-line code that checks its [`IoJob`] before every effect, because
+//! no one waits for what comes late. A function returns what happened. One outcome alone is known
+//! later, that of a record which is published together with others: [`Written::Sealing`] names it by
+//! a receipt. A backend owns a slot until the operation has really ended, never touches device
 //! memory, and knows nothing of tasks, other media or vLLM. A new one is one file that implements
 //! this trait.
 
 use std::ops::{Deref, Range};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use parking_lot::Mutex;
 use ucm_core::{BlockId, MissReason, Result};
 use ucm_device::{Pinned, SharedRegion, Slot};
 use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
 use ucm_quota::Usage;
 
-/// Called exactly once with the outcome, on a thread of the backend.
+/// Called exactly once with the outcome of [`Indexed::look`], on a thread of the backend.
 pub type Done<T> = Box<dyn FnOnce(Result<T>) + Send>;
 
-/// A callback for work that is handed on as a job, and what that job's end is told to: the callback
-/// hears the job's error where the work did not come to call it. The first of both is heard.
-pub fn either<T: 'static>(done: Done<T>) -> (Done<T>, impl FnOnce(Result<()>) + Send + 'static) {
-    let shared = Arc::new(Mutex::new(Some(done)));
-    let tell = |shared: &Mutex<Option<Done<T>>>, result| {
-        let done = shared.lock().take();
-        if let Some(done) = done {
-            done(result);
-        }
-    };
-    let of_work = Arc::clone(&shared);
-    let ended = move |result: Result<()>| {
-        if let Err(error) = result {
-            tell(&shared, Err(error));
-        }
-    };
-    (Box::new(move |result| tell(&of_work, result)), ended)
-}
+/// Called once for each receipt with its outcome, on a thread of the backend. Must not wait.
+pub type OnSealed = Box<dyn Fn(Receipt, Result<()>) + Send + Sync>;
 
 /// Whether a record is there whole, or why it is no hit.
 pub type Presence = std::result::Result<(), MissReason>;
@@ -194,7 +179,19 @@ pub enum Flush {
     Last,
 }
 
-/// What became of a write.
+/// Names a record that was written and is published later, together with others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Receipt(u64);
+
+impl Receipt {
+    /// One unlike all others of this process.
+    pub fn next() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Self(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
+/// The outcome of a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Written {
     /// The record is published.
@@ -204,8 +201,9 @@ pub enum Written {
     /// Nothing was written, because what is there cannot be read here and is not replaced, for this
     /// reason.
     InTheWay(MissReason),
-    /// It was written, and what was read back is not what was written.
-    Unsound(MissReason),
+    /// The medium has the record, and this process can read it. It is published later, or lost: the
+    /// outcome is reported with this receipt ([`Backend::on_sealed`]), by the deadline of the write.
+    Sealing(Receipt),
 }
 
 /// How a record is written.
@@ -217,8 +215,6 @@ pub struct WriteOptions {
     pub ordinal: u32,
     /// Write even if a record of that name is present (it was refused).
     pub replace: bool,
-    /// Read what was published past every cache and verify it before the write counts.
-    pub read_back: bool,
 }
 
 /// One record found by [`Backend::list`].
@@ -409,18 +405,15 @@ pub trait Backend: Send + Sync {
     /// others.
     fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome>;
 
-    /// Writes a record privately and publishes it whole. The bytes are written here; `done` hears
-    /// before this returns, or later where records are published together or room has to be made
-    /// first, and by the deadline of `io` in any case. A record of a newer version stays, and
-    /// counts as present.
-    fn write(
-        &self,
-        io: &IoJob,
-        id: BlockId,
-        slot: Slot,
-        options: WriteOptions,
-        done: Done<Written>,
-    );
+    /// Writes a record privately and publishes it whole, or returns a receipt for that. Returns by
+    /// the deadline of `io`, unless a system call hangs: the slot stays with it then. Without room
+    /// it is refused at once with `Busy`; only before its first grant a writer waits. A record of a
+    /// newer version stays.
+    fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions) -> Result<Written>;
+
+    /// Sets, once and before [`Backend::open`], what is called with the outcomes of receipts. A
+    /// medium that gives none has no use for it.
+    fn on_sealed(&self, _hook: OnSealed) {}
 
     /// These records were used by a request: ids with their ordinals. Fire and forget, throttled by
     /// the backend.

@@ -15,7 +15,7 @@ use ucm_infra::{Clock, MonotonicTime};
 use ucm_io::{IoJob, IoPool};
 
 use crate::backend::{
-    Backend, BlockRead, Done, Features, Flush, Listed, MediumStats, Outcome, Presence,
+    Backend, BlockRead, Features, Flush, Listed, MediumStats, OnSealed, Outcome, Presence,
     WriteOptions, Written,
 };
 use crate::layout_kind::LayoutKind;
@@ -173,10 +173,14 @@ impl Backend for DirectoryBackend {
         self.layout().lookup(io, ids, stop_at_missing)
     }
 
+    fn on_sealed(&self, hook: OnSealed) {
+        self.0.shared.on_sealed(hook);
+    }
+
     of_the_layout! {
         fn features(&self) -> Features<'_>;
         fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome>;
-        fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions, done: Done<Written>);
+        fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions) -> Result<Written>;
         fn touch(&self, ids: &[(BlockId, u32)], deadline: MonotonicTime);
         fn delete(&self, io: &IoJob, ids: &[BlockId]) -> Result<usize>;
         fn list(&self, io: &IoJob) -> Result<Vec<Listed>>;

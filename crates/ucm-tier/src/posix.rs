@@ -14,13 +14,11 @@ use ucm_io::{IoJob, IoPool};
 use ucm_quota::visit_records;
 
 use crate::backend::{
-    Backend, BlockRead, Done, Features, Listed, MediumStats, Outcome, Presence, WriteOptions,
-    Written,
+    Backend, BlockRead, Features, Listed, MediumStats, Outcome, Presence, WriteOptions, Written,
 };
 use crate::layout_kind::LayoutKind;
 use crate::shared::Shared;
 pub use crate::shared::{PosixConfig, RootSlot};
-use crate::writing::Write;
 
 /// One record per file.
 pub struct PosixBackend {
@@ -84,22 +82,9 @@ impl Backend for PosixBackend {
             .collect()
     }
 
-    fn write(
-        &self,
-        io: &IoJob,
-        id: BlockId,
-        slot: Slot,
-        options: WriteOptions,
-        done: Done<Written>,
-    ) {
-        let write = Write {
-            id,
-            slot,
-            options,
-            deadline: io.deadline(),
-            done,
-        };
-        self.shared.write(io, write);
+    fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions) -> Result<Written> {
+        let record = &slot.as_slice()[..options.len];
+        self.shared.write(io, id, record, &options)
     }
 
     fn touch(&self, ids: &[(BlockId, u32)], deadline: MonotonicTime) {

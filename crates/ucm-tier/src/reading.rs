@@ -1,13 +1,13 @@
 //! Reading records for a load, and reading back one just published where the writer asks for that.
 
 use std::collections::VecDeque;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_io::{IoJob, ReadMode};
-use ucm_record::{Expect, RecordHeader, verify_sides, verify_stored};
+use ucm_record::{Expect, RecordHeader, verify_stored};
 
-use crate::backend::{BlockRead, Part, Parts, ReadDone, Written};
+use crate::backend::{BlockRead, Part, Parts, ReadDone};
 use crate::shared::Shared;
 
 /// Error numbers of what is there for others but never for us as a record: no permission (of the
@@ -61,26 +61,6 @@ impl Shared {
             stored_len,
             lent: None,
         })
-    }
-
-    /// Reads a record that was just written past every cache, over the bytes it was written from,
-    /// and tells whether all of it is sound. It lies at `offset` of the file and is `len` bytes
-    /// long; none: it is all of the file.
-    pub(crate) fn read_back(
-        &self,
-        io: &IoJob,
-        id: BlockId,
-        path: &Path,
-        offset: u64,
-        len: Option<u64>,
-        bytes: &mut [u8],
-    ) -> Result<Written> {
-        bytes.fill(0); // a read that brings nothing must not find the right bytes there
-        let read = io.read(path, offset, bytes.len(), bytes, ReadMode::FreshDirect)?;
-        let bytes = &bytes[..read.bytes];
-        let checked = self.verify(id, bytes, len.unwrap_or(read.file_len));
-        let checked = checked.and_then(|header| Ok(verify_sides(bytes, &header)?));
-        Ok(checked.map_or_else(Written::Unsound, |()| Written::Published))
     }
 
     /// Verifies the bytes of a record that was read, in whatever form it is stored: what is wrong

@@ -17,7 +17,7 @@ use ucm_infra::{Clock, LANE_LOOKUP, LANE_SPACE, MonotonicTime};
 use ucm_io::{IoJob, IoPool};
 use ucm_quota::Pause;
 use ucm_quota::layout::Manifest;
-use ucm_record::{Expect, RecordHeader, verify_stored};
+use ucm_record::RecordHeader;
 
 use crate::backend::{
     Backend, BlockRead, Done, Features, InPlace, Indexed, Listed, MediumStats, Outcome, Presence,
@@ -269,15 +269,8 @@ impl Backend for ValueRecords {
         done.into_iter().map(Outcome::Came).collect()
     }
 
-    fn write(
-        &self,
-        io: &IoJob,
-        id: BlockId,
-        slot: Slot,
-        options: WriteOptions,
-        done: Done<Written>,
-    ) {
-        done(self.rules.write(io, id, slot, &options));
+    fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions) -> Result<Written> {
+        self.rules.write(io, id, slot, &options)
     }
 
     fn touch(&self, ids: &[(BlockId, u32)], deadline: MonotonicTime) {
@@ -517,7 +510,7 @@ impl RecordRules {
         &self,
         io: &IoJob,
         id: BlockId,
-        mut slot: Slot,
+        slot: Slot,
         options: &WriteOptions,
     ) -> Result<Written> {
         let len = options.len;
@@ -529,21 +522,21 @@ impl RecordRules {
                 }
             }
         }
-        let mut stored = false;
-        if !options.replace {
-            Put { slot, stored } = self.values.put(io, id, slot, len, false)?;
-        }
-        if !stored {
+        let put = match options.replace {
+            false => self.values.put(io, id, slot, len, false)?,
+            true => Put {
+                slot,
+                stored: false,
+            },
+        };
+        if !put.stored {
             if let Some(kept) = self.kept(io, id, options.replace)? {
                 return Ok(kept);
             }
-            slot = self.values.put(io, id, slot, len, true)?.slot;
+            self.values.put(io, id, put.slot, len, true)?;
         }
         let wall_ns = self.clock.wall_ns();
         self.recency.published(id, options.ordinal, wall_ns);
-        if options.read_back {
-            return self.read_back(io, id, slot, len);
-        }
         Ok(Written::Published)
     }
 
@@ -572,37 +565,6 @@ impl RecordRules {
             return Ok(Some(Written::InTheWay(MissReason::NewerVersion)));
         }
         Ok((!refused && self.lengths.is_ours(len)).then_some(Written::Present))
-    }
-
-    /// Reads a record that was just written into its slot and verifies it, in whatever form it is
-    /// stored.
-    fn read_back(&self, io: &IoJob, id: BlockId, mut slot: Slot, len: usize) -> Result<Written> {
-        slot.as_mut_slice().fill(0); // or what was written could be taken for what was read
-        let get = Get {
-            id,
-            slot,
-            most: len + 1,
-            in_place: InPlace::Anywhere,
-        };
-        let done = match self.get_one(io, get) {
-            Ok(done) => done,
-            Err(error) if error.kind() == ErrorKind::NotFound => {
-                return Ok(Written::Unsound(MissReason::Absent));
-            }
-            Err(error) => return Err(error),
-        };
-        let expect = Expect {
-            id,
-            namespace: *self.scope.identity.digest(),
-            part: self.scope.part,
-            layout: &self.scope.record,
-        };
-        Ok(
-            match verify_stored(done.bytes(), done.stored_len, &expect) {
-                Ok(_) => Written::Published,
-                Err(refusal) => Written::Unsound(refusal.reason),
-            },
-        )
     }
 
     /// Notes that these were used, and writes the manifest again when it is time.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Geometry, Result};
 use ucm_device::Slot;
+use ucm_tier::backend::WriteOptions;
 
 use super::task::TaskState;
 use crate::tiers::Request;
@@ -33,6 +34,8 @@ pub(super) struct Inner {
     pub(super) layer_crcs: Vec<u32>,
     /// Which of them brought their share of the side shards.
     pub(super) sided: Vec<bool>,
+    /// How the record is written, once it is whole.
+    pub(super) options: Option<WriteOptions>,
     /// Rows that end when the block is published.
     pub(super) waiting: Vec<(Arc<TaskState>, Vec<usize>)>,
     /// The medium has it, or never will.
@@ -89,6 +92,7 @@ impl BlockBuilder {
                 have: vec![false; shards],
                 sided: vec![false; shards],
                 layer_crcs: vec![0; geometry.layers() as usize],
+                options: None,
                 waiting: Vec::new(),
                 placed: false,
                 stage: Stage::Filling,

@@ -161,7 +161,7 @@ impl Core {
     /// for their tier.
     pub(super) fn copies_stuck(&self) -> usize {
         let stuck = self.device.copies.stuck();
-        stuck.saturating_sub(self.tiers.lent_stuck())
+        stuck.saturating_sub(self.tiers.stuck_guests())
     }
 
     /// Remembers that a record is not what it should be, in the last tier that had it (`None`:

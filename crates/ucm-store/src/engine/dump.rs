@@ -25,7 +25,7 @@ use super::inline_writers::InlineWriters;
 use super::rows::{BlockRowList, by_block};
 use super::task::{Task, TaskState};
 use crate::stats::add;
-use crate::tiers::{Request, TierWrite};
+use crate::tiers::{Request, TierWrite, WriteTarget};
 
 /// The lane of the pool that copies: it has one.
 const LANE_COPIES: usize = 0;
@@ -59,6 +59,45 @@ struct Run {
     /// The next one that no thread has taken.
     next: AtomicUsize,
     task: Arc<TaskState>,
+}
+
+/// One job of the copy pool, and the block that its thread has in hand. Where the pool writes the
+/// thread off, that block is reported in its place.
+#[derive(Default)]
+struct CopyJob {
+    ticket: Arc<Ticket>,
+    in_hand: Mutex<Option<InHand>>,
+}
+
+/// What a thread does with a block.
+enum InHand {
+    /// It copies from the device the block of this index.
+    Gathering(usize),
+    /// It writes a record.
+    Writing(Arc<BlockBuilder>, WriteTarget),
+}
+
+impl CopyJob {
+    /// The thread begins something that may hang; false where the job was written off before.
+    fn begin(&self, step: InHand) -> bool {
+        let mut in_hand = self.in_hand.lock();
+        if self.ticket.is_over() {
+            return false;
+        }
+        *in_hand = Some(step);
+        true
+    }
+
+    /// The thread has returned; false where the job was written off and the block reported.
+    fn end(&self) -> bool {
+        self.in_hand.lock().take().is_some()
+    }
+
+    /// Nothing more is begun; what the thread has in hand.
+    fn write_off(&self) -> Option<InHand> {
+        self.ticket.write_off();
+        self.in_hand.lock().take()
+    }
 }
 
 impl Run {
@@ -163,20 +202,18 @@ impl Dumps {
     /// Puts `threads` of the copy pool to a dump. Each begins the next: to wake a thread takes a
     /// system call, and the caller has a model to compute.
     fn spread(self: &Arc<Self>, run: &Arc<Run>, threads: usize, deadline: MonotonicTime) {
-        let ticket = Arc::new(Ticket::default());
-        let (dumps, blocks, watched) = (Arc::clone(self), Arc::clone(run), Arc::clone(&ticket));
+        let job = Arc::new(CopyJob::default());
+        let (dumps, blocks, this) = (Arc::clone(self), Arc::clone(run), Arc::clone(&job));
         let work = move || {
             if threads > 1 {
                 dumps.spread(&blocks, threads - 1, deadline);
             }
-            dumps.dump_blocks(&blocks, &watched);
+            dumps.dump_blocks(&blocks, &this);
         };
         let (dumps, blocks) = (Arc::clone(self), Arc::clone(run));
-        let done = move |result: Result<()>| match result {
-            Ok(()) => ticket.end(),
-            Err(error) => {
-                ticket.write_off(&error);
-                dumps.leave(&blocks, &error);
+        let done = move |result: Result<()>| {
+            if let Err(error) = result {
+                dumps.write_off(&blocks, &job, &error);
             }
         };
         if let Err(refused) = self
@@ -186,37 +223,70 @@ impl Dumps {
             .offer(LANE_COPIES, deadline, work, done)
         {
             drop(refused.work);
-            (refused.done)(Err(refused.error)); // closed meanwhile
+            (refused.done)(Err(refused.error)); // closed since
         }
     }
 
     /// Takes one block of a dump after the other and carries it as far as it goes: to the medium,
-    /// or, on the one thread that does not write so that the device waits for no medium, to a
-    /// thread of the tier. That thread waits where the others need nothing but their processors.
-    fn dump_blocks(self: &Arc<Self>, run: &Arc<Run>, ticket: &Arc<Ticket>) {
+    /// or, on the thread that is kept from media so that the device waits for none, to a thread of
+    /// the tier. That one stands by where the others need nothing but their processors.
+    fn dump_blocks(self: &Arc<Self>, run: &Arc<Run>, job: &CopyJob) {
         let (writers, cached) = (&self.inline_writers, self.core.tiers.table.writes_cached());
         let mut writer = writers.begin();
-        while !ticket.is_over() {
+        while !job.ticket.is_over() {
             if writer.is_none() && cached {
-                writer = writers.stand_by(|| !ticket.is_over() && run.has_more());
+                writer = writers.stand_by(|| !job.ticket.is_over() && run.has_more());
             }
             let Some(index) = run.take() else { return };
-            let (builder, rows) = &run.blocks[index];
-            let (dumps, of) = (Arc::clone(self), Arc::clone(run));
-            let (here, began) = (writer.as_ref().map(|_| Arc::clone(ticket)), Instant::now());
-            let gathered = move |result| dumps.gathered(&of, index, here.as_ref(), result);
-            ticket.run(|| self.gather(builder, rows), gathered);
+            let began = Instant::now();
+            self.dump_block(run, index, job, writer.is_some());
             if let Some(writer) = &writer {
                 writer.wrote(began.elapsed());
             }
         }
     }
 
-    /// No one takes what is left of a dump any more.
-    fn leave(self: &Arc<Self>, run: &Arc<Run>, error: &Error) {
-        while let Some(index) = run.take() {
-            self.gathered(run, index, None, Err(error.clone()));
+    /// Gathers one block, and writes it: `inline`, while it is in the cache of this core, or on a
+    /// thread of the tier.
+    fn dump_block(self: &Arc<Self>, run: &Run, index: usize, job: &CopyJob, inline: bool) {
+        let (builder, rows) = &run.blocks[index];
+        let gathered = if job.begin(InHand::Gathering(index)) {
+            let gathered = self.gather(builder, rows);
+            if !job.end() {
+                return;
+            }
+            gathered
+        } else {
+            Err(late())
+        };
+        if let Some((slot, options)) = self.gathered(run, index, gathered) {
+            self.write(builder, slot, options, inline.then_some(job));
         }
+        self.flush_if_wanted(&run.task);
+        self.moved_on.notify();
+    }
+
+    /// A thread of the copy pool was written off, or never began: its block fails, and those that
+    /// no thread has taken.
+    fn write_off(&self, run: &Run, job: &CopyJob, error: &Error) {
+        match job.write_off() {
+            Some(InHand::Gathering(index)) => self.not_gathered(run, index, error),
+            Some(InHand::Writing(builder, target)) => {
+                let failed = Err(error.clone());
+                self.core.tiers.writes.written(&target, &failed);
+                self.write_done(&builder, failed);
+            }
+            None => {}
+        }
+        while let Some(index) = run.take() {
+            self.not_gathered(run, index, error);
+        }
+    }
+
+    fn not_gathered(&self, run: &Run, index: usize, error: &Error) {
+        let _ = self.gathered(run, index, Err(error.clone())); // without a record to write
+        self.flush_if_wanted(&run.task);
+        self.moved_on.notify();
     }
 
     /// A builder with a slot and a place in the queue of copies for every block, or Busy and
@@ -327,15 +397,14 @@ impl Dumps {
         Ok(())
     }
 
-    /// The rows of one block were gathered, or will not be: counts them, and sends a whole record
-    /// on its way.
+    /// The rows of one block were gathered, or will not be: counts them. The record that they made
+    /// whole, and how it is to be written.
     fn gathered(
-        self: &Arc<Self>,
+        &self,
         run: &Run,
         index: usize,
-        here: Option<&Arc<Ticket>>,
         result: Result<()>,
-    ) {
+    ) -> Option<(Slot, WriteOptions)> {
         let ((builder, rows), task) = (&run.blocks[index], &run.task);
         let rows: Vec<usize> = rows.iter().map(|(row, _, _)| *row).collect();
         let count = rows.len();
@@ -358,17 +427,20 @@ impl Dumps {
             After::Ended(_) => {
                 task.rows_placed(count);
                 self.finish_rows(task, count);
+                None
             }
-            After::Wait => {}
+            After::Wait => None,
             After::Publish(mut slot, crcs, sided) => {
                 match self.seal(builder, &mut slot, crcs, sided) {
-                    Err(error) => self.write_done(builder, None, Err(error)),
-                    Ok(options) => self.write(builder, slot, options, here),
+                    Ok(options) => Some((slot, options)),
+                    Err(error) => {
+                        drop(slot);
+                        self.write_done(builder, Err(error));
+                        None
+                    }
                 }
             }
         }
-        self.flush_if_wanted(task);
-        self.moved_on.notify();
     }
 
     /// Waits until every block that was begun is gathered and the media have it, by `until` at the
@@ -455,45 +527,94 @@ impl Dumps {
             len,
             ordinal: hint.ordinal,
             replace: self.core.refused.replaces(builder.id),
-            read_back: false,
         })
     }
 
-    /// Writes a whole record: `here`, while it is in the cache of the core that gathered it, or on
-    /// a thread of the tier.
-    pub(super) fn write(
+    /// Writes a whole record: on this thread, whose job that is, or on a thread of the tier.
+    fn write(
         self: &Arc<Self>,
         builder: &Arc<BlockBuilder>,
         slot: Slot,
         options: WriteOptions,
-        here: Option<&Arc<Ticket>>,
+        job: Option<&CopyJob>,
     ) {
-        let (dumps, done_for) = (Arc::clone(self), Arc::clone(builder));
-        let done = Box::new(move |result| dumps.write_done(&done_for, Some(&options), result));
-        let (dumps, placed_for) = (Arc::clone(self), Arc::clone(builder));
-        let write = TierWrite {
+        builder.inner.lock().options = Some(options);
+        let mut write = TierWrite {
             id: builder.id,
             slot,
             options,
             alone: builder.alone.is_some(),
             request: builder.request,
-            placed: Box::new(move || dumps.placed(&placed_for)),
         };
-        self.core.tiers.writes.write(write, here, done);
+        let target = match self.core.tiers.writes.begin_dump(&mut write) {
+            Ok(target) => target,
+            Err(error) => {
+                drop(write); // with its slot, before the outcome is known
+                return self.write_done(builder, Err(error));
+            }
+        };
+        let Some(job) = job else {
+            let (dumps, of) = (Arc::clone(self), Arc::clone(builder));
+            let written = move |result| dumps.write_returned(&of, result);
+            let TierWrite { slot, options, .. } = write;
+            return self
+                .core
+                .tiers
+                .writes
+                .write_on_a_thread(target, slot, options, written);
+        };
+        let result = if job.begin(InHand::Writing(Arc::clone(builder), target)) {
+            let result = self
+                .core
+                .tiers
+                .writes
+                .write_here(&target, write, &job.ticket);
+            if !job.end() {
+                return;
+            }
+            result
+        } else {
+            drop(write);
+            Err(late())
+        };
+        self.core.tiers.writes.written(&target, &result);
+        self.write_returned(builder, result);
     }
 
-    /// The record of a block is published, or will not be; `options`: how it was written, if it
-    /// was.
-    pub(super) fn write_done(
-        self: &Arc<Self>,
-        builder: &Arc<BlockBuilder>,
-        options: Option<&WriteOptions>,
-        result: Result<Written>,
-    ) {
-        self.builders.lock().remove(&builder.id);
-        self.hints
-            .lock()
-            .remove(&self.core.records.block_of(builder.id, builder.alone));
+    /// A write has returned: the medium has the record and publishes it later, or this is its
+    /// outcome.
+    fn write_returned(&self, builder: &Arc<BlockBuilder>, result: Result<Written>) {
+        match result {
+            Ok(Written::Sealing(_)) => self.placed(builder),
+            result => self.write_done(builder, result),
+        }
+    }
+
+    /// The outcome of a record that its medium published later.
+    pub(super) fn published(&self, id: BlockId, request: Request, result: Result<Written>) {
+        let builder = self.builders.lock().get(&id).cloned();
+        // Not of a dump that was given up since.
+        if let Some(builder) = builder.filter(|builder| builder.request == request) {
+            self.write_done(&builder, result);
+        }
+    }
+
+    /// The record of a block is published, or will not be. The first outcome counts.
+    fn write_done(&self, builder: &Arc<BlockBuilder>, result: Result<Written>) {
+        {
+            let mut builders = self.builders.lock();
+            let known = builders.get(&builder.id);
+            if !known.is_some_and(|known| Arc::ptr_eq(known, builder)) {
+                return;
+            }
+            builders.remove(&builder.id);
+        }
+        let options = builder.inner.lock().options;
+        if result.is_ok() {
+            // else it may be offered again
+            let block = self.core.records.block_of(builder.id, builder.alone);
+            self.hints.lock().remove(&block);
+        }
         let in_the_way = match result {
             Ok(Written::Present) => self.core.refused.kept_for(builder.id),
             Ok(Written::InTheWay(reason)) => {
@@ -502,10 +623,9 @@ impl Dumps {
             }
             _ => None,
         };
-        let result = match (result, in_the_way) {
-            (Ok(Written::Unsound(reason)), _) => Err(self.core.refuse(builder.id, None, reason)),
-            (_, Some(reason)) => Err(self.in_the_way(builder.id, reason)),
-            (result, None) => result,
+        let result = match in_the_way {
+            Some(reason) => Err(self.in_the_way(builder.id, reason)),
+            None => result,
         };
         match &result {
             Ok(written) => {
@@ -632,4 +752,9 @@ impl Dumps {
     fn elapsed(&self, task: &TaskState) -> u64 {
         self.core.clock.now().since(task.started).as_nanos() as u64
     }
+}
+
+fn late() -> Error {
+    let text = "the dump ran past its deadline, and nothing more is done for it";
+    Error::new(ErrorKind::Timeout, text)
 }

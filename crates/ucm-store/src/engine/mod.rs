@@ -193,6 +193,13 @@ impl Engine {
                 side_loads.pump();
             }
         });
+        let weak = Arc::downgrade(&dumps);
+        let writes = &core.tiers.writes;
+        writes.on_dump(Box::new(move |id, request, result| {
+            if let Some(dumps) = weak.upgrade() {
+                dumps.published(id, request, result);
+            }
+        }));
         core.tiers
             .open(core.clock.now().after(core.deadlines.probe));
         Ok(Self {

@@ -83,7 +83,7 @@ impl TierCodec {
     /// Encodes a record in its slot, if that makes it shorter; its length then.
     pub(super) fn encode(&self, slot: &mut [u8], options: &WriteOptions) -> Result<usize> {
         let count = self.stats.lock().records_compressed;
-        let proven = options.read_back || count.is_multiple_of(PROVEN);
+        let proven = count.is_multiple_of(PROVEN);
         let record = &mut slot[..options.len];
         let encoded = self.with_coder(|coder| coder.encode(self.codec, record, proven));
         let mut stats = self.stats.lock();

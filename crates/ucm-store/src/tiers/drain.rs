@@ -78,28 +78,24 @@ impl Writes {
     ) {
         let id = record.id;
         let number = self.table.taker_of_copy(&self.table.levels[level], id);
-        let (tiers, under_way) = (Arc::clone(self), Arc::clone(under_way));
-        let request = self.table.request(until);
-        let told = move |result: Result<Vec<Outcome>>| {
-            let ended = Arc::clone(&tiers);
-            let over = move || {
-                // What has ended by its deadline only stays among those under way: it is not below.
-                if ended.table.clock.now() < until {
-                    under_way.fetch_sub(1, Ordering::AcqRel);
-                }
-                ended.moves.freed.notify();
-            };
-            match result.map(|mut read| read.pop()) {
-                Ok(Some(Outcome::Came(Ok(ReadDone { slot, read, .. })))) => {
-                    tiers.move_down(number, id, slot, (read, false), request, over);
-                }
-                _ => over(), // it went meanwhile
+        let (writes, request) = (Arc::clone(self), self.table.request(until));
+        let under_way = UnderWay {
+            count: Arc::clone(under_way),
+            writes: Arc::clone(self),
+            until,
+        };
+        let read = move |result: Result<Vec<Outcome>>| {
+            let outcome = result.map(|mut read| read.pop());
+            // Else it is not there any more.
+            if let Ok(Some(Outcome::Came(Ok(ReadDone { slot, read, .. })))) = outcome {
+                let held = Box::new(under_way);
+                writes.move_down(number, id, slot, (read, false), request, held);
             }
         };
         let above = &self.table.tiers[self.table.levels[level - 1].members().start];
         let backend = Arc::clone(&above.backend);
         let work = move |io: &IoJob| Ok(backend.read(io, vec![BlockRead::whole(id, slot, until)]));
-        above.pool.job(LANE_LOAD, until, work, told);
+        above.pool.job(LANE_LOAD, until, work, read);
     }
 
     fn await_spare(&self, until: MonotonicTime) -> Option<Slot> {
@@ -120,5 +116,22 @@ impl Writes {
             }
             self.table.clock.sleep(notify, seen, Some(until));
         }
+    }
+}
+
+/// A record that is written back, until that has ended.
+struct UnderWay {
+    count: Arc<AtomicUsize>,
+    writes: Arc<Writes>,
+    until: MonotonicTime,
+}
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        // What has ended by its deadline only stays among those under way: it is not below.
+        if self.writes.table.clock.now() < self.until {
+            self.count.fetch_sub(1, Ordering::AcqRel);
+        }
+        self.writes.moves.freed.notify();
     }
 }

@@ -46,7 +46,7 @@ use probes::Probes;
 use read::TierReads;
 use tenants::Tenants;
 use tier::Tier;
-use write::{Moves, Writes};
+use write::{Moves, Receipts, Writes};
 
 pub use codec::Compression;
 pub use level::{LevelConfig, MAX_LEVELS, MAX_TIERS};
@@ -54,7 +54,7 @@ pub(crate) use lookup::{LEAST_WINDOW, WINDOW};
 pub use prefetch::{MAX_WAITING as MAX_PREFETCH, Priority};
 pub(crate) use read::{Reader, TierRead};
 pub(crate) use tenants::TenantQuota;
-pub(crate) use write::TierWrite;
+pub(crate) use write::{TierWrite, WriteTarget};
 
 /// Lane of records that are moved between tiers.
 const LANE_MOVE: usize = 0;
@@ -278,7 +278,11 @@ impl Tiers {
                 pool,
                 deadline: config.copy,
             },
+            receipts: Receipts::default(),
         });
+        for tier in &table.tiers {
+            tier.backend.on_sealed(writes.on_sealed());
+        }
         write_back(&writes)?;
         let prefetches = Arc::new(Prefetches {
             table: Arc::clone(&table),
@@ -394,11 +398,11 @@ impl Tiers {
     }
 
     /// Threads of the engine among them, which hang in writes of their own.
-    pub(crate) fn lent_stuck(&self) -> usize {
+    pub(crate) fn stuck_guests(&self) -> usize {
         self.table
             .tiers
             .iter()
-            .map(|tier| tier.pool.lent_stuck())
+            .map(|tier| tier.pool.stuck_guests())
             .sum()
     }
 

@@ -330,14 +330,29 @@ impl Prefetches {
         let counts = &self.table.tiers[number].counts;
         add(&counts.blocks_read, 1);
         add(&counts.bytes_read, record.len() as u64);
-        let this = Arc::clone(self);
+        let under_way = CopyingUp {
+            id,
+            prefetches: Arc::clone(self),
+        };
         self.writes
-            .raise(number, id, read, ordinal, move || this.end(id));
+            .raise(number, id, read, ordinal, Box::new(under_way));
     }
 
     fn end(self: &Arc<Self>, id: BlockId) {
         self.queue.lock().reading.retain(|&reading| reading != id);
         self.pump();
+    }
+}
+
+/// A block that was read, until the tiers above have it.
+struct CopyingUp {
+    id: BlockId,
+    prefetches: Arc<Prefetches>,
+}
+
+impl Drop for CopyingUp {
+    fn drop(&mut self) {
+        self.prefetches.end(self.id);
     }
 }
 

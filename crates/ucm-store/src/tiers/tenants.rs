@@ -19,7 +19,7 @@ use ucm_infra::{Completion, LANE_SPACE, MonotonicTime, Notify, begin_thread};
 use ucm_io::IoJob;
 use ucm_quota::Capacity;
 use ucm_record::{RecordHeader, RecordLayout};
-use ucm_tier::backend::{BlockRead, Done, Listed, Outcome, Presence, Written};
+use ucm_tier::backend::{BlockRead, Listed, Outcome, Presence};
 
 use super::WritePolicy;
 use super::level::TierTable;
@@ -47,6 +47,13 @@ pub(crate) struct TenantQuota {
     pub(crate) limit: Capacity,
     /// Nothing is removed where others would miss it.
     pub(crate) lookup_only: bool,
+}
+
+/// A record of a tenant, in a tier.
+pub(super) struct Counted {
+    stored: Stored,
+    len: u64,
+    owner: Owner,
 }
 
 /// See the module.
@@ -196,38 +203,26 @@ impl Tenants {
         }
     }
 
-    /// Has a record that is written to a tier counted when it is published.
-    pub(super) fn count(
-        self: &Arc<Self>,
-        number: usize,
-        record: &[u8],
-        done: Done<Written>,
-    ) -> Done<Written> {
+    /// What is to be counted of a record that is written to a tier, once it is published.
+    pub(super) fn to_count(&self, number: usize, record: &[u8]) -> Option<Counted> {
         if !self.counts(&self.table.tiers[number]) {
-            return done;
+            return None;
         }
-        let Ok(header) = RecordHeader::decode(record) else {
-            return done; // the medium will not take it either
-        };
-        let (tenants, len) = (Arc::clone(self), record.len() as u64);
-        Box::new(move |result| {
-            if matches!(result, Ok(Written::Published)) {
-                tenants.published(
-                    stored(number, header.meta.id),
-                    len,
-                    &Owner::of(&header.meta),
-                );
-            }
-            done(result);
+        let header = RecordHeader::decode(record).ok()?; // else the medium will not take it either
+        Some(Counted {
+            stored: stored(number, header.meta.id),
+            len: record.len() as u64,
+            owner: Owner::of(&header.meta),
         })
     }
 
     /// A record was published.
-    fn published(&self, stored: Stored, len: u64, owner: &Owner) {
+    pub(super) fn count(&self, counted: Counted) {
+        let Counted { stored, len, owner } = counted;
         let level = &self.levels[self.table.tiers[usize::from(stored.tier)].level];
         let mut usage = level.usage.lock();
-        let known = usage.add(stored, len, owner);
-        let over = usage.is_over(owner, level.quota.load(Ordering::Acquire));
+        let known = usage.add(stored, len, &owner);
+        let over = usage.is_over(&owner, level.quota.load(Ordering::Acquire));
         drop(usage);
         if !known {
             self.log_full();

@@ -4,23 +4,26 @@
 //! A dump is published by the lowest level that is written through and outlives this process, in
 //! the member that its spread gives it to. The other levels get copies: a memory at once, a file in
 //! a spare slot, and no one waits for them. A copy that finds no spare slot, or a tier that is not
-//! well, is dropped and counted.
+//! well, is dropped and counted. The outcome of a record that its medium publishes later is reported
+//! by receipt ([`Receipts`]).
 
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tracing::warn;
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::{Slot, SlotPool};
 use ucm_infra::{LANE_DUMP, MonotonicTime, Notify, Ticket, WorkerPool};
 use ucm_io::IoJob;
 use ucm_tier::backend::{
-    Done, Flush, InsertOptions, ReadDone, Victim, WriteOptions, Written, either,
+    Flush, InsertOptions, OnSealed, ReadDone, Receipt, Victim, WriteOptions, Written,
 };
 
 use super::level::{Level, TierTable};
 use super::probes::Probes;
-use super::tenants::Tenants;
+use super::tenants::{Counted, Tenants};
 use super::{LANE_MOVE, Request, WritePolicy};
 use crate::records::StoredRecords;
 use crate::stats::add;
@@ -35,14 +38,30 @@ pub(crate) struct TierWrite {
     /// it lasts.
     pub(crate) alone: bool,
     pub(crate) request: Request,
-    /// Called when the medium has it, so that a flush from then on is one of this record too; not
-    /// where that failed.
-    pub(crate) placed: Box<dyn FnOnce() + Send>,
+}
+
+/// One record in one tier, as the outcome of its write is noted.
+#[derive(Clone, Copy)]
+pub(crate) struct WriteTarget {
+    number: usize,
+    id: BlockId,
+    len: usize,
+    request: Request,
+    of: Of,
+}
+
+/// What a record is written for.
+#[derive(Clone, Copy)]
+enum Of {
+    /// A dump that this tier decides on.
+    Dump,
+    /// A copy.
+    Copy(CopyReason),
 }
 
 /// Why a copy is made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Copy {
+pub(super) enum CopyReason {
     /// A dump goes to more than one tier.
     Dump,
     /// A lower tier had it.
@@ -52,24 +71,42 @@ pub(super) enum Copy {
 }
 
 /// A copy on its way to a tier.
-#[derive(Clone)]
+#[derive(Clone, Copy)]
 struct Moving {
     number: usize,
     id: BlockId,
     len: usize,
     options: InsertOptions,
     request: Request,
-    why: Copy,
+    why: CopyReason,
     /// As many as are published together are on their way: that is not to wait for more.
     enough: bool,
 }
 
-/// Which thread writes.
-enum On<'a> {
-    /// The one that calls, whose pool keeps the time by this.
-    Here(&'a Arc<Ticket>),
-    /// One of the tier's, for this lane.
-    Lane(usize),
+/// What is kept until a copy has ended: dropped then.
+pub(super) type Held = Box<dyn Send>;
+
+/// The records that media have and have not published yet. A receipt is returned by the write on
+/// one thread and its outcome reported on another: whichever is first is kept here for the other.
+#[derive(Default)]
+pub(super) struct Receipts {
+    open: Mutex<HashMap<Receipt, Open>>,
+    /// Called with the outcomes of dumps.
+    on_dump: OnceLock<OnDump>,
+}
+
+/// Called with the id of a block, its dump's request, and the outcome; must not wait.
+pub(crate) type OnDump = Box<dyn Fn(BlockId, Request, Result<Written>) + Send + Sync>;
+
+enum Open {
+    /// The write has returned.
+    Awaited {
+        target: WriteTarget,
+        counts: Option<Counted>,
+        held: Option<Held>,
+    },
+    /// The outcome was reported.
+    Sealed(Result<()>),
 }
 
 /// What moves records between tiers.
@@ -90,24 +127,101 @@ pub(crate) struct Writes {
     pub(super) records: Arc<StoredRecords>,
     pub(super) tenants: Option<Arc<Tenants>>,
     pub(super) moves: Moves,
+    pub(super) receipts: Receipts,
 }
 
 impl Writes {
-    /// Writes a record to every tier that is written through: on the thread that calls, whose pool
-    /// keeps the time by `here`, or else on one of the tier's. `done` hears from the tier that
+    /// Sets, once, what is called with the outcomes of dumps that were published later.
+    pub(crate) fn on_dump(&self, hook: OnDump) {
+        let _ = self.receipts.on_dump.set(hook); // it is set once
+    }
+
+    /// What a medium calls with the outcomes of its receipts.
+    pub(super) fn on_sealed(self: &Arc<Self>) -> OnSealed {
+        let weak = Arc::downgrade(self);
+        Box::new(move |receipt, result| {
+            if let Some(writes) = weak.upgrade() {
+                writes.sealed(receipt, result);
+            }
+        })
+    }
+
+    /// A medium has published a record, or never will.
+    fn sealed(&self, receipt: Receipt, result: Result<()>) {
+        let awaited = {
+            let mut open = self.receipts.open.lock();
+            match open.remove(&receipt) {
+                Some(Open::Awaited {
+                    target,
+                    counts,
+                    held,
+                }) => (target, counts, held),
+                _ => {
+                    open.insert(receipt, Open::Sealed(result));
+                    return;
+                }
+            }
+        };
+        let (target, counts, held) = awaited;
+        self.published(&target, counts, result);
+        drop(held);
+    }
+
+    /// A write has returned a receipt.
+    fn await_receipt(&self, receipt: Receipt, target: WriteTarget, counts: Option<Counted>) {
+        let result = {
+            let mut open = self.receipts.open.lock();
+            match open.remove(&receipt) {
+                Some(Open::Sealed(result)) => result,
+                _ => {
+                    let awaited = Open::Awaited {
+                        target,
+                        counts,
+                        held: None,
+                    };
+                    open.insert(receipt, awaited);
+                    return;
+                }
+            }
+        };
+        self.published(&target, counts, result);
+    }
+
+    /// Keeps this until the outcome of a receipt is reported, if it was not yet.
+    fn hold(&self, receipt: Receipt, keep: Held) {
+        if let Some(Open::Awaited { held, .. }) = self.receipts.open.lock().get_mut(&receipt) {
+            *held = Some(keep);
+        }
+    }
+
+    /// The outcome of a record that was to be published later.
+    fn published(&self, target: &WriteTarget, counts: Option<Counted>, result: Result<()>) {
+        let result = result.map(|()| Written::Published);
+        if result.is_ok() {
+            self.count(counts);
+        }
+        self.written(target, &result);
+        if let (Of::Dump, Some(hook)) = (target.of, self.receipts.on_dump.get()) {
+            hook(target.id, target.request, result);
+        }
+    }
+
+    /// A record was published: counts it for its tenant.
+    fn count(&self, counts: Option<Counted>) {
+        if let (Some(tenants), Some(counts)) = (&self.tenants, counts) {
+            tenants.count(counts);
+        }
+    }
+
+    /// Gives a dumped record to every other tier that is written through, and chooses the tier that
     /// decides.
-    pub(crate) fn write(
-        self: &Arc<Self>,
-        write: TierWrite,
-        here: Option<&Arc<Ticket>>,
-        done: Done<Written>,
-    ) {
+    pub(crate) fn begin_dump(self: &Arc<Self>, write: &mut TierWrite) -> Result<WriteTarget> {
         let (id, options, request) = (write.id, write.options, write.request);
         let now = self.table.clock.now();
         let through = |level: &&Level| level.policy == WritePolicy::Through;
         let lasting = |level: &&Level| through(level) && !level.memory;
         let outlives = self.table.levels.iter().any(|level| lasting(&level));
-        let takes = |level: &Level| self.taker_of_dump(level, &write, now);
+        let takes = |level: &Level| self.taker_of_dump(level, id, request, now);
         // The lowest that is well; where nothing outlives this process, the memory is all there is
         // to write to.
         let decides = if outlives {
@@ -125,15 +239,8 @@ impl Writes {
             replace: options.replace,
         };
         let deciding = decides.map(|number| self.table.tiers[number].level);
-        let copied = |level: &&Level| !write.alone && through(level);
-        for (level, at) in self
-            .table
-            .levels
-            .iter()
-            .zip(0..)
-            .filter(|(level, _)| copied(level))
-        {
-            if Some(at) == deciding {
+        for (at, level) in self.table.levels.iter().enumerate() {
+            if write.alone || !through(&level) || Some(at) == deciding {
                 continue;
             }
             let moving = Moving {
@@ -142,34 +249,23 @@ impl Writes {
                 len: options.len,
                 options: inserted,
                 request,
-                why: Copy::Dump,
+                why: CopyReason::Dump,
                 enough: false,
             };
             self.copy(moving, &write.slot.as_slice()[..options.len]);
         }
         let Some(number) = decides else {
-            drop(write);
             let off = "no tier that outlives this process can be written to now";
-            return done(Err(Error::new(ErrorKind::Unhealthy, off)));
+            return Err(Error::new(ErrorKind::Unhealthy, off));
         };
-        let tier = &self.table.tiers[number];
-        let options = WriteOptions {
-            replace: options.replace || tier.replaces(id),
-            ..options
-        };
-        let tiers = Arc::clone(self);
-        let written = move |result: Result<Written>| {
-            tiers.written(number, id, options.len, request, &result);
-            done(result);
-        };
-        let tiers = Arc::clone(self);
-        let written = move |result| {
-            let written = Box::new(written);
-            tiers.check_present(number, id, request.deadline, result, written);
-        };
-        let write = TierWrite { options, ..write };
-        let on = here.map_or(On::Lane(LANE_DUMP), On::Here);
-        self.write_to(number, write, on, Box::new(written));
+        write.options.replace |= self.table.tiers[number].replaces(id);
+        Ok(WriteTarget {
+            number,
+            id,
+            len: options.len,
+            request,
+            of: Of::Dump,
+        })
     }
 
     /// The member of a level that a dump goes to. A root that is in doubt is not tried out by it
@@ -178,10 +274,10 @@ impl Writes {
     fn taker_of_dump(
         self: &Arc<Self>,
         level: &Level,
-        write: &TierWrite,
+        id: BlockId,
+        request: Request,
         now: MonotonicTime,
     ) -> Option<usize> {
-        let (id, request) = (write.id, write.request);
         if level.is_spread() {
             let in_doubt = |number: &usize| {
                 let tier = &self.table.tiers[*number];
@@ -204,84 +300,88 @@ impl Writes {
             .find(|&number| self.probes.admits_write(number, request, now))
     }
 
-    /// Writes a record to one tier; `done` hears exactly once, by the deadline.
-    fn write_to(
-        self: &Arc<Self>,
-        number: usize,
-        write: TierWrite,
-        on: On<'_>,
-        done: Done<Written>,
-    ) {
-        let tier = &self.table.tiers[number];
-        let TierWrite {
-            id,
-            mut slot,
-            options,
-            request,
-            placed,
-            ..
-        } = write;
-        let (done, ended) = either(done);
-        let tiers = Arc::clone(self);
-        let write = move |io: &IoJob| {
-            let tier = &tiers.table.tiers[number];
-            let options = tier.form.encode(&*tier.backend, id, &mut slot, options)?;
-            let done = match &tiers.tenants {
-                Some(tenants) => tenants.count(number, &slot.as_slice()[..options.len], done),
-                None => done,
-            };
-            tier.backend.write(io, id, slot, options, done);
-            placed();
-            Ok(())
-        };
-        let (pool, deadline) = (&tier.pool, request.deadline);
-        match on {
-            On::Here(ticket) => pool.lend(LANE_DUMP, deadline, ticket, |io| io.here(write, ended)),
-            On::Lane(lane) => pool.job(lane, deadline, write, ended),
-        }
-    }
-
-    /// Passes on the outcome of a dump's write: for a record that is present and may be of another
-    /// key, once its header was read on a thread of the tier.
-    fn check_present(
-        self: &Arc<Self>,
-        number: usize,
-        id: BlockId,
-        deadline: MonotonicTime,
-        result: Result<Written>,
-        done: Done<Written>,
-    ) {
-        let tier = &self.table.tiers[number];
-        if !matches!(result, Ok(Written::Present)) || !tier.form.may_be_of_another_key(id) {
-            return done(result);
-        }
-        let (table, (done, ended)) = (Arc::clone(&self.table), either(done));
-        let work = move |io: &IoJob| {
-            let tier = &table.tiers[number];
-            done(tier.form.check_present(&*tier.backend, io, id));
-            Ok(())
-        };
-        tier.pool.job(LANE_DUMP, deadline, work, ended);
-    }
-
-    /// Notes how a write ended.
-    fn written(
+    /// Writes a dumped record on the thread that calls, whose pool keeps the time by `ticket`. The
+    /// outcome is to be noted by [`Writes::written`].
+    pub(crate) fn write_here(
         &self,
-        number: usize,
-        id: BlockId,
-        len: usize,
-        request: Request,
-        result: &Result<Written>,
+        target: &WriteTarget,
+        write: TierWrite,
+        ticket: &Arc<Ticket>,
+    ) -> Result<Written> {
+        let pool = &self.table.tiers[target.number].pool;
+        let io = pool.visit(LANE_DUMP, write.request.deadline, ticket);
+        self.write(&io, target, write.slot, write.options)
+    }
+
+    /// Writes a record on a thread of its tier, and notes the outcome; `done` is called with it.
+    pub(crate) fn write_on_a_thread(
+        self: &Arc<Self>,
+        target: WriteTarget,
+        slot: Slot,
+        options: WriteOptions,
+        done: impl FnOnce(Result<Written>) + Send + 'static,
     ) {
+        let (writes, ended) = (Arc::clone(self), Arc::clone(self));
+        let work = move |io: &IoJob| writes.write(io, &target, slot, options);
+        let noted = move |result| {
+            ended.written(&target, &result);
+            done(result);
+        };
+        let pool = &self.table.tiers[target.number].pool;
+        pool.job(LANE_DUMP, target.request.deadline, work, noted);
+    }
+
+    /// Writes a record to a tier, in the form in which it is stored there.
+    fn write(
+        &self,
+        io: &IoJob,
+        target: &WriteTarget,
+        mut slot: Slot,
+        options: WriteOptions,
+    ) -> Result<Written> {
+        let WriteTarget { number, id, .. } = *target;
         let tier = &self.table.tiers[number];
-        match result {
-            Ok(Written::Present | Written::InTheWay(_)) => tier.note_answer(request),
-            result => tier.note(request, result.as_ref().err()),
+        let options = tier.form.encode(&*tier.backend, id, &mut slot, options)?;
+        let tenants = self.tenants.as_ref();
+        let counts =
+            tenants.and_then(|tenants| tenants.to_count(number, &slot.as_slice()[..options.len]));
+        io.still_wanted()?;
+        let written = tier.backend.write(io, id, slot, options)?;
+        match written {
+            Written::Published => self.count(counts),
+            Written::Present if target.is_dump() && tier.form.may_be_of_another_key(id) => {
+                return tier.form.check_present(&*tier.backend, io, id);
+            }
+            Written::Sealing(receipt) => self.await_receipt(receipt, *target, counts),
+            Written::Present | Written::InTheWay(_) => {}
         }
+        Ok(written)
+    }
+
+    /// Notes how a write ended; one that is published later has not ended yet.
+    pub(crate) fn written(&self, target: &WriteTarget, result: &Result<Written>) {
+        let WriteTarget {
+            number,
+            id,
+            len,
+            request,
+            of,
+        } = *target;
+        let tier = &self.table.tiers[number];
         let of_writes = match result {
-            Ok(Written::Published | Written::Unsound(_)) => Some(Ok(())),
-            Ok(_) => None,
-            Err(error) => Some(Err(error)),
+            Ok(Written::Sealing(_)) => return,
+            Ok(Written::Present | Written::InTheWay(_)) => {
+                tier.note_answer(request);
+                None
+            }
+            Ok(Written::Published) => {
+                tier.note(request, None);
+                Some(Ok(()))
+            }
+            Err(error) => {
+                tier.note(request, Some(error));
+                Some(Err(error))
+            }
         };
         tier.health.note_write(request.number, of_writes);
         match result {
@@ -291,8 +391,15 @@ impl Writes {
                 add(&tier.counts.blocks_written, 1);
                 add(&tier.counts.bytes_written, len as u64);
             }
-            Ok(Written::Unsound(reason) | Written::InTheWay(reason)) => tier.refuse(id, *reason),
-            Ok(Written::Present) | Err(_) => {}
+            Ok(Written::InTheWay(reason)) => tier.refuse(id, *reason),
+            _ => {}
+        }
+        let Of::Copy(why) = of else { return };
+        match (result, why) {
+            (Ok(Written::Published), CopyReason::Promotion) => add(&tier.counts.promotions, 1),
+            (Ok(Written::Published), CopyReason::Demotion) => add(&tier.counts.demotions, 1),
+            (Err(_) | Ok(Written::InTheWay(_)), _) => add(&tier.counts.copies_dropped, 1),
+            _ => {}
         }
     }
 
@@ -301,7 +408,7 @@ impl Writes {
         let tier = &self.table.tiers[moving.number];
         let Some(memory) = tier.backend.features().memory else {
             match self.spare_copy(&moving, record) {
-                Some(slot) => self.write_copy(moving, slot, || ()),
+                Some(slot) => self.write_copy(moving, slot, None),
                 None => add(&tier.counts.copies_dropped, 1),
             }
             return;
@@ -316,7 +423,8 @@ impl Writes {
             replace: moving.options.replace || tier.replaces(moving.id),
             ..moving.options
         };
-        self.copied(&moving, &memory.insert(moving.id, record, options));
+        let inserted = memory.insert(moving.id, record, options);
+        self.written(&moving.target(), &inserted);
     }
 
     /// A spare slot with these bytes in it, for a tier that is well.
@@ -332,62 +440,31 @@ impl Writes {
         Some(slot)
     }
 
-    /// Writes what is in a spare slot; `over` is called when that has ended.
-    fn write_copy(
-        self: &Arc<Self>,
-        moving: Moving,
-        slot: Slot,
-        over: impl FnOnce() + Send + 'static,
-    ) {
+    /// Writes what is in a spare slot; `held` is dropped when that has ended.
+    fn write_copy(self: &Arc<Self>, moving: Moving, slot: Slot, held: Option<Held>) {
         let tier = &self.table.tiers[moving.number];
         if !self
             .probes
             .admits_write(moving.number, moving.request, self.table.clock.now())
         {
             add(&tier.counts.copies_dropped, 1);
-            drop(slot);
-            return over();
+            return;
         }
         let options = WriteOptions {
             len: moving.len,
             ordinal: moving.options.ordinal,
             replace: moving.options.replace || tier.replaces(moving.id),
-            read_back: false,
         };
-        let (tiers, number, id, request) =
-            (Arc::clone(self), moving.number, moving.id, moving.request);
-        let (below, enough) = (Arc::clone(&tier.backend), moving.enough);
-        let placed = Box::new(move || {
-            if enough {
-                below.flush(Flush::Now);
+        let writes = Arc::clone(self);
+        let ended = move |result: Result<Written>| {
+            if let (Some(held), Ok(Written::Sealing(receipt))) = (held, &result) {
+                writes.hold(*receipt, held);
+                if moving.enough {
+                    writes.table.tiers[moving.number].backend.flush(Flush::Now);
+                }
             }
-        });
-        let written = move |result| {
-            tiers.copied(&moving, &result);
-            over();
         };
-        let write = TierWrite {
-            id,
-            slot,
-            options,
-            alone: false,
-            request,
-            placed,
-        };
-        self.write_to(number, write, On::Lane(LANE_DUMP), Box::new(written));
-    }
-
-    fn copied(&self, moving: &Moving, result: &Result<Written>) {
-        self.written(moving.number, moving.id, moving.len, moving.request, result);
-        let counts = &self.table.tiers[moving.number].counts;
-        match (result, moving.why) {
-            (Ok(Written::Published), Copy::Promotion) => add(&counts.promotions, 1),
-            (Ok(Written::Published), Copy::Demotion) => add(&counts.demotions, 1),
-            (Err(_) | Ok(Written::Unsound(_) | Written::InTheWay(_)), _) => {
-                add(&counts.copies_dropped, 1)
-            }
-            _ => {}
-        }
+        self.write_on_a_thread(moving.target(), slot, options, ended);
     }
 
     /// A verified record of tier `from` goes to the tiers above that take what is written.
@@ -397,16 +474,16 @@ impl Writes {
         }
     }
 
-    /// As [`Tiers::promote`], with a record that has a spare slot already: the lowest file above is
-    /// written from that slot, so that what was read is not dropped for want of another. `over` is
-    /// called when that has ended.
+    /// As [`Writes::promote`], with a record that has a spare slot already: the lowest file above is
+    /// written from that slot, so that what was read is not dropped for want of another. `held` is
+    /// dropped when that has ended.
     pub(super) fn raise(
         self: &Arc<Self>,
         from: usize,
         id: BlockId,
         read: ReadDone,
         ordinal: u32,
-        over: impl FnOnce() + Send + 'static,
+        held: Held,
     ) {
         let takers: Vec<usize> = self.takers(from, id).collect();
         let file = takers
@@ -417,16 +494,9 @@ impl Writes {
             let record = &read.slot.as_slice()[..read.read];
             self.copy(self.promotion(number, id, read.read, ordinal), record);
         }
-        match file {
-            Some(number) => self.write_copy(
-                self.promotion(number, id, read.read, ordinal),
-                read.slot,
-                over,
-            ),
-            None => {
-                drop(read);
-                over();
-            }
+        if let Some(number) = file {
+            let moving = self.promotion(number, id, read.read, ordinal);
+            self.write_copy(moving, read.slot, Some(held));
         }
     }
 
@@ -452,7 +522,7 @@ impl Writes {
             request: self
                 .table
                 .request(self.table.clock.now().after(self.moves.deadline)),
-            why: Copy::Promotion,
+            why: CopyReason::Promotion,
             enough: false,
         }
     }
@@ -473,29 +543,26 @@ impl Writes {
         let Some(slot) = well.then(|| self.moves.spare.try_acquire()).flatten() else {
             return add(&counts.copies_dropped, 1);
         };
-        let tiers = Arc::clone(self);
+        let writes = Arc::clone(self);
         let work = move || {
             let (mut slot, id, len) = (slot, victim.id(), victim.record().len());
             slot.as_mut_slice()[..len].copy_from_slice(victim.record());
-            let ended = Arc::clone(&tiers);
-            let over = move || {
-                drop(victim);
-                ended.table.tiers[number].demotion_ended();
+            let enough = writes.table.tiers[number].demotion_begins();
+            let demotion = Demotion {
+                victim: Some(victim),
+                writes: Arc::clone(&writes),
+                number,
             };
-            let enough = tiers.table.tiers[number].demotion_begins();
-            tiers.move_down(number, id, slot, (len, enough), request, over);
+            writes.move_down(number, id, slot, (len, enough), request, Box::new(demotion));
         };
-        if self
-            .moves
-            .pool
-            .submit(LANE_MOVE, request.deadline, work, |_| {})
-            .is_err()
-        {
+        let pool = &self.moves.pool;
+        if let Err(refused) = pool.offer(LANE_MOVE, request.deadline, work, |_| {}) {
+            drop(refused.work);
             add(&counts.copies_dropped, 1);
         }
     }
 
-    /// Verifies a record of `len` bytes that leaves memory, and writes it below; `over` is called
+    /// Verifies a record of `len` bytes that leaves memory, and writes it below; `held` is dropped
     /// when that has ended.
     pub(super) fn move_down(
         self: &Arc<Self>,
@@ -504,21 +571,10 @@ impl Writes {
         slot: Slot,
         (len, enough): (usize, bool),
         request: Request,
-        over: impl FnOnce() + Send + 'static,
+        held: Held,
     ) {
-        let copy = match self.records.verify(id, &slot.as_slice()[..len], len as u64) {
-            Ok(ordinal) => Moving {
-                number,
-                id,
-                len,
-                options: InsertOptions {
-                    ordinal,
-                    replace: false,
-                },
-                request,
-                why: Copy::Demotion,
-                enough,
-            },
+        let ordinal = match self.records.verify(id, &slot.as_slice()[..len], len as u64) {
+            Ok(ordinal) => ordinal,
             Err(reason) => {
                 add(&self.table.tiers[number].counts.copies_dropped, 1);
                 let why = reason.name();
@@ -528,9 +584,53 @@ impl Writes {
                     reason = why,
                     "record {id} was damaged in memory ({why}) and is not written back"
                 );
-                return over();
+                return;
             }
         };
-        self.write_copy(copy, slot, over);
+        let moving = Moving {
+            number,
+            id,
+            len,
+            options: InsertOptions {
+                ordinal,
+                replace: false,
+            },
+            request,
+            why: CopyReason::Demotion,
+            enough,
+        };
+        self.write_copy(moving, slot, Some(held));
+    }
+}
+
+impl WriteTarget {
+    fn is_dump(&self) -> bool {
+        matches!(self.of, Of::Dump)
+    }
+}
+
+impl Moving {
+    fn target(&self) -> WriteTarget {
+        WriteTarget {
+            number: self.number,
+            id: self.id,
+            len: self.len,
+            request: self.request,
+            of: Of::Copy(self.why),
+        }
+    }
+}
+
+/// A record that a memory gives up, until it is below.
+struct Demotion {
+    victim: Option<Box<dyn Victim>>,
+    writes: Arc<Writes>,
+    number: usize,
+}
+
+impl Drop for Demotion {
+    fn drop(&mut self) {
+        drop(self.victim.take());
+        self.writes.table.tiers[self.number].demotion_ended();
     }
 }

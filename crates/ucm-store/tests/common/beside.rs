@@ -20,7 +20,7 @@ use ucm_tier::spread::{RootFacts, Spread, StoragePolicy};
 
 use super::media::{posix_config, shape};
 use super::sides::begin_alone;
-use super::{Device, Layout, Setup, eventually, identity};
+use super::{Device, Layout, Setup, are_busy, eventually, identity};
 
 /// How a test wants several roots.
 #[derive(Clone)]
@@ -224,23 +224,33 @@ impl Beside {
         store
     }
 
-    /// Dumps these blocks, each by itself, and waits; those that failed.
+    /// Dumps these blocks, each by itself, and waits; those that failed. A block that was refused
+    /// because no room is granted yet is offered again.
     pub(crate) fn dump(&self, blocks: &[BlockId]) -> Vec<(BlockId, Error)> {
         let mut failed = Vec::new();
         for &block in blocks {
             let device = Device::filled(&self.setup, &[block]);
-            let task = self.engine.dump(device.rows(&[block])).unwrap();
-            assert!(task.wait(self.engine.clock(), Until::Published, None));
-            failed.extend(task.failures().into_iter().map(|(_, error)| (block, error)));
+            let mut failures = Vec::new();
+            eventually("it is not refused", || {
+                let task = self.engine.dump(device.rows(&[block])).unwrap();
+                assert!(task.wait(self.engine.clock(), Until::Published, None));
+                failures = task.failures();
+                !are_busy(&failures)
+            });
+            failed.extend(failures.into_iter().map(|(_, error)| (block, error)));
         }
         failed
     }
 
     /// Stores side shards of these blocks, each alone, and waits.
     pub(crate) fn dump_alone(&self, blocks: &[BlockId], names: &[&'static str]) {
-        let task = begin_alone(&self.engine, &self.setup, blocks, names);
-        assert!(task.wait(self.engine.clock(), Until::Published, None));
-        assert!(task.failures().is_empty(), "{:?}", task.failures());
+        eventually("they are stored", || {
+            let task = begin_alone(&self.engine, &self.setup, blocks, names);
+            assert!(task.wait(self.engine.clock(), Until::Published, None));
+            let failures = task.failures();
+            assert!(failures.is_empty() || are_busy(&failures), "{failures:?}");
+            failures.is_empty()
+        });
     }
 
     /// Loads these blocks; which failed. What did not is right.

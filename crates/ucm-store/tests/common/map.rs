@@ -11,7 +11,7 @@ use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
 use ucm_quota::Usage;
 use ucm_tier::backend::{
-    Backend, BlockRead, Done, Evicted, Features, InsertOptions, Listed, Local, LocallyVisible,
+    Backend, BlockRead, Evicted, Features, InsertOptions, Listed, Local, LocallyVisible,
     MediumStats, Memory, Outcome, Presence, ReadDone, Victim, WriteOptions, Written,
 };
 
@@ -220,13 +220,9 @@ impl Backend for MapTier {
         id: BlockId,
         slot: Slot,
         options: WriteOptions,
-        done: Done<Written>,
-    ) {
-        let written = self
-            .0
-            .insert(id, &slot.as_slice()[..options.len], options.replace);
-        drop(slot);
-        done(written);
+    ) -> Result<Written> {
+        let record = &slot.as_slice()[..options.len];
+        self.0.insert(id, record, options.replace)
     }
 
     fn touch(&self, _ids: &[(BlockId, u32)], _deadline: MonotonicTime) {}

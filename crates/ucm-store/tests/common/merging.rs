@@ -10,7 +10,7 @@ use ucm_tier::backend::Flush;
 use ucm_tier::segment::{Merging, SegmentConfig};
 
 use super::shared::LONG;
-use super::{Device, Layout, Setup, Store, eventually};
+use super::{Device, Layout, Setup, Store, are_busy, eventually};
 
 /// Looks for segments to merge all the time, and removes them after `grace`.
 pub(crate) fn eager(grace: Duration) -> Setup {
@@ -64,12 +64,22 @@ pub(crate) fn many(range: std::ops::Range<u16>) -> Vec<BlockId> {
 
 /// Dumps blocks into one segment.
 pub(crate) fn seal(store: &Store, device: &Device, blocks: &[BlockId]) {
-    let task = store.engine.dump(device.rows(blocks)).unwrap();
-    eventually("they are written", || {
-        finds(store, blocks).iter().all(|&found| found)
+    // Again while no room is granted.
+    eventually("they are stored", || {
+        let task = store.engine.dump(device.rows(blocks)).unwrap();
+        eventually("they are written, or refused", || {
+            !task.failures().is_empty() || finds(store, blocks).iter().all(|&found| found)
+        });
+        store.backend.flush(Flush::Now);
+        let stored = store.outcome(&task);
+        assert!(
+            stored
+                .as_ref()
+                .err()
+                .is_none_or(|failures| are_busy(failures))
+        );
+        stored.is_ok()
     });
-    store.backend.flush(Flush::Now);
-    store.outcome(&task).unwrap();
 }
 
 /// Leaves these blocks below a root, one segment for each.

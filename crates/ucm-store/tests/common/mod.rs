@@ -352,6 +352,17 @@ impl Store {
         self.outcome(&task)
     }
 
+    /// Dumps whole blocks, again as long as they are refused because no room is granted yet.
+    pub(crate) fn keep(&self, device: &Device, ids: &[BlockId]) {
+        eventually("they are stored", || match self.dump(device, ids) {
+            Ok(()) => true,
+            Err(failures) => {
+                assert!(are_busy(&failures), "{failures:?}");
+                false
+            }
+        });
+    }
+
     /// Loads whole blocks and waits for the outcome.
     pub(crate) fn load(
         &self,
@@ -424,6 +435,12 @@ pub(crate) fn directory() -> TempDir {
 }
 
 /// Looks until something is so; gives up after far longer than it can take.
+/// Whether these are refusals: at least one, and nothing else.
+pub(crate) fn are_busy(failures: &[(usize, ucm_core::Error)]) -> bool {
+    let busy = |(_, error): &(usize, ucm_core::Error)| error.kind() == ucm_core::ErrorKind::Busy;
+    !failures.is_empty() && failures.iter().all(busy)
+}
+
 pub(crate) fn eventually(what: &str, mut so: impl FnMut() -> bool) {
     let start = std::time::Instant::now();
     while !so() {

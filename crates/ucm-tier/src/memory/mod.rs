@@ -54,7 +54,7 @@ use ucm_quota::Capacity;
 use ucm_record::RecordLayout;
 
 use crate::backend::{
-    self, Backend, BlockRead, Done, Evicted, Features, InPlace, InsertOptions, Lent, Listed, Local,
+    self, Backend, BlockRead, Evicted, Features, InPlace, InsertOptions, Lent, Listed, Local,
     LocallyVisible, MediumStats, Memory, Outcome, Parts, Presence, ReadDone, WriteOptions, Written,
 };
 
@@ -319,23 +319,6 @@ impl MemoryBackend {
         let own = self.tier.copy_parts(id, parts, out);
         own.or_else(|| self.peers.copy_parts(id, parts, out))
     }
-
-    fn put(&self, id: BlockId, slot: Slot, options: &WriteOptions) -> Result<Written> {
-        let tier = &self.tier;
-        if !options.replace && self.peers.contains(id) && !tier.holds(id) {
-            return Ok(Written::Present);
-        }
-        let record = slot.as_slice().get(..options.len).unwrap_or_default();
-        match tier.put(id, record, options.ordinal, options.replace)? {
-            Inserted::Present => return Ok(Written::Present),
-            Inserted::New if options.read_back => {}
-            Inserted::New => return Ok(Written::Published),
-        }
-        // One that was evicted already is not unsound.
-        let kept = tier.pin(id);
-        let checked = kept.as_ref().map_or(Ok(()), |kept| tier.verify(id, kept));
-        Ok(checked.map_or_else(Written::Unsound, |()| Written::Published))
-    }
 }
 
 impl Backend for MemoryBackend {
@@ -383,13 +366,18 @@ impl Backend for MemoryBackend {
 
     fn write(
         &self,
-        io: &IoJob,
+        _io: &IoJob,
         id: BlockId,
         slot: Slot,
         options: WriteOptions,
-        done: Done<Written>,
-    ) {
-        io.here(|_| self.put(id, slot, &options), done);
+    ) -> Result<Written> {
+        let WriteOptions {
+            len,
+            ordinal,
+            replace,
+        } = options;
+        let record = &slot.as_slice()[..len];
+        Memory::insert(self, id, record, InsertOptions { ordinal, replace })
     }
 
     fn touch(&self, ids: &[(BlockId, u32)], _deadline: MonotonicTime) {

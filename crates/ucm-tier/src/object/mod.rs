@@ -39,11 +39,10 @@ use ucm_io::{IoJob, IoPool};
 
 use crate::backend::{
     Backend, BlockRead, Done, Features, Flush, Indexed, Listed, Local, LocallyVisible, MediumStats,
-    Outcome, Presence, WriteOptions, Written,
+    OnSealed, Outcome, Presence, WriteOptions, Written,
 };
 use crate::scope::Scope;
 use crate::segment::cache::SegmentCache;
-use crate::writing::Write;
 use blobs::BucketBlobs;
 pub use bucket::BucketConfig;
 use discovery::{Discovery, TURN};
@@ -269,25 +268,16 @@ impl Backend for ObjectBackend {
         self.objects.cache.read(io, run)
     }
 
-    fn write(
-        &self,
-        io: &IoJob,
-        id: BlockId,
-        slot: Slot,
-        options: WriteOptions,
-        done: Done<Written>,
-    ) {
-        let write = Write {
-            id,
-            slot,
-            options,
-            deadline: io.deadline(),
-            done,
-        };
+    fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions) -> Result<Written> {
         if let Some(outcome) = self.objects.cache.needs_no_write(id, &options) {
-            return write.end(outcome);
+            return outcome;
         }
-        self.objects.append(io, write);
+        let record = &slot.as_slice()[..options.len];
+        self.objects.append(io, id, record)
+    }
+
+    fn on_sealed(&self, hook: OnSealed) {
+        let _ = self.objects.writer.on_sealed.set(hook); // it is set once
     }
 
     fn touch(&self, ids: &[(BlockId, u32)], _deadline: MonotonicTime) {

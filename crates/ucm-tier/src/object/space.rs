@@ -15,7 +15,7 @@ use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{MonotonicTime, Notify};
 use ucm_io::IoJob;
 use ucm_quota::space_document::{HOLDS, Silence, SpaceDocument, Use};
-use ucm_quota::{Pause, Usage, patience};
+use ucm_quota::{FIRST, Pause, Usage};
 
 use super::DOCUMENT;
 use super::remote::Remote;
@@ -73,8 +73,6 @@ pub(super) struct Grant {
     /// What was last seen of the document, and what this writer had begun to write when it was.
     pub(super) seen: SpaceDocument,
     pub(super) seen_at: u64,
-    /// A thread asks for more.
-    pub(super) asking: bool,
 }
 
 impl Space {
@@ -142,57 +140,58 @@ impl Space {
         self.may_write.store(true, Ordering::Release);
     }
 
-    /// Room for `bytes`; `NoSpace` where there is none in time, `Config` or `Foreign` where the
-    /// document that grants it cannot be used, `Unhealthy` where the keys may not write.
+    /// Room for `bytes`: what is granted, or what the document grants now. `Busy` where that is too
+    /// little, and room is made in the background; only before its first grant a writer waits for
+    /// that, and is refused with `NoSpace` where it waited in vain. `Config` or `Foreign` where the
+    /// document cannot be used, `Unhealthy` where the keys may not write.
     pub(super) fn take_room(&self, io: &IoJob, bytes: u64) -> Result<()> {
-        let granted = self.state.lock().grant.used.granted;
-        let until = self
-            .remote
-            .clock
-            .now()
-            .after(patience(granted))
-            .min(io.deadline());
+        let until = self.remote.clock.now().after(FIRST).min(io.deadline());
         loop {
             io.still_wanted()?;
             let seen = self.changed.seen();
-            let now = self.remote.clock.now();
-            let ask = {
-                let mut state = self.state.lock();
-                if let Some(error) = &state.unusable {
-                    return Err(error.clone()); // the thread that counts tries again
-                }
-                state.pause.check(now)?;
-                let holds = !self.remote.has_conditions() || now < state.grant.holds_until;
-                let left = state
-                    .grant
-                    .used
-                    .granted
-                    .saturating_sub(state.grant.used.reserved);
-                if holds && (!self.remote.has_conditions() || left >= bytes) {
-                    state.grant.used.reserved += bytes;
-                    return Ok(());
-                }
-                !state.short && !std::mem::replace(&mut state.grant.asking, true)
-            };
-            if ask {
-                let asked = self.ask(bytes, io.deadline());
-                self.state.lock().grant.asking = false;
-                self.changed.notify();
-                if asked? {
-                    continue;
-                }
-                self.state.lock().short = true;
-                self.wanted.notify();
+            if self.take_granted(bytes)? {
+                return Ok(());
             }
-            if self.remote.clock.now() >= until {
-                let state = self.state.lock();
-                let text = "the configured storage_capacity is used up, or no writer grants more; \
-                            making room";
-                let error = Error::new(ErrorKind::NoSpace, text).with("limit", state.limit);
-                return Err(error.with("used", self.used(&state)));
+            if self.ask(bytes, io.deadline())? {
+                continue;
+            }
+            let (first, error) = {
+                let mut state = self.state.lock();
+                state.short = true;
+                let first = state.grant.used.reserved == 0;
+                let text = "the configured storage_capacity is used up, or no more of it is \
+                            granted yet; making room";
+                let kind = match first {
+                    true => ErrorKind::NoSpace,
+                    false => ErrorKind::Busy,
+                };
+                let error = Error::new(kind, text).with("limit", state.limit);
+                (first, error.with("used", self.used(&state)))
+            };
+            self.wanted.notify();
+            if !first || self.remote.clock.now() >= until {
+                return Err(error);
             }
             self.remote.clock.sleep(&self.changed, seen, Some(until));
         }
+    }
+
+    /// Takes `bytes` of what is granted, if it is enough.
+    fn take_granted(&self, bytes: u64) -> Result<bool> {
+        let now = self.remote.clock.now();
+        let mut state = self.state.lock();
+        if let Some(error) = &state.unusable {
+            return Err(error.clone()); // the thread that looks after the space tries again
+        }
+        state.pause.check(now)?;
+        let used = &state.grant.used;
+        let left = used.granted.saturating_sub(used.reserved);
+        let granted = now < state.grant.holds_until && left >= bytes;
+        if granted || !self.remote.has_conditions() {
+            state.grant.used.reserved += bytes;
+            return Ok(true);
+        }
+        Ok(false)
     }
 
     /// A segment for which there was room ended: `kept` bytes of it are there, or may be.

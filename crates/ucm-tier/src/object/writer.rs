@@ -1,30 +1,28 @@
 //! The segment that takes records, in memory, and those that are being put.
 //!
 //! A record is copied to the end of the open segment and can be read there at once by this process.
-//! When the segment is full or old enough, or when somebody waits for it, its footer is written
-//! behind the records and it is put; its records are published, and the caller that dumped them is
-//! told, when the server has it. At most one segment takes records and a few are being put: beyond
-//! that a write waits, with its slot, for one of them. So what a process keeps in memory is
-//! bounded.
+//! When the segment is full or old enough, or when a caller waits for it, its footer is written
+//! behind the records and it is put; its records are published, and the outcomes of their receipts
+//! reported, when the server has it. At most one segment takes records and a few are being put:
+//! beyond that a thread waits, with its record, for one of them. So what a process keeps in memory
+//! is bounded.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use bytes::Bytes;
 use parking_lot::Mutex;
-use ucm_core::{BlockId, Error, ErrorKind, MissReason, PAGE, Result, round_up};
+use ucm_core::{BlockId, Error, ErrorKind, PAGE, Result, round_up};
 use ucm_infra::{MonotonicTime, Notify};
 use ucm_io::{IoJob, Process};
 use ucm_quota::layout::SegmentName;
-use ucm_record::{Expect, verify_stored};
 
 use super::upkeep::LANE_UPLOAD;
 use super::{Objects, UPLOADS};
-use crate::backend::{Done, Written};
+use crate::backend::{OnSealed, Receipt, Written};
 use crate::blobs::{BlobName, Filled, ReadAt};
 use crate::segment::format::{Entry, HEAD_LEN, Owner, encode_footer, encode_head, footer_len};
 use crate::segment::index::{Known, SegmentNumber};
-use crate::writing::Write;
 
 /// Part of the limit that a segment may be.
 const SHARE: u64 = 64;
@@ -42,6 +40,8 @@ pub(super) struct Writer {
     state: Mutex<State>,
     /// Rung when a segment was opened, or one that was being put has ended.
     changed: Notify,
+    /// Called with the outcomes of receipts.
+    pub(super) on_sealed: OnceLock<OnSealed>,
 }
 
 #[derive(Default)]
@@ -85,25 +85,30 @@ struct Putting {
     members: Mutex<Vec<Member>>,
 }
 
-/// A record in it, and who waits for it to be published; none: was told.
+/// A record in it, and its receipt until its outcome was reported.
 struct Member {
-    entry: Entry,
     deadline: MonotonicTime,
-    read_back: bool,
-    done: Option<Done<Written>>,
+    receipt: Option<Receipt>,
 }
 
-/// Where a write goes.
-enum Place {
-    /// It has its place.
-    Placed,
-    /// A segment has to be opened for it.
-    Open(Write),
-    /// It waits for one.
-    Waits(Write),
+/// What a thread with a record does next.
+enum Step {
+    /// It is done: the record has its place.
+    Placed(Receipt),
+    /// Opens a segment for it.
+    Open,
+    /// Waits for one.
+    Wait,
 }
 
 impl Writer {
+    /// Reports the outcome of a receipt.
+    fn sealed(&self, receipt: Receipt, result: Result<()>) {
+        if let Some(hook) = self.on_sealed.get() {
+            hook(receipt, result);
+        }
+    }
+
     /// Copies a stretch of a segment that is not put yet into buffers, one behind the other.
     /// `NotFound` where it was put since, or given up.
     pub(super) fn copy_open(&self, at: &ReadAt, into: &mut [(&mut [u8], usize)]) -> Result<Filled> {
@@ -165,72 +170,54 @@ impl Objects {
 
     /// Puts a record into the open segment, and opens one for it if need be; waits where too much
     /// is being put.
-    pub(super) fn append(self: &Arc<Self>, io: &IoJob, mut write: Write) {
+    pub(super) fn append(
+        self: &Arc<Self>,
+        io: &IoJob,
+        id: BlockId,
+        record: &[u8],
+    ) -> Result<Written> {
         loop {
-            if let Err(late) = io.still_wanted() {
-                return write.end(Err(late));
-            }
+            io.still_wanted()?;
             let seen = self.writer.changed.seen();
-            match self.place(write) {
-                Place::Placed => return self.upkeep.timer.notify(),
-                Place::Open(waiting) => {
-                    write = waiting;
-                    if let Err(error) = self.open_segment(io, write.options.len as u64) {
-                        return write.end(Err(error));
-                    }
+            match self.place(io, id, record) {
+                Step::Placed(receipt) => {
+                    self.upkeep.timer.notify();
+                    return Ok(Written::Sealing(receipt));
                 }
-                Place::Waits(waiting) => {
-                    write = waiting;
-                    self.remote
-                        .clock
-                        .sleep(&self.writer.changed, seen, Some(io.deadline()));
+                Step::Open => self.open_segment(io, record.len() as u64)?,
+                Step::Wait => {
+                    let until = Some(io.deadline());
+                    self.remote.clock.sleep(&self.writer.changed, seen, until);
                 }
             }
         }
     }
 
-    fn place(self: &Arc<Self>, write: Write) -> Place {
+    fn place(self: &Arc<Self>, io: &IoJob, id: BlockId, record: &[u8]) -> Step {
         let now = self.remote.clock.now();
         let mut state = self.writer.state.lock();
         let Some(open) = state.open.as_mut() else {
-            return if state.opening || state.putting.len() >= UPLOADS {
-                Place::Waits(write)
-            } else {
-                state.opening = true;
-                Place::Open(write)
-            };
+            if state.opening || state.putting.len() >= UPLOADS {
+                return Step::Wait;
+            }
+            state.opening = true;
+            return Step::Open;
         };
-        let Write {
-            id,
-            slot,
-            options,
-            deadline,
-            done,
-        } = write;
-        let (offset, len) = (open.bytes.len() as u64, round_up(options.len as u64, PAGE));
+        let (offset, len) = (open.bytes.len() as u64, round_up(record.len() as u64, PAGE));
         if offset + len + footer_len(open.entries.len() + 1) > open.room {
             let full = self.seal(&mut state);
             drop(state);
             self.send(full);
-            return self.place(Write {
-                id,
-                slot,
-                options,
-                deadline,
-                done,
-            });
+            return self.place(io, id, record);
         }
-        let entry = Entry { id, offset, len };
-        open.bytes
-            .extend_from_slice(&slot.as_slice()[..options.len]);
+        let (entry, receipt) = (Entry { id, offset, len }, Receipt::next());
+        open.bytes.extend_from_slice(record);
         open.bytes.resize((offset + len) as usize, 0);
         open.entries.push(entry);
         open.oldest.get_or_insert(now);
         open.members.push(Member {
-            entry,
-            deadline,
-            read_back: options.read_back,
-            done: Some(done),
+            deadline: io.deadline(),
+            receipt: Some(receipt),
         });
         let number = open.number;
         self.cache.index.add(number, &[entry]);
@@ -239,9 +226,8 @@ impl Objects {
         let at_once = state.last || self.remote.config.age.is_zero();
         let full = at_once.then(|| self.seal(&mut state)).flatten();
         drop(state);
-        drop(slot); // before anybody is told
         self.send(full);
-        Place::Placed
+        Step::Placed(receipt)
     }
 
     /// Of several copies that only this process has, the last written counts.
@@ -358,62 +344,29 @@ impl Objects {
         let deadline = last.unwrap_or(now).max(now.after(LEAST_TIME));
         let (objects, ended, sent) = (Arc::clone(self), Arc::clone(self), Arc::clone(&putting));
         let work = move || objects.put(&sent, deadline);
-        let told = move |result: Result<Result<Vec<Entry>>>| {
+        let done = move |result: Result<Result<()>>| {
             ended.was_put(&putting, result.and_then(|result| result));
         };
-        if let Err(refused) = self.upkeep.pool.offer(LANE_UPLOAD, deadline, work, told) {
+        if let Err(refused) = self.upkeep.pool.offer(LANE_UPLOAD, deadline, work, done) {
             (refused.done)(Err(refused.error));
         }
     }
 
-    /// Sends a segment, and reads back what is wanted so: those that are not sound.
-    fn put(&self, putting: &Putting, deadline: MonotonicTime) -> Result<Vec<Entry>> {
-        let (path, bytes) = (
-            self.remote.names.segment(putting.object),
-            putting.bytes.clone(),
-        );
-        self.remote.call(
-            deadline,
-            self.remote
-                .bucket
-                .put_large(&path, bytes, self.remote.has_conditions()),
-        )?;
-        let members = putting.members.lock();
-        let wanted = members.iter().filter(|member| member.read_back);
-        let mut unsound: Vec<Entry> = wanted.map(|member| member.entry).collect();
-        drop(members);
-        unsound.retain(|entry| self.read_back(putting, entry, deadline).is_err());
-        Ok(unsound)
-    }
-
-    /// Reads a record that was just put and verifies it.
-    fn read_back(
-        &self,
-        putting: &Putting,
-        entry: &Entry,
-        deadline: MonotonicTime,
-    ) -> Result<(), MissReason> {
-        let path = self.remote.names.segment(putting.object);
-        let range = entry.offset..entry.offset + entry.len;
-        let read = self
-            .remote
-            .call(deadline, self.remote.bucket.range(&path, range));
-        let bytes = read.map_err(|_| MissReason::IoError)?;
-        let expect = Expect {
-            id: entry.id,
-            namespace: *self.remote.config.scope.identity.digest(),
-            part: self.remote.config.scope.part,
-            layout: &self.remote.config.scope.record,
-        };
-        verify_stored(&bytes, entry.len, &expect)?;
-        Ok(())
+    /// Sends a segment.
+    fn put(&self, putting: &Putting, deadline: MonotonicTime) -> Result<()> {
+        let (remote, bytes) = (&self.remote, putting.bytes.clone());
+        let path = remote.names.segment(putting.object);
+        let put = remote
+            .bucket
+            .put_large(&path, bytes, remote.has_conditions());
+        remote.call(deadline, put)
     }
 
     /// A segment was put, or not.
-    fn was_put(&self, putting: &Putting, result: Result<Vec<Entry>>) {
+    fn was_put(&self, putting: &Putting, result: Result<()>) {
         let len = putting.bytes.len() as u64;
         match &result {
-            Ok(_) => {
+            Ok(()) => {
                 let used = i64::try_from(putting.object.sealed_ns).unwrap_or(i64::MAX);
                 self.cache
                     .index
@@ -453,15 +406,8 @@ impl Objects {
             .retain(|other| other.number != putting.number);
         self.writer.changed.notify();
         self.upkeep.timer.notify();
-        for member in members {
-            let Some(done) = member.done else { continue };
-            done(match &result {
-                Ok(unsound) if unsound.contains(&member.entry) => {
-                    Ok(Written::Unsound(MissReason::BadChecksum))
-                }
-                Ok(_) => Ok(Written::Published),
-                Err(error) => Err(error.clone()),
-            });
+        for receipt in members.into_iter().filter_map(|member| member.receipt) {
+            self.writer.sealed(receipt, result.clone());
         }
     }
 
@@ -515,9 +461,9 @@ impl Objects {
             }
             let State { open, putting, .. } = &mut *state;
             let mut look = |members: &mut Vec<Member>| {
-                for member in members.iter_mut().filter(|member| member.done.is_some()) {
+                for member in members.iter_mut().filter(|member| member.receipt.is_some()) {
                     if member.deadline <= now {
-                        late.extend(member.done.take());
+                        late.extend(member.receipt.take());
                     } else {
                         at(member.deadline);
                     }
@@ -529,9 +475,10 @@ impl Objects {
                 .for_each(|putting| look(&mut putting.members.lock()));
         }
         self.send(sealed);
-        for done in late {
+        for receipt in late {
             let text = "the segment with this record was not put in time";
-            done(Err(Error::new(ErrorKind::Timeout, text)));
+            let late = Error::new(ErrorKind::Timeout, text);
+            self.writer.sealed(receipt, Err(late));
         }
         next
     }
@@ -565,7 +512,10 @@ impl Open {
     /// do, whatever the age.
     fn due(&self, age: Duration) -> MonotonicTime {
         let oldest = self.oldest.unwrap_or(self.opened);
-        let waiting = self.members.iter().filter(|member| member.done.is_some());
+        let waiting = self
+            .members
+            .iter()
+            .filter(|member| member.receipt.is_some());
         let first = waiting.map(|member| member.deadline).min();
         let in_time = first.map(|deadline| oldest.after(deadline.since(oldest) / 2));
         let due = in_time.map_or(oldest.after(age), |in_time| in_time.min(oldest.after(age)));

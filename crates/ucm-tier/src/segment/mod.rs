@@ -8,9 +8,8 @@
 //!
 //! * [`format`]: the bytes; [`index`]: where every record lies; [`locally_visible`]: what only this
 //!   process can read yet;
-//! * [`open`]: one segment being written; [`writer`]: which one; [`append`]: one record into it;
-//!   [`sealing`]: how it ends;
-//!   [`timer`]: when;
+//! * [`writer`]: the way of a record into a segment; [`open`]: one segment being written;
+//!   [`sealing`]: how it ends; [`timer`]: when;
 //! * [`cache`]: the records that are known, [`reader`]: reading them, [`unread`]: footers of new
 //!   segments; these three serve any medium ([`crate::blobs`]), [`files`] is the one below a root;
 //! * [`discovery`]: the segments of other writers; [`recheck`]: whether footers are still there;
@@ -19,7 +18,6 @@
 //!
 //! Root, space and everything else that is not about records are those of the file layout.
 
-mod append;
 pub(crate) mod cache;
 mod discovery;
 mod files;
@@ -43,25 +41,23 @@ use std::time::Duration;
 
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::Slot;
-use ucm_infra::{Clock, Lane, MonotonicTime, Notify, WorkerPool};
+use ucm_infra::{Clock, Lane, MonotonicTime, WorkerPool};
 use ucm_io::{IoJob, IoPool};
 use ucm_quota::Capacity;
 
 use crate::backend::{
     Backend, BlockRead, Done, Features, Flush, Indexed, Listed, Local, LocallyVisible, MediumStats,
-    Outcome, Presence, WriteOptions, Written,
+    OnSealed, Outcome, Presence, WriteOptions, Written,
 };
 use crate::layout_kind::LayoutKind;
 use crate::shared::{PosixConfig, Shared};
-use crate::writing::Write;
 use cache::SegmentCache;
 use discovery::SegmentDiscovery;
 use files::SegmentFiles;
 use index::Index;
-use locally_visible::LocalChanges;
 use reclaim::Reclaim;
 use recovery::{RecoveredAt, Recovery};
-use writer::{Coming, Writer};
+use writer::SegmentWriter;
 
 pub use reclaim::Merging;
 
@@ -112,14 +108,11 @@ pub(crate) struct Segments {
     files: Arc<SegmentFiles>,
     cache: Arc<SegmentCache<SegmentFiles>>,
     index: Arc<Index>,
-    locally_visible: Arc<LocalChanges>,
-    writer: Writer,
+    writer: Arc<SegmentWriter>,
     discovery: Arc<SegmentDiscovery>,
     recovered_at: RecoveredAt,
     reclaim: Reclaim,
     pool: Arc<WorkerPool>,
-    /// Rung when a segment may have to be sealed.
-    seal_notify: Notify,
     started: AtomicBool,
 }
 
@@ -165,21 +158,21 @@ impl SegmentBackend {
         let (lengths, namespace) = (&shared.lengths, *shared.config.identity.digest());
         let files = Arc::new(SegmentFiles::new(Arc::clone(&shared)));
         let cache = SegmentCache::new(files, Arc::clone(lengths), namespace, segments.most_blocks);
-        let (cache, seal_notify) = (Arc::new(cache), Notify::new());
-        let discovery = Arc::new(SegmentDiscovery::new(&cache, seal_notify.clone()));
+        let cache = Arc::new(cache);
+        let writer = SegmentWriter::new(&cache, segments);
+        let notify = writer.seal_notify.clone();
+        let discovery = Arc::new(SegmentDiscovery::new(&cache, notify));
         let segments = Arc::new(Segments {
             shared,
             config: segments,
             files: Arc::clone(&cache.blobs),
             index: Arc::clone(&cache.index),
-            locally_visible: Arc::clone(&cache.locally_visible),
-            writer: Writer::default(),
+            writer,
             recovered_at: RecoveredAt::default(),
             reclaim: Reclaim::new(&cache, &discovery, segments.merging),
             discovery,
             cache,
             pool,
-            seal_notify,
             started: AtomicBool::new(false),
         });
         if let Some(limit) = limit {
@@ -192,7 +185,7 @@ impl SegmentBackend {
 impl Segments {
     /// Whether enough segments of one record each fit below the limit.
     fn check_limit(&self, limit: u64) -> Result<()> {
-        let least = self.least_room(self.shared.config.record.record_len() as u64) * 8;
+        let least = SegmentWriter::least_room(self.shared.config.record.record_len() as u64) * 8;
         if limit >= least {
             return Ok(());
         }
@@ -228,20 +221,23 @@ impl Segments {
             cache: &self.cache,
             discovery: &self.discovery,
             uses: &self.reclaim.uses,
-            living: self.living(),
+            living: self.writer.living_names(),
             until,
         };
         recovery.run(&self.recovered_at, most);
     }
 
-    fn now_ns(&self) -> i64 {
-        i64::try_from(self.shared.clock.wall_ns()).unwrap_or(i64::MAX)
+    /// Length at which segments are sealed now, bytes.
+    fn room(&self) -> u64 {
+        self.writer.room()
     }
 }
 
 impl Backend for SegmentBackend {
     fn open(&self, deadline: MonotonicTime) -> Result<String> {
         self.segments.shared.open_root(deadline)?;
+        let space = &self.segments.shared.space;
+        space.expect_writes_of(self.segments.room());
         self.segments.discovery.find_all(deadline);
         self.segments.recover(AT_OPENING, deadline);
         self.segments.start();
@@ -270,25 +266,16 @@ impl Backend for SegmentBackend {
         self.segments.cache.read(io, run)
     }
 
-    fn write(
-        &self,
-        io: &IoJob,
-        id: BlockId,
-        slot: Slot,
-        options: WriteOptions,
-        done: Done<Written>,
-    ) {
-        let write = Write {
-            id,
-            slot,
-            options,
-            deadline: io.deadline(),
-            done,
-        };
+    fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions) -> Result<Written> {
         if let Some(outcome) = self.segments.cache.needs_no_write(id, &options) {
-            return write.end(outcome);
+            return outcome;
         }
-        self.segments.append(io, Coming::new(write));
+        let record = &slot.as_slice()[..options.len];
+        self.segments.writer.write(io, id, record, &options)
+    }
+
+    fn on_sealed(&self, hook: OnSealed) {
+        self.segments.shared.on_sealed(hook);
     }
 
     /// Who only looks up tells nothing: whether a use is one of the whole segment is known where
@@ -313,9 +300,9 @@ impl Backend for SegmentBackend {
 
     fn flush(&self, how: Flush) {
         match how {
-            Flush::Soon => self.segments.flush_soon(),
-            Flush::Now => self.segments.flush(false),
-            Flush::Last => self.segments.flush(true),
+            Flush::Soon => self.segments.writer.flush_soon(),
+            Flush::Now => self.segments.writer.flush(false),
+            Flush::Last => self.segments.writer.flush(true),
         }
     }
 
@@ -323,7 +310,10 @@ impl Backend for SegmentBackend {
         let reclaim = &self.segments.reclaim;
         MediumStats {
             more: vec![
-                ("segments_open", self.segments.taking_records() as u64),
+                (
+                    "segments_open",
+                    self.segments.writer.taking_records() as u64,
+                ),
                 ("segments_merged", reclaim.gathered.load(Ordering::Relaxed)),
                 (
                     "records_carried",
@@ -344,9 +334,9 @@ impl Backend for SegmentBackend {
         segments.files.close();
         segments.reclaim.notify.notify();
         segments.discovery.looks.end();
-        segments.flush(true);
-        segments.await_sealed(clock.now().after(left() / 2));
-        segments.seal_notify.notify();
+        segments.writer.flush(true);
+        segments.writer.await_sealed(clock.now().after(left() / 2));
+        segments.writer.seal_notify.notify();
         segments.discovery.notify.notify();
         // A reclaiming that is not over holds room, and who holds room cannot say to the others
         // that it is not there any more: they would wait for its silence.
@@ -385,7 +375,7 @@ impl Drop for SegmentBackend {
     fn drop(&mut self) {
         self.segments.files.close();
         self.segments.discovery.looks.end();
-        self.segments.seal_notify.notify();
+        self.segments.writer.seal_notify.notify();
         self.segments.discovery.notify.notify();
         self.segments.reclaim.notify.notify();
     }

@@ -1,43 +1,42 @@
 //! One segment being written: places for records are reserved in order, then it is closed to new
 //! ones, and when the last write has ended it can be sealed.
 //!
-//! A write that failed or came too late leaves a hole that the footer does not name. Nothing here
-//! touches a file.
+//! A write that failed or came too late leaves a hole that the footer does not name. So does one
+//! whose thread hangs: when its job is no longer waited for, the segment goes on without it. Nothing
+//! here touches a file.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use ucm_core::{Error, ErrorKind, PAGE, round_up};
+use ucm_core::{BlockId, Error, ErrorKind, PAGE, round_up};
 use ucm_infra::MonotonicTime;
-use ucm_quota::Room;
+use ucm_io::JobWatch;
+use ucm_quota::Reservation;
 use ucm_quota::layout::SegmentName;
 
 use super::format::{Entry, HEAD_LEN, footer_len};
 use super::index::SegmentNumber;
-use crate::backend::{Done, Written};
-use crate::writing::Write;
+use crate::backend::Receipt;
 
-/// Time that opening or sealing a segment has at least, whatever is left of its records' time.
+/// Time that sealing a segment has at least, whatever is left of its records' time.
 pub(super) const LEAST_TIME: Duration = Duration::from_secs(5);
 
-/// A record that has its place in a segment and is not written yet.
-pub(crate) struct Append {
+/// The place of a record in a segment, which is not written yet.
+pub(super) struct Append {
     /// Its number among the records of the segment.
-    pub(crate) number: usize,
-    pub(crate) entry: Entry,
-    pub(crate) write: Write,
+    pub(super) number: usize,
+    pub(super) entry: Entry,
 }
 
 /// See the module.
-pub(crate) struct OpenSegment {
+pub(super) struct OpenSegment {
     /// Its number in the index.
-    pub(crate) number: SegmentNumber,
-    pub(crate) name: SegmentName,
+    pub(super) number: SegmentNumber,
+    pub(super) name: SegmentName,
     /// Bytes that were reserved for it.
-    pub(crate) room: u64,
-    pub(crate) reserved: Arc<Room>,
-    /// When it was: one that no one writes to ends as if it held a record since then.
+    pub(super) room: u64,
+    pub(super) reserved: Reservation,
+    /// When it was opened: one that no thread writes to ends as if it held a record since then.
     opened: MonotonicTime,
     inner: Mutex<Inner>,
 }
@@ -50,15 +49,15 @@ struct Inner {
     members: Vec<Member>,
     /// Nothing is added any more.
     closed: bool,
-    /// Somebody seals it.
+    /// A thread seals it.
     taken: bool,
     /// When its oldest record was written.
     oldest: Option<MonotonicTime>,
-    /// When it is to be sealed whatever its age, because somebody waits for it.
+    /// When it is to be sealed whatever its age, because a caller waits for it.
     flush_due: Option<MonotonicTime>,
     /// The place nearest to the start of its chain, which is used last.
     first_ordinal: u32,
-    /// What went wrong, as the medium told.
+    /// What went wrong, as the medium reported it.
     trouble: Option<Error>,
 }
 
@@ -66,24 +65,32 @@ struct Inner {
 struct Member {
     entry: Entry,
     deadline: MonotonicTime,
-    written: bool,
-    /// Who waits for the record to be published; none: was told.
-    done: Option<Done<Written>>,
+    stage: Stage,
+}
+
+/// How far a record is.
+enum Stage {
+    /// A thread writes it, for this job.
+    Writing(JobWatch),
+    /// It was written. The receipt is there until its outcome was reported.
+    Written(Option<Receipt>),
+    /// It was not, or too late: the footer does not name it.
+    Failed,
 }
 
 /// What it takes to seal a segment.
-pub(crate) struct Contents {
+pub(super) struct Contents {
     /// Where the records end.
-    pub(crate) end: u64,
-    pub(crate) entries: Vec<Entry>,
+    pub(super) end: u64,
+    pub(super) entries: Vec<Entry>,
     /// The latest deadline of any record.
-    pub(crate) deadline: MonotonicTime,
-    pub(crate) first_ordinal: u32,
-    pub(crate) trouble: Option<Error>,
+    pub(super) deadline: MonotonicTime,
+    pub(super) first_ordinal: u32,
+    pub(super) trouble: Option<Error>,
 }
 
 /// What to do when a write has ended.
-pub(crate) enum Next {
+pub(super) enum Next {
     Wait,
     /// It holds its first record now, or none after all: the timer counts from here on.
     Begin,
@@ -99,17 +106,12 @@ pub(super) fn unsure(error: &Error) -> bool {
     )
 }
 
-/// Bytes that a record takes in a segment.
-pub(super) fn room_of(write: &Write) -> u64 {
-    round_up(write.options.len as u64, PAGE)
-}
-
 impl OpenSegment {
-    pub(crate) fn new(
+    pub(super) fn new(
         number: SegmentNumber,
         name: SegmentName,
         room: u64,
-        reserved: Arc<Room>,
+        reserved: Reservation,
         now: MonotonicTime,
     ) -> Self {
         Self {
@@ -132,65 +134,69 @@ impl OpenSegment {
         }
     }
 
-    /// A place for a record; the write again when there is no room.
-    pub(crate) fn reserve(&self, write: Write) -> Result<Append, Write> {
-        let len = room_of(&write);
+    /// A place for a record of `len` bytes, which this job writes; `None` when there is no room.
+    pub(super) fn reserve(
+        &self,
+        id: BlockId,
+        len: u64,
+        ordinal: u32,
+        job: &JobWatch,
+    ) -> Option<Append> {
+        let len = round_up(len, PAGE);
         let mut inner = self.inner.lock();
         let (number, offset, end) = (inner.members.len(), inner.end, inner.end + len);
         if inner.closed || end + footer_len(number + 1) > self.room {
-            return Err(write);
+            return None;
         }
-        let entry = Entry {
-            id: write.id,
-            offset,
-            len,
-        };
+        let entry = Entry { id, offset, len };
         inner.end = end;
         inner.in_flight += 1;
-        inner.first_ordinal = inner.first_ordinal.min(write.options.ordinal);
+        inner.first_ordinal = inner.first_ordinal.min(ordinal);
         inner.members.push(Member {
             entry,
-            deadline: write.deadline,
-            written: false,
-            done: None,
+            deadline: job.deadline(),
+            stage: Stage::Writing(job.clone()),
         });
-        Ok(Append {
-            number,
-            entry,
-            write,
-        })
+        Some(Append { number, entry })
     }
 
     /// How many records have their place and are not written yet.
-    pub(crate) fn backlog(&self) -> usize {
+    pub(super) fn backlog(&self) -> usize {
         self.inner.lock().in_flight
     }
 
-    /// A record was written; `done` is to be called when it is published.
-    pub(crate) fn written(
+    /// A record was written. Its receipt; none where the segment went on without it.
+    pub(super) fn written(
         &self,
         number: usize,
-        done: Done<Written>,
         now: MonotonicTime,
         at_once: bool,
-    ) -> Next {
+    ) -> (Option<Receipt>, Next) {
         let mut inner = self.inner.lock();
-        if let Some(member) = inner.members.get_mut(number) {
-            (member.written, member.done) = (true, Some(done));
-        }
+        let Some(stage) = inner.writing(number) else {
+            return (None, Next::Wait);
+        };
+        let receipt = Some(Receipt::next());
+        *stage = Stage::Written(receipt);
         let first = inner.oldest.is_none();
         inner.oldest.get_or_insert(now);
         inner.closed |= at_once && inner.in_flight == 1;
-        match inner.one_less() {
+        let next = match inner.one_less() {
             Next::Wait if first => Next::Begin,
             next => next,
-        }
+        };
+        (receipt, next)
     }
 
     /// A write ended without a record; nothing is added behind it any more, unless it was only
     /// refused a place in a queue.
-    pub(crate) fn failed(&self, error: &Error, go_on: bool, at_once: bool) -> Next {
+    pub(super) fn failed(&self, number: usize, error: &Error, at_once: bool) -> Next {
+        let go_on = error.kind() == ErrorKind::Busy;
         let mut inner = self.inner.lock();
+        let Some(stage) = inner.writing(number) else {
+            return Next::Wait;
+        };
+        *stage = Stage::Failed;
         inner.closed |= !go_on || (at_once && inner.in_flight == 1);
         if !go_on {
             inner.trouble.get_or_insert_with(|| error.clone());
@@ -201,28 +207,49 @@ impl OpenSegment {
         }
     }
 
+    /// Goes on without the records whose job is no longer waited for, because its thread hangs.
+    pub(super) fn write_off_lost(&self) -> Next {
+        let lost: Vec<usize> = {
+            let inner = self.inner.lock();
+            let lost = |(_, member): &(usize, &Member)| match &member.stage {
+                Stage::Writing(job) => !job.is_wanted(),
+                Stage::Written(_) | Stage::Failed => false,
+            };
+            let members = inner.members.iter().enumerate();
+            members.filter(lost).map(|(number, _)| number).collect()
+        };
+        let hangs = || Error::new(ErrorKind::Timeout, "a write did not return in time");
+        let mut next = Next::Wait;
+        for number in lost {
+            if let Next::Seal = self.failed(number, &hangs(), false) {
+                next = Next::Seal;
+            }
+        }
+        next
+    }
+
     /// Adds nothing any more; whether it can be sealed now.
-    pub(crate) fn close(&self) -> bool {
+    pub(super) fn close(&self) -> bool {
         let mut inner = self.inner.lock();
         inner.closed = true;
         inner.take()
     }
 
-    /// Somebody waits for what it holds: it is to be sealed at that time, if not before.
-    pub(crate) fn seal_by(&self, due: MonotonicTime) {
+    /// A caller waits for what it holds: it is to be sealed at that time, if not before.
+    pub(super) fn seal_by(&self, due: MonotonicTime) {
         let mut inner = self.inner.lock();
         inner.flush_due = Some(inner.flush_due.map_or(due, |other| other.min(due)));
     }
 
-    /// When it is to be sealed, if it holds a record (or no one writes one) and still takes more:
-    /// `age` after the oldest was written, sooner if somebody waits, and early enough for those
-    /// that do, whatever the age.
-    pub(crate) fn due(&self, age: Duration) -> Option<MonotonicTime> {
+    /// When it is to be sealed, if it holds a record (or no thread writes one) and still takes more:
+    /// `age` after the oldest was written, sooner if a caller waits, and early enough for those
+    /// whose outcome is awaited, whatever the age.
+    pub(super) fn due(&self, age: Duration) -> Option<MonotonicTime> {
         let inner = self.inner.lock();
         let empty = (inner.in_flight == 0).then_some(self.opened);
         let oldest = inner.oldest.or(empty).filter(|_| !inner.closed)?;
-        let waiting = inner.members.iter().filter(|member| member.done.is_some());
-        let first = waiting.map(|member| member.deadline).min();
+        let awaited = inner.members.iter().filter(|member| member.is_awaited());
+        let first = awaited.map(|member| member.deadline).min();
         let in_time = first.map(|deadline| oldest.after(deadline.since(oldest) / 4 * 3));
         [Some(oldest.after(age)), in_time, inner.flush_due]
             .into_iter()
@@ -230,30 +257,28 @@ impl OpenSegment {
             .min()
     }
 
-    /// Those whose deadline has passed, and when the next one does.
-    pub(crate) fn late(&self, now: MonotonicTime) -> (Vec<Done<Written>>, Option<MonotonicTime>) {
+    /// The receipts whose deadline has passed, and when the next deadline of a record passes.
+    pub(super) fn late(&self, now: MonotonicTime) -> (Vec<Receipt>, Option<MonotonicTime>) {
         let mut inner = self.inner.lock();
-        let (mut late, mut next) = (Vec::new(), None);
-        for member in inner
-            .members
-            .iter_mut()
-            .filter(|member| member.done.is_some())
-        {
-            if member.deadline <= now {
-                late.extend(member.done.take());
-            } else {
-                next = Some(next.map_or(member.deadline, |next: MonotonicTime| {
-                    next.min(member.deadline)
-                }));
+        let mut late = Vec::new();
+        for member in &mut inner.members {
+            if let Stage::Written(receipt) = &mut member.stage
+                && member.deadline <= now
+            {
+                late.extend(receipt.take());
             }
         }
+        let open = inner.members.iter().filter(|member| member.is_open());
+        let ahead = open.filter(|member| member.deadline > now);
+        let next = ahead.map(|member| member.deadline).min();
         (late, next)
     }
 
     /// What is in it.
-    pub(crate) fn contents(&self) -> Contents {
+    pub(super) fn contents(&self) -> Contents {
         let inner = self.inner.lock();
-        let written = inner.members.iter().filter(|member| member.written);
+        let written = |member: &&Member| matches!(member.stage, Stage::Written(_));
+        let written = inner.members.iter().filter(written);
         Contents {
             end: inner.end,
             entries: written.clone().map(|member| member.entry).collect(),
@@ -266,18 +291,38 @@ impl OpenSegment {
         }
     }
 
-    /// Everybody who waits for it, to be told.
-    pub(crate) fn waiting(&self) -> Vec<Done<Written>> {
+    /// The receipts whose outcome was not reported yet.
+    pub(super) fn awaited(&self) -> Vec<Receipt> {
         let mut inner = self.inner.lock();
-        inner
-            .members
-            .iter_mut()
-            .filter_map(|member| member.done.take())
-            .collect()
+        let receipts = inner.members.iter_mut().filter_map(|member| {
+            let Stage::Written(receipt) = &mut member.stage else {
+                return None;
+            };
+            receipt.take()
+        });
+        receipts.collect()
+    }
+}
+
+impl Member {
+    /// Whether it was written, and its outcome is awaited.
+    fn is_awaited(&self) -> bool {
+        matches!(self.stage, Stage::Written(Some(_)))
+    }
+
+    /// Whether its deadline matters still.
+    fn is_open(&self) -> bool {
+        self.is_awaited() || matches!(self.stage, Stage::Writing(_))
     }
 }
 
 impl Inner {
+    /// The stage of a record that is being written.
+    fn writing(&mut self, number: usize) -> Option<&mut Stage> {
+        let stage = &mut self.members.get_mut(number)?.stage;
+        matches!(stage, Stage::Writing(_)).then_some(stage)
+    }
+
     fn one_less(&mut self) -> Next {
         self.in_flight -= 1;
         if self.take() { Next::Seal } else { Next::Wait }

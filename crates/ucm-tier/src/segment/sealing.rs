@@ -1,26 +1,25 @@
-//! How a segment ends: its footer, its name, and telling everybody who waits for it.
+//! How a segment ends: its footer, its name, and the outcomes of its receipts.
 
 use std::sync::Arc;
 
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_infra::{LANE_DUMP, MonotonicTime};
-use ucm_io::{FileMeta, Finish, IoJob};
+use ucm_infra::{LANE_LOOKUP, MonotonicTime};
+use ucm_io::{Finish, IoJob};
 
-use super::Segments;
 use super::discovery::FOUND_BY;
 use super::format::{Owner, encode_footer};
 use super::open::{Contents, LEAST_TIME, OpenSegment, unsure};
-use crate::backend::Written;
+use super::writer::SegmentWriter;
 
-impl Segments {
-    /// Writes the footer of a segment and gives it its name. Called once for each.
+impl SegmentWriter {
+    /// Writes the footer of a segment and gives it its name. Called once for each. Not in the lane of
+    /// dumps, whose threads may all wait for room that this gives back.
     pub(super) fn seal(self: &Arc<Self>, open: &Arc<OpenSegment>) {
         let contents = open.contents();
-        let private = self.files.private(open.name);
-        let deadline = contents
-            .deadline
-            .max(self.shared.clock.now().after(LEAST_TIME));
-        let (segments, sealed) = (Arc::clone(self), Arc::clone(open));
+        let private = self.cache.blobs.private(open.name);
+        let now = self.shared.clock.now();
+        let deadline = contents.deadline.max(now.after(LEAST_TIME));
+        let (writer, sealed) = (Arc::clone(self), Arc::clone(open));
         if contents.entries.is_empty() {
             let remove = move |io: &IoJob| Ok(io.remove(&[private])?.iter().all(Result::is_ok));
             let removed = move |gone: Result<bool>| {
@@ -29,24 +28,20 @@ impl Segments {
                 } else {
                     sealed.room
                 };
-                segments.ended(&sealed, &contents, kept, None);
+                writer.ended(&sealed, &contents, kept, None);
             };
-            return self.shared.io.job(LANE_DUMP, deadline, remove, removed);
+            return self.shared.io.job(LANE_LOOKUP, deadline, remove, removed);
         }
         let owner = Owner {
             time_ns: self.shared.clock.wall_ns(),
-            ..self.files.owner(open.name)
+            ..self.cache.blobs.owner(open.name)
         };
         let ordinal = contents.first_ordinal;
-        let used = self
-            .shared
-            .recency
-            .published(open.name.as_id(), ordinal, owner.time_ns);
+        let recency = &self.shared.recency;
+        let used = recency.published(open.name.as_id(), ordinal, owner.time_ns);
         let target = self.shared.layout.segment(open.name);
-        let (footer, offset) = (
-            encode_footer(&owner, contents.end, &contents.entries),
-            contents.end,
-        );
+        let offset = contents.end;
+        let footer = encode_footer(&owner, offset, &contents.entries);
         let finish = move |io: &IoJob| {
             io.finish(Finish {
                 private: &private,
@@ -56,92 +51,62 @@ impl Segments {
                 mtime_ns: used,
             })
         };
-        let finished = move |result: Result<FileMeta>| {
-            segments.sealed(&sealed, &contents, owner.time_ns, used, result);
-        };
-        self.shared.io.job(LANE_DUMP, deadline, finish, finished);
-    }
-
-    fn sealed(
-        self: &Arc<Self>,
-        open: &Arc<OpenSegment>,
-        contents: &Contents,
-        sealed_ns: u64,
-        used_ns: i64,
-        result: Result<FileMeta>,
-    ) {
-        match result {
+        let finished = move |result: Result<ucm_io::FileMeta>| match result {
             Ok(meta) => {
-                self.index.named(open.number, sealed_ns, used_ns, meta.len);
-                self.ended(open, contents, meta.len, None);
+                let (number, len) = (sealed.number, meta.len);
+                writer.cache.index.named(number, owner.time_ns, used, len);
+                writer.ended(&sealed, &contents, len, None);
             }
             Err(error) => {
-                self.shared.missed(&error);
-                let kept = if unsure(&error) { open.room } else { 0 };
-                self.ended(open, contents, kept, Some(error));
+                writer.shared.missed(&error);
+                let kept = if unsure(&error) { sealed.room } else { 0 };
+                writer.ended(&sealed, &contents, kept, Some(error));
             }
-        }
+        };
+        self.shared.io.job(LANE_LOOKUP, deadline, finish, finished);
     }
 
-    /// A segment has its name, or never will: everybody is told.
-    fn ended(
-        self: &Arc<Self>,
-        open: &Arc<OpenSegment>,
-        contents: &Contents,
-        kept: u64,
-        error: Option<Error>,
-    ) {
+    /// A segment has its name, or never will: the outcomes of its receipts are reported.
+    fn ended(&self, open: &Arc<OpenSegment>, contents: &Contents, kept: u64, error: Option<Error>) {
         if error.is_some() || contents.entries.is_empty() {
-            self.index.vanished(open.number);
+            self.cache.index.vanished(open.number);
         }
         let found = self.shared.clock.now().after(FOUND_BY);
         for entry in &contents.entries {
             match error {
-                None => self.locally_visible.published(entry.id, found),
-                Some(_) => self.locally_visible.lost(entry.id),
+                None => self.cache.locally_visible.published(entry.id, found),
+                Some(_) => self.cache.locally_visible.lost(entry.id),
             }
         }
         let trouble = error.as_ref().or(contents.trouble.as_ref());
-        open.reserved.commit(kept, trouble);
-        for done in open.waiting() {
-            done(match &error {
-                None => Ok(Written::Published),
-                Some(error) => Err(error.clone()),
-            });
+        self.shared.space.commit(open.reserved, kept, trouble);
+        let outcome = error.map_or(Ok(()), Err);
+        for receipt in open.awaited() {
+            self.shared.sealed(receipt, outcome.clone());
         }
         self.forget(open);
         self.seal_notify.notify();
     }
 
-    /// Seals what is old enough and tells those whose time is over; when to look again.
+    /// Seals what is old enough, and reports the records whose time is over; when to be called
+    /// again.
     pub(super) fn seal_due(self: &Arc<Self>, now: MonotonicTime) -> Option<MonotonicTime> {
-        let mut next: Option<MonotonicTime> = None;
-        let mut sooner =
-            |time: MonotonicTime| next = Some(next.map_or(time, |next| next.min(time)));
-        let (late, next_late) = self.late_waiting(now);
-        for write in late {
-            let text = "the segment for this record was not opened in time";
-            write.end(Err(Error::new(ErrorKind::Timeout, text)));
-        }
-        next_late.into_iter().for_each(&mut sooner);
-        self.discovery
-            .looks
-            .end_late(now)
-            .into_iter()
-            .for_each(&mut sooner);
-        for open in self.open_segments() {
+        let mut next = Vec::new();
+        for open in self.living() {
+            let after = open.write_off_lost();
+            self.go_on(&open, after);
             match open.due(self.config.age) {
                 Some(due) if due <= now => self.close_due(&open, now),
-                Some(due) => sooner(due),
-                None => {}
+                due => next.extend(due),
             }
             let (late, next_late) = open.late(now);
-            for done in late {
+            for receipt in late {
                 let text = "the segment of this record was not sealed in time";
-                done(Err(Error::new(ErrorKind::Timeout, text)));
+                self.shared
+                    .sealed(receipt, Err(Error::new(ErrorKind::Timeout, text)));
             }
-            next_late.into_iter().for_each(&mut sooner);
+            next.extend(next_late);
         }
-        next
+        next.into_iter().min()
     }
 }

@@ -21,16 +21,19 @@ impl Segments {
             return;
         }
         let clock = Arc::clone(&self.shared.clock);
-        let (weak, notify) = (Arc::downgrade(self), self.seal_notify.clone());
+        let (weak, notify) = (Arc::downgrade(self), self.writer.seal_notify.clone());
         let seal = move || loop {
             let seen = notify.seen();
             let Some(segments) = weak.upgrade() else {
                 return;
             };
-            let next = segments.seal_due(segments.shared.clock.now());
-            if segments.files.is_closing() && !segments.is_writing() {
+            let now = segments.shared.clock.now();
+            let sealed = segments.writer.seal_due(now);
+            let waits = segments.discovery.looks.end_late(now);
+            if segments.files.is_closing() && !segments.writer.is_writing() {
                 return;
             }
+            let next = sealed.into_iter().chain(waits).min();
             drop(segments);
             clock.sleep(&notify, seen, next);
         };
@@ -79,18 +82,5 @@ impl Segments {
         let _ = self
             .pool
             .submit(LANE_MERGER, MonotonicTime::NEVER, merge, |_| {});
-    }
-
-    /// Waits until every segment has ended, by `until` at the latest.
-    pub(super) fn await_sealed(&self, until: MonotonicTime) {
-        loop {
-            let seen = self.seal_notify.seen();
-            if !self.is_writing() || self.shared.clock.now() >= until {
-                return;
-            }
-            self.shared
-                .clock
-                .sleep(&self.seal_notify, seen, Some(until));
-        }
     }
 }

@@ -1,124 +1,99 @@
-//! Which segments are open, and which of them takes the next record.
+//! The way of a record into a segment: which segments are open, which of them takes the next
+//! record, and the write itself, on the thread that brought the record.
 //!
 //! One segment takes records; those before it are being sealed. Through the page cache a file is
 //! written by one thread at a time, so a thread that finds all of them busy opens another one, and
-//! they are filled side by side. Room for all of a segment is reserved when it is opened, and what
-//! it did not need is given back when it ended, so an append asks no one.
+//! they are filled side by side. A thread that finds none open opens one; the others wait for it, by
+//! their deadlines. Room for all of a segment is reserved when it is opened, and what it did not
+//! need is given back when it ended.
 
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use ucm_core::{Error, PAGE, Result, round_up};
-use ucm_infra::{LANE_DUMP, MonotonicTime, Notify};
-use ucm_io::IoJob;
-use ucm_quota::Room;
+use ucm_core::{BlockId, Error, ErrorKind, PAGE, Result, round_up};
+use ucm_infra::{MonotonicTime, Notify};
+use ucm_io::{IoJob, JobWatch};
 use ucm_quota::layout::SegmentName;
 
-use super::format::{HEAD_LEN, encode_head, footer_len};
+use super::SegmentConfig;
+use super::cache::SegmentCache;
+use super::files::SegmentFiles;
+use super::format::{Entry, HEAD_LEN, encode_head, footer_len};
 use super::index::Known;
-use super::open::{Append, LEAST_TIME, OpenSegment, room_of, unsure};
-use super::{SegmentConfig, Segments};
-use crate::backend::{Done, either};
+use super::open::{Append, Next, OpenSegment, unsure};
+use crate::backend::{WriteOptions, Written};
 use crate::shared::Shared;
-use crate::writing::Write;
 
 /// Part of the root's limit that a segment may be.
 const SHARE: u64 = 64;
-
 /// Most segments that take records side by side.
 const STRIPES: usize = 4;
-/// Least time between two times that what is open is sealed because somebody waits.
+/// Least time between two times that what is open is sealed because a caller waits.
 const SPACING: Duration = Duration::from_millis(50);
 
-/// Which segment takes records.
-#[derive(Default)]
-pub(crate) struct Writer {
+/// See the module.
+pub(super) struct SegmentWriter {
+    pub(super) shared: Arc<Shared>,
+    pub(super) config: SegmentConfig,
+    pub(super) cache: Arc<SegmentCache<SegmentFiles>>,
     state: Mutex<State>,
-    /// Rung when one was opened, or not.
+    /// Rung when a segment was opened, or not.
     opened: Notify,
     /// Held while a record goes into the index in place of copies in segments beside it.
-    pub(super) adding: Mutex<()>,
+    adding: Mutex<()>,
+    /// Rung when a segment may have to be sealed, or has ended.
+    pub(super) seal_notify: Notify,
 }
 
 #[derive(Default)]
 struct State {
     /// Those that take records, the last written to last.
     open: Vec<Arc<OpenSegment>>,
-    /// How many are being opened.
-    opening: usize,
-    /// These wait for one of them. Each holds a slot, so they are not many.
-    waiting: Vec<Coming>,
-    /// Those that waited and have their place by now, and those that found none; the thread that
-    /// opened the segment writes them.
-    placed: Vec<(Arc<OpenSegment>, Append)>,
-    left: Vec<Coming>,
+    /// The jobs that open one, each with a number.
+    opening: Vec<(u64, JobWatch)>,
+    /// How often one was opened, for these numbers.
+    openings: u64,
     /// Segments that were opened and have not ended, those that take records too.
     living: Vec<Arc<OpenSegment>>,
-    /// How often somebody wanted what had come by then to be published: a segment that takes some
-    /// of it later is sealed soon.
-    flushes: u64,
-    /// Nothing waits for more any more.
+    /// Nothing waits for more records any more.
     last: bool,
-    /// When a segment was last closed for its age or because somebody waited.
+    /// When a segment was last closed for its age or because a caller waited.
     closed: Option<MonotonicTime>,
 }
 
-/// A write that looks for its place.
-pub(super) struct Coming {
-    write: Write,
-    /// [`State::flushes`] since when it waits, if it does: who is placed at once was flushed by no
-    /// one yet.
-    came: Option<u64>,
+/// A record that is to be written.
+struct Queued<'a> {
+    id: BlockId,
+    record: &'a [u8],
+    ordinal: u32,
+    /// Bytes of the segment that is opened for it.
+    room: u64,
 }
 
-impl Coming {
-    pub(super) fn new(write: Write) -> Self {
-        Self { write, came: None }
-    }
-
-    /// Whether somebody wanted it to be published while it waited.
-    fn is_flushed(&self, state: &State) -> bool {
-        self.came.is_some_and(|came| came < state.flushes)
-    }
-}
-
-/// What opening a segment came to.
-enum Created {
-    /// A private file of this name.
-    File(SegmentName),
-    /// None is needed, and there is no room to spare for it.
-    Unwanted,
-    /// Room has to be made first.
-    NeedsRoom,
-}
-
-/// Where a record goes.
-enum Place {
-    /// Into this segment.
-    Into(Arc<OpenSegment>, Append),
-    /// One has to be opened for it; `Err`: all that are open are being written to, and one beside
-    /// them would be better.
-    Open(Result<Coming, Coming>),
-    /// It waits for one that is being opened.
-    Waits,
-    /// The same, on the thread that brought it: it would go cold if that went on.
-    StandsBy(Coming),
+/// What a thread with a record does next.
+enum Step {
+    /// Writes it into this segment.
+    Write(Arc<OpenSegment>, Append),
+    /// Opens a segment for it, under this number; `needed`: there is no other one for it.
+    Open { number: u64, needed: bool },
+    /// Waits for one that is being opened.
+    Wait,
 }
 
 impl State {
-    /// Finds a place for a record, in a segment that no one writes to if there is one, and the
-    /// segments that had no more room. `beside`: how many may be open for that; `stands_by`:
-    /// whether the thread that brings it may wait.
+    /// Finds a place for a record, in a segment that no thread writes to if there is one, and the
+    /// segments that had no more room. `beside`: how many may be open for that.
     fn place(
         &mut self,
-        mut coming: Coming,
+        queued: &Queued<'_>,
+        job: &JobWatch,
         beside: usize,
-        stands_by: bool,
-        now: MonotonicTime,
-    ) -> (Place, Vec<Arc<OpenSegment>>) {
+    ) -> (Step, Vec<Arc<OpenSegment>>) {
         let mut full = Vec::new();
+        // A thread that hangs opens none any more.
+        self.opening.retain(|(_, job)| job.is_wanted());
         loop {
             // The last one written to comes first, so that few are open.
             let idlest = (0..self.open.len())
@@ -127,50 +102,31 @@ impl State {
             let Some(at) = idlest else { break };
             let open = self.open.remove(at);
             let busy = open.backlog() > 0;
-            if busy && self.open.len() + 1 + self.opening < beside {
+            if busy && self.open.len() + 1 + self.opening.len() < beside {
                 self.open.push(open);
-                self.opening += 1;
-                return (Place::Open(Err(coming)), full);
+                return (self.begin_opening(job, false), full);
             }
-            let flushed = coming.is_flushed(self);
-            match open.reserve(coming.write) {
-                Ok(append) => {
-                    if flushed {
-                        open.seal_by(now);
-                    }
+            match open.reserve(queued.id, queued.record.len() as u64, queued.ordinal, job) {
+                Some(append) => {
                     self.open.push(Arc::clone(&open));
-                    return (Place::Into(open, append), full);
+                    return (Step::Write(open, append), full);
                 }
-                Err(write) => {
-                    coming.write = write;
-                    full.push(open);
-                }
+                None => full.push(open),
             }
         }
-        if self.opening == 0 {
-            self.opening = 1;
-            return (Place::Open(Ok(coming)), full);
-        }
+        let needed = self.opening.is_empty();
         // Not to go cold while another thread opens one.
-        if self.open.len() + self.opening < beside {
-            self.opening += 1;
-            return (Place::Open(Err(coming)), full);
+        if needed || self.open.len() + self.opening.len() < beside {
+            return (self.begin_opening(job, needed), full);
         }
-        coming.came.get_or_insert(self.flushes);
-        if stands_by {
-            return (Place::StandsBy(coming), full);
-        }
-        self.waiting.push(coming);
-        (Place::Waits, full)
+        (Step::Wait, full)
     }
 
-    /// Opens none after all, unless it is the only one that something waits for by now.
-    fn gives_up_opening(&mut self) -> bool {
-        let unwanted = self.opening > 1 || self.waiting.is_empty();
-        if unwanted {
-            self.opening -= 1;
-        }
-        unwanted
+    fn begin_opening(&mut self, job: &JobWatch, needed: bool) -> Step {
+        let number = self.openings;
+        self.openings += 1;
+        self.opening.push((number, job.clone()));
+        Step::Open { number, needed }
     }
 }
 
@@ -184,75 +140,65 @@ fn side_by_side(shared: &Shared, limit: u64, room: u64) -> usize {
     most.clamp(1, STRIPES)
 }
 
-/// Length at which segments are sealed below a root with this limit, bytes, where no record is
-/// longer.
-fn room_below(config: &SegmentConfig, limit: u64) -> u64 {
-    config.size.min(limit / SHARE)
-}
+impl SegmentWriter {
+    pub(super) fn new(cache: &Arc<SegmentCache<SegmentFiles>>, config: SegmentConfig) -> Arc<Self> {
+        Arc::new(Self {
+            shared: Arc::clone(&cache.blobs.shared),
+            config,
+            cache: Arc::clone(cache),
+            state: Mutex::default(),
+            opened: Notify::new(),
+            adding: Mutex::new(()),
+            seal_notify: Notify::new(),
+        })
+    }
 
-impl Segments {
     /// Bytes of a segment with one record of `len` bytes.
-    pub(super) fn least_room(&self, len: u64) -> u64 {
+    pub(super) fn least_room(len: u64) -> u64 {
         HEAD_LEN + round_up(len, PAGE) + footer_len(1)
     }
 
     /// Length at which segments are sealed now, bytes.
     pub(super) fn room(&self) -> u64 {
-        let least = self.least_room(self.shared.config.record.record_len() as u64);
-        room_below(&self.config, self.shared.space.usage().capacity).max(least)
+        let least = Self::least_room(self.shared.config.record.record_len() as u64);
+        let limit = self.shared.space.usage().capacity;
+        self.config.size.min(limit / SHARE).max(least)
     }
 
     /// Writes a record into a segment, and opens one for it if need be.
-    pub(super) fn append(self: &Arc<Self>, io: &IoJob, mut coming: Coming) {
-        let room = self.room_for(room_of(&coming.write));
-        let mut beside = if self.is_short(io) {
-            1
-        } else {
-            self.stripes(room)
+    pub(super) fn write(
+        self: &Arc<Self>,
+        io: &IoJob,
+        id: BlockId,
+        record: &[u8],
+        options: &WriteOptions,
+    ) -> Result<Written> {
+        let queued = Queued {
+            id,
+            record,
+            ordinal: options.ordinal,
+            room: self.room().max(Self::least_room(record.len() as u64)),
         };
+        let (job, mut beside) = (io.watch(), self.stripes(queued.room));
         loop {
-            if let Err(late) = io.still_wanted() {
-                return coming.write.end(Err(late));
-            }
-            let now = self.shared.clock.now();
-            let opened = self.writer.opened.seen();
-            let (flushed, (place, full)) = {
-                let mut state = self.writer.state.lock();
-                let flushed = coming.is_flushed(&state);
-                (flushed, state.place(coming, beside, io.is_lent(), now))
-            };
-            if flushed || matches!(place, Place::Waits) {
-                // the timer keeps when it is sealed, and the deadline of what waits
-                self.seal_notify.notify();
-            }
+            io.still_wanted()?;
+            let opened = self.opened.seen();
+            let (step, full) = self.state.lock().place(&queued, &job, beside);
             full.iter()
                 .filter(|full| full.close())
                 .for_each(|full| self.seal(full));
-            match place {
-                Place::Into(open, append) => return self.write_into(io, &open, append),
-                Place::Waits => return,
-                Place::Open(Ok(coming)) => return self.open(io, Some(coming), room),
-                Place::Open(Err(again)) => {
-                    self.open(io, None, room);
-                    (coming, beside) = (again, 1);
-                }
-                Place::StandsBy(again) => {
+            match step {
+                Step::Write(open, append) => return self.append(io, &open, append, record),
+                Step::Open { number, needed } => match self.open(io, number, needed, &queued)? {
+                    Some((open, append)) => return self.append(io, &open, append, record),
+                    None => beside = 1,
+                },
+                Step::Wait => {
                     let until = Some(io.deadline());
-                    self.shared.clock.sleep(&self.writer.opened, opened, until);
-                    coming = again;
+                    self.shared.clock.sleep(&self.opened, opened, until);
                 }
             }
         }
-    }
-
-    /// Whether what is left of a job's time is too little to open a segment for others too.
-    fn is_short(&self, io: &IoJob) -> bool {
-        io.deadline() < self.shared.clock.now().after(LEAST_TIME)
-    }
-
-    /// Bytes of the segment that is opened for a record of `len` bytes.
-    fn room_for(&self, len: u64) -> u64 {
-        self.room().max(self.least_room(len))
     }
 
     /// How many segments of that room may take records side by side: one where they are sealed at
@@ -264,225 +210,158 @@ impl Segments {
         side_by_side(&self.shared, self.shared.space.usage().capacity, room)
     }
 
-    /// Opens a segment: is the root still ours, is there room, and then the file. Without a record
-    /// that needs it only room that is granted already is taken.
-    fn open(self: &Arc<Self>, io: &IoJob, coming: Option<Coming>, room: u64) {
-        let needed = coming.is_some();
-        if let Some(mut coming) = coming {
-            let mut state = self.writer.state.lock();
-            coming.came.get_or_insert(state.flushes);
-            state.waiting.push(coming);
-        }
-        let reserved = Room::new(&self.shared.space);
-        if needed && self.is_short(io) {
-            self.seal_notify.notify(); // the timer keeps the deadline of what waits
-            let deadline = self.shared.clock.now().after(LEAST_TIME);
-            return self.open_later(room, deadline, reserved);
-        }
-        let created = self.when_created(room, io.deadline(), &reserved);
-        self.open_with(io, room, needed, reserved, created);
-    }
-
-    fn open_with(
-        self: &Arc<Self>,
+    /// Opens a segment for a record, which has its place there. `None` where none is needed and no
+    /// room is granted that could be spared.
+    fn open(
+        &self,
         io: &IoJob,
-        room: u64,
+        number: u64,
         needed: bool,
-        reserved: Arc<Room>,
-        created: Done<Created>,
-    ) {
-        io.here(|io| self.create(io, room, needed, &reserved), created);
-        self.write_waiting(io);
-    }
-
-    /// What follows once a segment was created, or not.
-    fn when_created(
-        self: &Arc<Self>,
-        room: u64,
-        deadline: MonotonicTime,
-        reserved: &Arc<Room>,
-    ) -> Done<Created> {
-        let (segments, reserved) = (Arc::clone(self), Arc::clone(reserved));
-        Box::new(move |result| match result {
-            Ok(Created::File(name)) => segments.opened(segments.begin(name, room, reserved)),
-            Ok(Created::Unwanted) => {
-                segments.writer.opened.notify();
-                // the thread that waits until nothing is written any more
-                segments.seal_notify.notify();
-            }
-            Ok(Created::NeedsRoom) => {
-                let held = Arc::clone(&reserved);
-                let deadline = deadline.max(segments.shared.clock.now().after(LEAST_TIME));
-                reserved.reserve(room, deadline, move |made| match made {
-                    Ok(()) => segments.open_later(room, deadline, held),
-                    Err(error) => segments.opened(Err(error)),
-                });
-            }
-            Err(error) => {
-                reserved.commit(if unsure(&error) { room } else { 0 }, Some(&error));
-                segments.shared.missed(&error);
-                segments.opened(Err(error));
-            }
-        })
-    }
-
-    /// Opens a segment on a thread for dumps: one for which room was made, or that needs more time
-    /// than its record has.
-    fn open_later(self: &Arc<Self>, room: u64, deadline: MonotonicTime, reserved: Arc<Room>) {
-        let (created, ended) = either(self.when_created(room, deadline, &reserved));
-        let segments = Arc::clone(self);
-        let work = move |io: &IoJob| {
-            segments.open_with(io, room, true, reserved, created);
-            Ok(())
+        queued: &Queued<'_>,
+    ) -> Result<Option<(Arc<OpenSegment>, Append)>> {
+        let made = match self.create(io, needed, queued.room) {
+            Err(_) if !needed => Ok(None),
+            made => made,
         };
-        self.shared.io.job(LANE_DUMP, deadline, work, ended);
+        let placed = {
+            let mut state = self.state.lock();
+            state.opening.retain(|(other, _)| *other != number);
+            made.map(|made| {
+                let open = Arc::new(made?);
+                let (len, job) = (queued.record.len() as u64, io.watch());
+                let append = open.reserve(queued.id, len, queued.ordinal, &job)?;
+                state.living.push(Arc::clone(&open));
+                state.open.push(Arc::clone(&open));
+                Some((open, append))
+            })
+        };
+        self.opened.notify();
+        // The timer keeps the deadline of what is written there, and the end waits for openings.
+        self.seal_notify.notify();
+        placed
     }
 
-    /// Takes a segment into the index whose file was made.
-    fn begin(&self, name: SegmentName, room: u64, reserved: Arc<Room>) -> Result<OpenSegment> {
-        let number = self.index.begin(Known {
-            name,
-            part: self.shared.config.part,
-            private: true,
-            sealed_ns: u64::MAX,
-            used_ns: self.now_ns(),
-            len: 0,
-        });
-        match number {
-            Some(number) => {
-                let now = self.shared.clock.now();
-                Ok(OpenSegment::new(number, name, room, reserved, now))
-            }
-            None => {
-                let twice = Error::internal("two segments have one name");
-                reserved.commit(room, Some(&twice));
-                Err(twice)
-            }
-        }
-    }
-
-    /// Makes the file of a segment, once it has room.
-    fn create(
-        self: &Arc<Self>,
-        io: &IoJob,
-        room: u64,
-        needed: bool,
-        reserved: &Room,
-    ) -> Result<Created> {
-        let config = &self.shared.config;
-        let marker = io.look(self.shared.layout.marker())?;
-        self.shared
-            .check_root(marker)
-            .inspect_err(|_| self.shared.look_again())?;
-        if needed || reserved.try_reserve(room).is_err() {
+    /// Makes the file of a segment: is the root still ours, is there room, and then the file.
+    fn create(&self, io: &IoJob, needed: bool, room: u64) -> Result<Option<OpenSegment>> {
+        let (shared, space) = (&self.shared, &self.shared.space);
+        let reservation = loop {
             io.still_wanted()?;
-            if !needed && self.writer.state.lock().gives_up_opening() {
-                return Ok(Created::Unwanted);
-            }
-            if !reserved.take(room)? {
-                return Ok(Created::NeedsRoom);
-            }
-        }
-        let name = self.files.next_name();
-        let head = encode_head(&self.files.owner(name), &config.process);
-        io.create(&self.files.private(name), &head, room, config.modes.file)?;
-        Ok(Created::File(name))
-    }
-
-    /// A segment was opened, or not. The first that waits for it has its place there; the others
-    /// too where it is closed at once or no other is filled beside it, else each looks for one that
-    /// no one writes to.
-    fn opened(self: &Arc<Self>, result: Result<OpenSegment>) {
-        let open = result.map(Arc::new);
-        let alone = open.as_ref().is_ok_and(|open| self.stripes(open.room) == 1);
-        let mut state = self.writer.state.lock();
-        state.opening -= 1;
-        // A segment that could not be opened fails those that have no other to wait for.
-        let mut waiting = match &open {
-            Err(_) if state.opening > 0 => Vec::new(),
-            _ => std::mem::take(&mut state.waiting),
-        };
-        let flush_soon = match waiting.is_empty() {
-            true => state.last,
-            false => waiting.iter().any(|coming| coming.is_flushed(&state)),
-        };
-        if flush_soon {
-            state.closed = Some(self.shared.clock.now());
-        }
-        if let Ok(open) = &open {
-            state.living.push(Arc::clone(open));
-            state.open.push(Arc::clone(open));
-            for Coming { write, came } in std::mem::take(&mut waiting) {
-                let place = if flush_soon || alone || state.placed.is_empty() {
-                    open.reserve(write)
-                } else {
-                    Err(write)
-                };
-                match place {
-                    Ok(append) => state.placed.push((Arc::clone(open), append)),
-                    Err(write) => state.left.push(Coming { write, came }),
+            let seen = self.seal_notify.seen();
+            let marker = io.look(shared.layout.marker())?;
+            shared
+                .check_root(marker)
+                .inspect_err(|_| shared.look_again())?;
+            if !needed {
+                match space.try_reserve(room) {
+                    Ok(reservation) => break reservation,
+                    Err(_) => return Ok(None),
                 }
             }
-        }
-        drop(state);
-        self.writer.opened.notify();
-        match open {
-            Ok(open) if flush_soon => self.close(&open),
-            Ok(_) => {}
-            Err(error) => waiting
-                .into_iter()
-                .for_each(|coming| coming.write.end(Err(error.clone()))),
-        }
-        self.seal_notify.notify();
-    }
-
-    /// Writes what waited for a segment: one here, and the others on threads for dumps.
-    fn write_waiting(self: &Arc<Self>, io: &IoJob) {
-        let (placed, left) = {
-            let mut state = self.writer.state.lock();
-            (
-                std::mem::take(&mut state.placed),
-                std::mem::take(&mut state.left),
-            )
-        };
-        for Coming { write, came } in left {
-            let segments = Arc::clone(self);
-            self.shared.on_a_thread(write, move |io, write| {
-                segments.append(io, Coming { write, came });
-            });
-        }
-        let mut placed = placed.into_iter();
-        let first = placed.next();
-        for (open, append) in placed {
-            self.write_elsewhere(&open, append);
-        }
-        match first {
-            Some((open, append))
-                if append.write.deadline == io.deadline() && io.still_wanted().is_ok() =>
-            {
-                self.write_into(io, &open, append);
+            match space.reserve(room) {
+                Ok(Some(reservation)) => break reservation,
+                Ok(None) => space.await_grant(room, io.deadline()),
+                Err(_) if self.taking_records() > 0 => return Ok(None),
+                // Those that are being sealed give back what they do not need.
+                Err(error) if error.kind() == ErrorKind::Busy && !self.living().is_empty() => {
+                    let until = Some(io.deadline());
+                    shared.clock.sleep(&self.seal_notify, seen, until);
+                }
+                Err(error) => return Err(error),
             }
-            Some((open, append)) => self.write_elsewhere(&open, append),
-            None => {}
+        };
+        let name = self.cache.blobs.next_name();
+        let head = encode_head(&self.cache.blobs.owner(name), &shared.config.process);
+        let mode = shared.config.modes.file;
+        let created = io.create(&self.cache.blobs.private(name), &head, room, mode);
+        if let Err(error) = created.and_then(|()| io.still_wanted()) {
+            space.commit(
+                reservation,
+                if unsure(&error) { room } else { 0 },
+                Some(&error),
+            );
+            shared.missed(&error);
+            return Err(error);
+        }
+        let number = self.cache.index.begin(Known {
+            name,
+            part: shared.config.part,
+            private: true,
+            sealed_ns: u64::MAX,
+            used_ns: i64::try_from(shared.clock.wall_ns()).unwrap_or(i64::MAX),
+            len: 0,
+        });
+        let Some(number) = number else {
+            let twice = Error::internal("two segments have one name");
+            space.commit(reservation, room, Some(&twice));
+            return Err(twice);
+        };
+        let now = shared.clock.now();
+        Ok(Some(OpenSegment::new(number, name, room, reservation, now)))
+    }
+
+    /// Writes a record to its place.
+    fn append(
+        self: &Arc<Self>,
+        io: &IoJob,
+        open: &Arc<OpenSegment>,
+        append: Append,
+        record: &[u8],
+    ) -> Result<Written> {
+        let Append { number, entry } = append;
+        let path = self.cache.blobs.private(open.name);
+        let written = io.write_at(&path, entry.offset, record, true);
+        let (at_once, now) = (self.seals_at_once(), self.shared.clock.now());
+        if let Err(error) = written.and_then(|()| io.still_wanted()) {
+            self.shared.missed(&error);
+            let next = open.failed(number, &error, at_once);
+            self.go_on(open, next);
+            return Err(error);
+        }
+        if self.add_newest(open, &entry) {
+            // else the index was full, and it cannot be read
+            self.cache.locally_visible.gained(entry.id);
+        }
+        let (receipt, next) = open.written(number, now, at_once);
+        if receipt.is_none() {
+            self.take_back(open, entry.id);
+        }
+        self.go_on(open, next);
+        let late = || Error::new(ErrorKind::Timeout, "the record was written too late");
+        receipt.map(Written::Sealing).ok_or_else(late)
+    }
+
+    /// What follows when a write to a segment has ended.
+    pub(super) fn go_on(self: &Arc<Self>, open: &Arc<OpenSegment>, next: Next) {
+        match next {
+            Next::Wait => {}
+            Next::Begin => self.seal_notify.notify(),
+            Next::Seal => {
+                self.leave(open);
+                self.seal(open);
+            }
         }
     }
 
-    /// Those that wait for a segment to be opened and whose time is over, and when that of the next
-    /// one is.
-    pub(super) fn late_waiting(&self, now: MonotonicTime) -> (Vec<Write>, Option<MonotonicTime>) {
-        let mut state = self.writer.state.lock();
-        let late = state
-            .waiting
-            .extract_if(.., |coming| coming.write.deadline <= now);
-        let late = late.map(|coming| coming.write).collect();
-        (
-            late,
-            state
-                .waiting
-                .iter()
-                .map(|coming| coming.write.deadline)
-                .min(),
-        )
+    /// Takes a record that was written into the index, the last written in place of copies in
+    /// segments beside this one; whether it is found there.
+    fn add_newest(&self, open: &OpenSegment, entry: &Entry) -> bool {
+        let _one_at_a_time = self.adding.lock(); // or two copies drop each other
+        self.cache.index.add(open.number, &[*entry]);
+        let mut place = self.cache.index.find(entry.id);
+        while let Some(other) = place.filter(|hit| hit.private && hit.segment != open.number) {
+            self.cache.index.drop_copy(entry.id, &other);
+            place = self.cache.index.find(entry.id);
+        }
+        place.is_some_and(|hit| hit.segment == open.number)
+    }
+
+    /// Takes a record out of the index again that its segment will not name.
+    fn take_back(&self, open: &OpenSegment, id: BlockId) {
+        let found = self.cache.index.find(id);
+        if let Some(hit) = found.filter(|hit| hit.segment == open.number) {
+            self.cache.index.drop_copy(id, &hit);
+            self.cache.locally_visible.lost(id);
+        }
     }
 
     /// Takes no more records into this segment.
@@ -494,40 +373,44 @@ impl Segments {
     }
 
     /// The next record goes into another one.
-    pub(super) fn leave(&self, open: &Arc<OpenSegment>) {
-        let mut state = self.writer.state.lock();
+    fn leave(&self, open: &Arc<OpenSegment>) {
+        let mut state = self.state.lock();
         state.open.retain(|other| !Arc::ptr_eq(other, open));
     }
 
     /// Whether nothing waits for more any more, so that a segment is sealed as soon as nothing is
     /// written to it.
-    pub(super) fn seals_at_once(&self) -> bool {
-        self.config.age.is_zero() || self.writer.state.lock().last
+    fn seals_at_once(&self) -> bool {
+        self.config.age.is_zero() || self.state.lock().last
     }
 
     /// Closes what is open; with `last`, from now on nothing waits for more.
     pub(super) fn flush(self: &Arc<Self>, last: bool) {
-        let open = {
-            let mut state = self.writer.state.lock();
+        let (open, living) = {
+            let mut state = self.state.lock();
             state.last |= last;
-            state.flushes += 1;
-            state.open.clone()
+            (state.open.clone(), state.living.clone())
         };
         open.iter().for_each(|open| self.close(open));
+        if last {
+            living.iter().for_each(|open| {
+                let next = open.write_off_lost();
+                self.go_on(open, next);
+            });
+        }
     }
 
     /// Closes a segment that is due.
     pub(super) fn close_due(self: &Arc<Self>, open: &Arc<OpenSegment>, now: MonotonicTime) {
-        self.writer.state.lock().closed = Some(now);
+        self.state.lock().closed = Some(now);
         self.close(open);
     }
 
-    /// Closes what is open now, or soon if that was done a moment ago: somebody waits for it.
+    /// Closes what is open now, or soon if that was done a moment ago: a caller waits for it.
     pub(super) fn flush_soon(self: &Arc<Self>) {
         let now = self.shared.clock.now();
         let (open, due) = {
-            let mut state = self.writer.state.lock();
-            state.flushes += 1;
+            let mut state = self.state.lock();
             if state.open.is_empty() {
                 return;
             }
@@ -548,34 +431,42 @@ impl Segments {
 
     /// How many segments take records.
     pub(super) fn taking_records(&self) -> usize {
-        self.writer.state.lock().open.len()
+        self.state.lock().open.len()
     }
 
     /// The segments that were opened and have not ended.
-    pub(super) fn open_segments(&self) -> Vec<Arc<OpenSegment>> {
-        self.writer.state.lock().living.clone()
+    pub(super) fn living(&self) -> Vec<Arc<OpenSegment>> {
+        self.state.lock().living.clone()
+    }
+
+    /// Their names.
+    pub(super) fn living_names(&self) -> HashSet<SegmentName> {
+        let state = self.state.lock();
+        state.living.iter().map(|open| open.name).collect()
     }
 
     /// A segment has ended.
     pub(super) fn forget(&self, open: &Arc<OpenSegment>) {
-        let mut state = self.writer.state.lock();
+        let mut state = self.state.lock();
         state.living.retain(|living| !Arc::ptr_eq(living, open));
     }
 
     /// Whether a segment has not ended yet.
     pub(super) fn is_writing(&self) -> bool {
-        let state = self.writer.state.lock();
-        !state.living.is_empty() || state.opening > 0
+        let state = self.state.lock();
+        !state.living.is_empty() || state.opening.iter().any(|(_, job)| job.is_wanted())
     }
 
-    /// Names of the segments that were opened and have not ended.
-    pub(super) fn living(&self) -> HashSet<SegmentName> {
-        self.writer
-            .state
-            .lock()
-            .living
-            .iter()
-            .map(|open| open.name)
-            .collect()
+    /// Waits until every segment has ended, by `until` at the latest.
+    pub(super) fn await_sealed(&self, until: MonotonicTime) {
+        loop {
+            let seen = self.seal_notify.seen();
+            if !self.is_writing() || self.shared.clock.now() >= until {
+                return;
+            }
+            self.shared
+                .clock
+                .sleep(&self.seal_notify, seen, Some(until));
+        }
     }
 }
