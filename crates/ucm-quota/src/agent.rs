@@ -64,19 +64,24 @@ pub(super) struct QuotaAgent {
     pub(super) files: Arc<SpaceFiles>,
     pub(super) counter: Arc<Counter>,
     pub(super) watched: Watched,
-    pub(super) heartbeat_sequence: u64,
-    pub(super) heartbeat_at: MonotonicTime,
+    pub(super) heartbeat: LastHeartbeat,
     /// Notes of others, as last read.
     pub(super) notes: BTreeMap<u64, Seen>,
     /// When each writer last wrote a note.
     pub(super) active: BTreeMap<u64, MonotonicTime>,
     /// This writer's last note, and when it was written.
-    pub(super) note: Note,
-    pub(super) note_at: MonotonicTime,
+    pub(super) own_note: (Note, MonotonicTime),
     pub(super) published: Option<Grants>,
     pub(super) grants_read: Option<GrantsRead>,
     pub(super) medium: Medium,
     pub(super) counts: Counts,
+}
+
+/// The last heartbeat as the collector: its number, and when it was written.
+#[derive(Default)]
+pub(super) struct LastHeartbeat {
+    pub(super) sequence: u64,
+    pub(super) at: MonotonicTime,
 }
 
 /// The room on the medium, as the quota agent knows it.
@@ -157,12 +162,10 @@ impl QuotaAgent {
             state,
             counter,
             watched: Watched::default(),
-            heartbeat_sequence: 0,
-            heartbeat_at: MonotonicTime::default(),
+            heartbeat: LastHeartbeat::default(),
             notes: BTreeMap::new(),
             active: BTreeMap::new(),
-            note: Note::default(),
-            note_at: MonotonicTime::default(),
+            own_note: <(Note, MonotonicTime)>::default(),
             published: None,
             grants_read: None,
             medium: Medium::default(),
@@ -193,16 +196,16 @@ impl QuotaAgent {
         let now = self.files.clock.now();
         let random = ucm_infra::random_u64;
         if self.state.writer_quota.lock().renew(now, random) {
-            self.note = Note::default();
+            self.own_note.0 = Note::default();
         }
         let deadline = now.after(TURN);
         let done = self.refresh(Turn { now, deadline });
         let mut quota = self.state.writer_quota.lock();
-        quota.trouble = match &done {
+        quota.told.trouble = match &done {
             Err(error) => Some(error.clone()),
             Ok(_) => self.counts.trouble.clone(),
         };
-        let waits = quota.waiting > 0;
+        let waits = quota.asking.waiting > 0;
         drop(quota);
         self.state.granted.notify();
         let active = done.is_ok_and(|wants| wants || waits);
@@ -298,18 +301,19 @@ impl QuotaAgent {
             });
         let (writer, mut note) = self.state.my_note(now, ahead(limit, writers));
         let is_there = look.files.contains_key(&Name::Writer(writer));
-        note.sequence = self.note.sequence;
+        note.sequence = self.own_note.0.sequence;
         let wants = note.wanted > 0;
-        let asks = wants && (self.note.wanted == 0 || now.since(self.note_at) >= NOTE_AGAIN);
-        let changed = note != self.note && (asks || note.full > self.note.full);
-        if !is_there || changed || now.since(self.note_at) >= NOTE {
+        let asks =
+            wants && (self.own_note.0.wanted == 0 || now.since(self.own_note.1) >= NOTE_AGAIN);
+        let changed = note != self.own_note.0 && (asks || note.full > self.own_note.0.full);
+        if !is_there || changed || now.since(self.own_note.1) >= NOTE {
             note.sequence += 1;
             self.files
                 .write(Name::Writer(writer), &note, true, deadline)?;
             self.state.writer_quota.lock().holds_until = now.after(HOLDS);
-            (self.note, self.note_at) = (note, now);
+            self.own_note = (note, now);
         }
-        let needy = wants || self.state.writer_quota.lock().waiting > 0;
+        let needy = wants || self.state.writer_quota.lock().asking.waiting > 0;
         if let Some(meta) = look.files.get(&Name::Grants(term))
             && (needy || self.grants_read.is_none_or(|read| read.is_old(term, meta, now)))
             && let Some(grants) = self.files.read::<Grants>(look, Name::Grants(term), deadline)?
@@ -336,15 +340,18 @@ impl QuotaAgent {
                 at: now,
             });
         }
-        let waits = self.state.writer_quota.lock().waiting > 0;
-        Ok(waits || (self.note.wanted > 0 && now.since(self.note_at) < HEARTBEAT_INTERVAL))
+        let waits = self.state.writer_quota.lock().asking.waiting > 0;
+        Ok(
+            waits
+                || (self.own_note.0.wanted > 0 && now.since(self.own_note.1) < HEARTBEAT_INTERVAL),
+        )
     }
 
     /// A turn of the collector.
     fn lead(&mut self, term: u64, look: &Look, turn: Turn) -> Result<bool> {
         let Turn { now, deadline } = turn;
         let lost = !look.files.contains_key(&Name::Collector(term));
-        let heartbeat = lost || now.since(self.heartbeat_at) >= HEARTBEAT_INTERVAL;
+        let heartbeat = lost || now.since(self.heartbeat.at) >= HEARTBEAT_INTERVAL;
         if heartbeat {
             match self.renew_heartbeat(term, look, turn) {
                 Ok(true) => {}
@@ -363,7 +370,7 @@ impl QuotaAgent {
                 self.drop_old_terms(look, term, deadline);
             }
         }
-        if now.since(self.heartbeat_at) >= LEASE {
+        if now.since(self.heartbeat.at) >= LEASE {
             return Err(Error::new(
                 ErrorKind::Timeout,
                 "the collector's heartbeat is late; nothing is granted",
@@ -388,7 +395,7 @@ impl QuotaAgent {
             });
         if !same {
             drop(table); // a count may want it while this is written
-            let until = self.heartbeat_at.after(LEASE).min(deadline);
+            let until = self.heartbeat.at.after(LEASE).min(deadline);
             self.files
                 .write(Name::Grants(term), &document, true, until)?;
             let highest = self.files.look(deadline)?.highest();
@@ -408,7 +415,7 @@ impl QuotaAgent {
             .get(&hex(quota.writer))
             .map_or(0, |mine| mine.granted);
         quota.adopt(granted);
-        quota.holds_until = self.heartbeat_at.after(HOLDS);
+        quota.holds_until = self.heartbeat.at.after(HOLDS);
         quota.told.counted |= self.counts.done;
         drop(quota);
         self.state.show(&table);
@@ -458,11 +465,11 @@ impl QuotaAgent {
     /// finds no heartbeat of it any more, and sees from the note whether its process has ended.
     pub(super) fn write_first_note(&mut self, turn: Turn) {
         let (writer, mut note) = self.state.my_note(turn.now, 0);
-        note.sequence = self.note.sequence + 1;
+        note.sequence = self.own_note.0.sequence + 1;
         // Best effort, as on a full medium: without it its silence is waited for.
         let name = Name::Writer(writer);
         if self.files.write(name, &note, true, turn.deadline).is_ok() {
-            (self.note, self.note_at) = (note, turn.now);
+            self.own_note = (note, turn.now);
         }
     }
 
@@ -536,7 +543,7 @@ impl QuotaAgent {
             table.note(writer, &note);
             let grants = table.document();
             drop(table);
-            if now.since(self.heartbeat_at) < LEASE {
+            if now.since(self.heartbeat.at) < LEASE {
                 // What stays there when this fails grants more than was used: too careful for the
                 // next.
                 self.write_last(Name::Grants(term), &grants, deadline);
@@ -544,8 +551,8 @@ impl QuotaAgent {
                 self.write_last(Name::Collector(term), &heartbeat, deadline);
             }
         }
-        if self.note_at != MonotonicTime::default() || self.note.sequence > 0 {
-            note.sequence = self.note.sequence + 1;
+        if self.own_note.1 != MonotonicTime::default() || self.own_note.0.sequence > 0 {
+            note.sequence = self.own_note.0.sequence + 1;
             self.write_last(Name::Writer(writer), &note, deadline);
         }
     }

@@ -40,7 +40,7 @@ impl QuotaAgent {
             .unwrap_or(0)
             .saturating_add(1)
             .max(self.files.clock.wall_ns() / 1_000_000);
-        self.heartbeat_sequence = 0;
+        self.heartbeat.sequence = 0;
         let heartbeat = self.heartbeat(false);
         match self
             .files
@@ -56,7 +56,7 @@ impl QuotaAgent {
                 return Err(error);
             }
         }
-        self.heartbeat_at = turn.now;
+        self.heartbeat.at = turn.now;
         self.watched.claimed = Some(term);
         self.take_up(term, turn)
     }
@@ -113,25 +113,25 @@ impl QuotaAgent {
         self.active.clear();
         self.medium.full = false; // that was for the one before
         self.watched.claimed = None;
-        if turn.now.since(self.heartbeat_at) > Duration::ZERO {
+        if turn.now.since(self.heartbeat.at) > Duration::ZERO {
             let heartbeat = self.heartbeat(false);
             let name = Name::Collector(term);
             self.files.write(name, &heartbeat, true, turn.deadline)?;
-            self.heartbeat_at = turn.now;
+            self.heartbeat.at = turn.now;
         }
         self.write_first_note(turn);
         Ok(Some(term))
     }
 
     pub(super) fn heartbeat(&mut self, resigned: bool) -> Heartbeat {
-        self.heartbeat_sequence += 1;
+        self.heartbeat.sequence += 1;
         let writer = hex(self.state.writer_quota.lock().writer);
         self.watched.own_writer.clone_from(&writer);
         Heartbeat {
             format: FORMAT,
             writer,
             process: Who::of(&self.files.config.process),
-            sequence: self.heartbeat_sequence,
+            sequence: self.heartbeat.sequence,
             resigned,
         }
     }
@@ -152,7 +152,7 @@ impl QuotaAgent {
             .files
             .write(name, &heartbeat, is_there, turn.deadline)?;
         if ours {
-            self.heartbeat_at = turn.now;
+            self.heartbeat.at = turn.now;
         }
         Ok(ours)
     }

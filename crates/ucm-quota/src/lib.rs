@@ -197,7 +197,7 @@ impl Quota {
     pub fn await_grant(&self, bytes: u64, deadline: MonotonicTime) {
         let until = self.clock.now().after(FIRST).min(deadline);
         if !self.wait(bytes, until) {
-            self.quota().in_vain = true;
+            self.quota().asking.in_vain = true;
         }
     }
 
@@ -211,14 +211,14 @@ impl Quota {
                 if quota.answers(bytes, now) {
                     return true;
                 }
-                if now >= until || turned && quota.trouble.is_some() {
+                if now >= until || turned && quota.told.trouble.is_some() {
                     return false;
                 }
-                quota.waiting += 1;
+                quota.asking.waiting += 1;
             }
             self.state.notify.notify();
             self.clock.sleep(&self.state.granted, seen, Some(until));
-            self.quota().waiting -= 1;
+            self.quota().asking.waiting -= 1;
             turned = true;
         }
     }

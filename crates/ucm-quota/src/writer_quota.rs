@@ -47,16 +47,20 @@ pub(super) struct WriterQuota {
     pub(super) removed: Removed,
     pub(super) free: Free,
     pub(super) pause: Pause,
-    /// Threads that wait for a grant.
+    pub(super) asking: Asking,
+    /// The store is closed.
+    pub(super) closed: bool,
+}
+
+/// Requests for a grant.
+#[derive(Default)]
+pub(super) struct Asking {
+    /// Threads that wait for one.
     pub(super) waiting: usize,
     /// No first grant was to be had in time; until there is one no write waits.
     pub(super) in_vain: bool,
-    /// When the quota agent was last asked to look.
-    asked: Option<MonotonicTime>,
-    /// The store is closed.
-    pub(super) closed: bool,
-    /// Why the last look at the root failed, if it did.
-    pub(super) trouble: Option<Error>,
+    /// When the quota agent was last notified.
+    last: Option<MonotonicTime>,
 }
 
 /// The root, and what its collector reported of it.
@@ -70,6 +74,8 @@ pub(super) struct Told {
     pub(super) seen: u64,
     pub(super) records: u64,
     pub(super) counted: bool,
+    /// Why the last scan of the root failed, if it did.
+    pub(super) trouble: Option<Error>,
 }
 
 /// What this writer removed as the collector.
@@ -135,11 +141,11 @@ impl WriterQuota {
         self.granted.saturating_sub(self.reserved)
     }
 
-    /// Whether more should be asked for, when a grant reaches so far ahead: half of that is left, or
-    /// less than two writes while the grant holds so many.
+    /// Whether more should be asked for, when a grant reaches so far ahead: half of that is left,
+    /// or less than two writes while the grant holds so many.
     pub(super) fn is_low(&self, ahead: u64, now: MonotonicTime) -> bool {
         let two = (2 * self.unit).min(ahead);
-        self.waiting > 0 || self.left(now) < (ahead / 2).max(two).max(self.unit)
+        self.asking.waiting > 0 || self.left(now) < (ahead / 2).max(two).max(self.unit)
     }
 
     /// Bytes that are wanted: those of the largest write.
@@ -231,27 +237,31 @@ impl WriterQuota {
     /// Whether a write waits for its grant: nothing was written yet, and it was not waited for in
     /// vain.
     fn awaits_first(&self) -> bool {
-        self.reserved == 0 && !self.in_vain
+        self.reserved == 0 && !self.asking.in_vain
     }
 
     /// Whether a thread that waits for `bytes` has its answer, whatever that is.
     pub(super) fn answers(&self, bytes: u64, now: MonotonicTime) -> bool {
-        bytes <= self.left(now) || self.in_vain || self.barred(bytes, now).is_some()
+        bytes <= self.left(now) || self.asking.in_vain || self.barred(bytes, now).is_some()
     }
 
     /// What can be had of the grant at once; the agent is not asked for more.
     pub(super) fn try_reserve(&mut self, bytes: u64, now: MonotonicTime) -> Option<Reservation> {
-        let free =
-            self.waiting == 0 && bytes <= self.left(now) && self.barred(bytes, now).is_none();
+        let free = self.asking.waiting == 0
+            && bytes <= self.left(now)
+            && self.barred(bytes, now).is_none();
         free.then(|| self.take(bytes))
     }
 
     /// Whether the quota agent may be asked to look; not with every write, for one look is several
     /// calls on the medium.
     fn may_ask(&mut self, now: MonotonicTime) -> bool {
-        let may = self.asked.is_none_or(|asked| now.since(asked) >= ASK_AGAIN);
+        let may = self
+            .asking
+            .last
+            .is_none_or(|asked| now.since(asked) >= ASK_AGAIN);
         if may {
-            self.asked = Some(now);
+            self.asking.last = Some(now);
         }
         may
     }
@@ -272,7 +282,7 @@ impl WriterQuota {
     pub(super) fn adopt(&mut self, granted: u64) {
         if granted > self.granted {
             self.granted = granted;
-            self.in_vain = false;
+            self.asking.in_vain = false;
         }
     }
 
@@ -327,10 +337,10 @@ impl WriterQuota {
     fn refusal(&self) -> Error {
         // Nothing is short on a read-only file system or behind a link: the error says so.
         let no_way = |trouble: &&Error| matches!(trouble.os_code(), Some(EROFS | ELOOP));
-        if let Some(trouble) = self.trouble.as_ref().filter(no_way) {
+        if let Some(trouble) = self.told.trouble.as_ref().filter(no_way) {
             return trouble.clone();
         }
-        let kind = match self.in_vain {
+        let kind = match self.asking.in_vain {
             true => ErrorKind::NoSpace,
             false => ErrorKind::Busy,
         };
@@ -345,7 +355,7 @@ impl WriterQuota {
             .with("limit", self.told.limit)
             .with("used", self.used())
             .with("root", &self.told.root);
-        match &self.trouble {
+        match &self.told.trouble {
             Some(trouble) => error.caused_by(trouble.clone()),
             None => error,
         }
@@ -400,7 +410,7 @@ mod tests {
         quota.holds_until = at(300_000);
         assert!(ask(&mut quota, 40, at(0)).is_none());
         assert!(!quota.answers(40, at(0)));
-        quota.in_vain = true;
+        quota.asking.in_vain = true;
         assert!(quota.answers(40, at(0)));
         assert_eq!(kind(ask(&mut quota, 40, at(1))), ErrorKind::NoSpace);
         quota.adopt(60);

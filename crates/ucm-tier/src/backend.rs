@@ -4,8 +4,8 @@
 //! that keeps the time (a lookup also on the thread that wants to know, see [`Features`]), and
 //! blocks that thread: straight-line code that checks its [`IoJob`] before every effect, because
 //! no one waits for what comes late. A function returns what happened. One outcome alone is known
-//! later, that of a record which is published together with others: [`Written::Sealing`] names it by
-//! a receipt. A backend owns a slot until the operation has really ended, never touches device
+//! later, that of a record which is published together with others: [`Written::Sealing`] names it
+//! by a receipt. A backend owns a slot until the operation has really ended, never touches device
 //! memory, and knows nothing of tasks, other media or vLLM. A new one is one file that implements
 //! this trait.
 
@@ -202,7 +202,8 @@ pub enum Written {
     /// reason.
     InTheWay(MissReason),
     /// The medium has the record, and this process can read it. It is published later, or lost: the
-    /// outcome is reported with this receipt ([`Backend::on_sealed`]), by the deadline of the write.
+    /// outcome is reported with this receipt ([`Backend::on_sealed`]), by the deadline of the
+    /// write.
     Sealing(Receipt),
 }
 

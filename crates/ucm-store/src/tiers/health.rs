@@ -36,6 +36,11 @@ pub(super) struct Health {
     failed_writes: FailedRequests,
     /// The log says that it takes no writes.
     writes_off_logged: AtomicBool,
+    counts: HealthCounts,
+}
+
+#[derive(Default)]
+struct HealthCounts {
     /// Operations that failed because of the medium.
     failures: AtomicU64,
     /// Times the breaker opened.
@@ -95,8 +100,7 @@ impl Health {
             writes: Breaker::new(breaker),
             failed_writes: FailedRequests::default(),
             writes_off_logged: AtomicBool::new(false),
-            failures: AtomicU64::new(0),
-            opened: AtomicU64::new(0),
+            counts: HealthCounts::default(),
         }
     }
 
@@ -153,12 +157,12 @@ impl Health {
 
     /// Operations that failed because of the medium.
     pub(super) fn failures(&self) -> u64 {
-        self.failures.load(Ordering::Relaxed)
+        self.counts.failures.load(Ordering::Relaxed)
     }
 
     /// Times the breaker opened.
     pub(super) fn opened(&self) -> u64 {
-        self.opened.load(Ordering::Relaxed)
+        self.counts.opened.load(Ordering::Relaxed)
     }
 
     /// Switches the tier off while too many of its threads are lost; true if they are.
@@ -202,7 +206,7 @@ impl Health {
             return self.answered();
         };
         let of_medium = is_of_medium(error);
-        add(&self.failures, u64::from(of_medium));
+        add(&self.counts.failures, u64::from(of_medium));
         if of_medium && self.failed_requests.note(request) && self.breaker.is_closed() {
             return; // the pieces of one request are one failure
         }
@@ -267,7 +271,7 @@ impl Health {
         };
         match change {
             Some(Change::Opened) => {
-                add(&self.opened, 1);
+                add(&self.counts.opened, 1);
                 let (kind, why) = match error {
                     Some(error) => (error.kind().name(), error.to_string()),
                     None => ("timeout", "too many operations never returned".to_owned()),

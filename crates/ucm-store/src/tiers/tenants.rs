@@ -73,11 +73,18 @@ pub(super) struct Tenants {
     try_again: Mutex<MonotonicTime>,
     /// Completes when the thread has ended.
     thread: Mutex<Option<Arc<Completion<()>>>>,
-    /// The log says that an operation fails, that there are too many blocks, that a share is one
-    /// of nothing.
-    logged_failed: AtomicBool,
-    logged_full: AtomicBool,
-    logged_limitless: AtomicBool,
+    logged: Logged,
+}
+
+/// What the log says already.
+#[derive(Default)]
+struct Logged {
+    /// An operation fails.
+    failed: AtomicBool,
+    /// There are too many blocks.
+    full: AtomicBool,
+    /// The quota is a share of a capacity that is not known.
+    limitless: AtomicBool,
 }
 
 /// Removals that failed in one turn, and are left to the next.
@@ -126,9 +133,7 @@ impl Tenants {
             closing: AtomicBool::new(false),
             try_again: Mutex::default(),
             thread: Mutex::default(),
-            logged_failed: AtomicBool::new(false),
-            logged_full: AtomicBool::new(false),
-            logged_limitless: AtomicBool::new(false),
+            logged: Logged::default(),
         })
     }
 
@@ -254,7 +259,7 @@ impl Tenants {
         }
         match failed {
             Some(error) => self.log_failed(&error),
-            None => self.logged_failed.store(false, Ordering::Release),
+            None => self.logged.failed.store(false, Ordering::Release),
         }
         let now = self.table.clock.now();
         now.after(SCAN_AGAIN.max(now.since(began) * SCAN_SHARE))
@@ -277,7 +282,7 @@ impl Tenants {
                 level_quota.quota.store(quota, Ordering::Release);
             } else if usages.iter().all(|usage| usage.counted)
                 && !self.quota.lookup_only
-                && !self.logged_limitless.swap(true, Ordering::AcqRel)
+                && !self.logged.limitless.swap(true, Ordering::AcqRel)
             {
                 let (store, tier) = (self.store, counted[0].health.name());
                 warn!(
@@ -474,7 +479,7 @@ impl Tenants {
     }
 
     fn log_failed(&self, error: &Error) {
-        if !self.logged_failed.swap(true, Ordering::AcqRel) {
+        if !self.logged.failed.swap(true, Ordering::AcqRel) {
             warn!(
                 store = self.store,
                 error = error.kind().name(),
@@ -484,7 +489,7 @@ impl Tenants {
     }
 
     fn log_full(&self) {
-        if !self.logged_full.swap(true, Ordering::AcqRel) {
+        if !self.logged.full.swap(true, Ordering::AcqRel) {
             warn!(
                 store = self.store,
                 most = MOST_BLOCKS,

@@ -4,8 +4,8 @@
 //! A dump is published by the lowest level that is written through and outlives this process, in
 //! the member that its spread gives it to. The other levels get copies: a memory at once, a file in
 //! a spare slot, and no one waits for them. A copy that finds no spare slot, or a tier that is not
-//! well, is dropped and counted. The outcome of a record that its medium publishes later is reported
-//! by receipt ([`Receipts`]).
+//! well, is dropped and counted. The outcome of a record that its medium publishes later is
+//! reported by receipt ([`Receipts`]).
 
 use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
@@ -474,9 +474,9 @@ impl Writes {
         }
     }
 
-    /// As [`Writes::promote`], with a record that has a spare slot already: the lowest file above is
-    /// written from that slot, so that what was read is not dropped for want of another. `held` is
-    /// dropped when that has ended.
+    /// As [`Writes::promote`], with a record that has a spare slot already: the lowest file above
+    /// is written from that slot, so that what was read is not dropped for want of another. `held`
+    /// is dropped when that has ended.
     pub(super) fn raise(
         self: &Arc<Self>,
         from: usize,

@@ -2,8 +2,8 @@
 //! ones, and when the last write has ended it can be sealed.
 //!
 //! A write that failed or came too late leaves a hole that the footer does not name. So does one
-//! whose thread hangs: when its job is no longer waited for, the segment goes on without it. Nothing
-//! here touches a file.
+//! whose thread hangs: when its job is no longer waited for, the segment goes on without it.
+//! Nothing here touches a file.
 
 use std::time::Duration;
 
@@ -241,9 +241,9 @@ impl OpenSegment {
         inner.flush_due = Some(inner.flush_due.map_or(due, |other| other.min(due)));
     }
 
-    /// When it is to be sealed, if it holds a record (or no thread writes one) and still takes more:
-    /// `age` after the oldest was written, sooner if a caller waits, and early enough for those
-    /// whose outcome is awaited, whatever the age.
+    /// When it is to be sealed, if it holds a record (or no thread writes one) and still takes
+    /// more: `age` after the oldest was written, sooner if a caller waits, and early enough for
+    /// those whose outcome is awaited, whatever the age.
     pub(super) fn due(&self, age: Duration) -> Option<MonotonicTime> {
         let inner = self.inner.lock();
         let empty = (inner.in_flight == 0).then_some(self.opened);

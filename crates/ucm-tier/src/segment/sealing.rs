@@ -12,8 +12,8 @@ use super::open::{Contents, LEAST_TIME, OpenSegment, unsure};
 use super::writer::SegmentWriter;
 
 impl SegmentWriter {
-    /// Writes the footer of a segment and gives it its name. Called once for each. Not in the lane of
-    /// dumps, whose threads may all wait for room that this gives back.
+    /// Writes the footer of a segment and gives it its name. Called once for each. Not in the lane
+    /// of dumps, whose threads may all wait for room that this gives back.
     pub(super) fn seal(self: &Arc<Self>, open: &Arc<OpenSegment>) {
         let contents = open.contents();
         let private = self.cache.blobs.private(open.name);

@@ -3,8 +3,8 @@
 //!
 //! One segment takes records; those before it are being sealed. Through the page cache a file is
 //! written by one thread at a time, so a thread that finds all of them busy opens another one, and
-//! they are filled side by side. A thread that finds none open opens one; the others wait for it, by
-//! their deadlines. Room for all of a segment is reserved when it is opened, and what it did not
+//! they are filled side by side. A thread that finds none open opens one; the others wait for it,
+//! by their deadlines. Room for all of a segment is reserved when it is opened, and what it did not
 //! need is given back when it ended.
 
 use std::collections::HashSet;
