@@ -28,8 +28,9 @@ LEAST_COMMENTS = 13.0
 #: Longest file of Python that only re-exports.
 RE_EXPORT = 5
 
-#: Matches the begin of a module of tests, or the name of one in a file.
+#: Matches the begin of a module of tests, one in the same file, or the name of one in a file.
 TEST_MODULE = re.compile(r"\s*#\[cfg\((?:all\()?test\b")
+MODULE = re.compile(r"(?:\s*#\[[^\]]*\]\n)*\s*(?:pub(?:\(.*\))? )?mod \w+ \{$", re.M)
 TEST_FILE = re.compile(TEST_MODULE.pattern + r".*\n\s*(?:pub(?:\(.*\))? )?mod (\w+);")
 
 
@@ -61,11 +62,11 @@ def rust_sources() -> dict[Path, list[str | None]]:
 def _without_tests(lines: list[str]) -> list[str | None]:
     kept: list[str | None] = []
     end = ""
-    for line, follows in zip(lines, [*lines[1:], ""], strict=True):
+    for number, line in enumerate(lines):
         if end:
             kept.append(None)
             end = "" if line == end else end
-        elif TEST_MODULE.match(line) and re.match(r"\s*mod \w+ \{$", follows):
+        elif TEST_MODULE.match(line) and MODULE.match("\n".join(lines[number + 1 : number + 7])):
             kept.append(None)
             end = line[: len(line) - len(line.lstrip())] + "}"
         else:

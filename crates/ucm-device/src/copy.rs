@@ -12,22 +12,6 @@ use crate::device::Landed;
 use crate::span::{DeviceSpan, HostSpan, Piece};
 use crate::transfer::Direction;
 
-/// Checks pairs of a batch copy: sound spans, equal lengths.
-pub(crate) fn check_pairs(pairs: &[(DeviceSpan, DeviceSpan)]) -> Result<()> {
-    for (i, (src, dst)) in pairs.iter().enumerate() {
-        src.check()
-            .and_then(|()| dst.check())
-            .map_err(|e| e.with("pair", i))?;
-        if src.len() != dst.len() {
-            return Err(Error::invalid("source and destination differ in length")
-                .with("pair", i)
-                .with("src", src.len())
-                .with("dst", dst.len()));
-        }
-    }
-    Ok(())
-}
-
 /// Checks the pieces of a gather or scatter: sound spans that lie inside the host buffer.
 pub(crate) fn check_pieces(pieces: &[Piece], host: usize) -> Result<()> {
     for (i, piece) in pieces.iter().enumerate() {
@@ -71,23 +55,6 @@ pub(crate) fn check_registered(host: HostSpan) -> Result<()> {
         return Err(Error::invalid("a registered range has at least one byte"));
     }
     host.check()
-}
-
-/// Copies checked pairs.
-pub(crate) fn batch(pairs: &[(DeviceSpan, DeviceSpan)]) -> Result<()> {
-    check_pairs(pairs)?;
-    for (src, dst) in pairs {
-        // SAFETY: the maker of each span promised that its memory can be read or written until this
-        // operation ends, without interference; the lengths are equal; `copy` allows overlap.
-        unsafe {
-            std::ptr::copy(
-                with_exposed_provenance::<u8>(src.addr() as usize),
-                with_exposed_provenance_mut::<u8>(dst.addr() as usize),
-                src.len() as usize,
-            );
-        }
-    }
-    Ok(())
 }
 
 /// Copies device pieces into the host buffer and reports each at once.

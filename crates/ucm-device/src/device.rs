@@ -13,16 +13,11 @@ use ucm_infra::MonotonicTime;
 use crate::arena::{ArenaOptions, HostArena};
 use crate::memory::DeviceMemory;
 use crate::region::SharedRegion;
-use crate::slots::HostBuf;
 use crate::span::{DeviceSpan, HostSpan, Piece};
 use crate::transfer::{Direction, Transfer};
 
-/// Called once with the result of an asynchronous copy between device pieces; must not block.
+/// Called once with the outcome of an asynchronous copy; must not block.
 pub type CopyDone = Box<dyn FnOnce(Result<()>) + Send>;
-
-/// Called once with the host buffer of an asynchronous gather or scatter and its result; must not
-/// block.
-pub type HostDone = Box<dyn FnOnce(HostBuf, Result<()>) + Send>;
 
 /// Called during a gather, with the host buffer and the number of its pieces, from the first on,
 /// that it contains.
@@ -90,8 +85,7 @@ pub trait Device: Send + Sync {
     }
 }
 
-/// A point in the order of work: in a stream (done when all earlier work has ended), or set by the
-/// caller that records it.
+/// A point in time of a caller, who records it.
 pub trait Event: Any + Send + Sync {
     /// True if it is done. Never waits.
     fn done(&self) -> bool;
@@ -107,16 +101,6 @@ pub trait Event: Any + Send + Sync {
 ///
 /// Lengths are checked before the first byte moves: an `InvalidInput` error has changed nothing.
 pub trait Stream: Send {
-    /// Copies one piece of the device to another of the same length. Only on the host may they
-    /// overlap.
-    fn copy(&mut self, src: DeviceSpan, dst: DeviceSpan) -> Result<()> {
-        self.batch(&[(src, dst)])
-    }
-
-    /// Copies many pieces (source, destination). No pair may write memory that another reads or
-    /// writes.
-    fn batch(&mut self, pairs: &[(DeviceSpan, DeviceSpan)]) -> Result<()>;
-
     /// Copies many device pieces into one host buffer, each to its own offset; bytes between them
     /// are unchanged. All pieces of a block are in one call, so that adjacent pieces can be joined
     /// and small ones staged in one transfer. While pieces are still to be copied, the device may
@@ -141,33 +125,9 @@ pub trait Stream: Send {
         done: CopyDone,
     ) -> Result<()>;
 
-    /// As [`Stream::copy`], without waiting. `done` is called exactly once, with `Busy` when the
-    /// stream's queue is full.
-    fn copy_async(&mut self, src: DeviceSpan, dst: DeviceSpan, done: CopyDone) {
-        self.batch_async(vec![(src, dst)], done);
-    }
-
-    /// As [`Stream::batch`], without waiting; `done` as in [`Stream::copy_async`].
-    fn batch_async(&mut self, pairs: Vec<(DeviceSpan, DeviceSpan)>, done: CopyDone);
-
-    /// As [`Stream::gather`], without waiting. The operation owns `dst` and passes it to `done`,
-    /// which is called exactly once, with `Busy` if the stream's queue is full.
-    fn gather_async(&mut self, src: Vec<Piece>, dst: HostBuf, done: HostDone);
-
-    /// As [`Stream::scatter`], without waiting; `src` and `done` as in [`Stream::gather_async`].
-    fn scatter_async(&mut self, src: HostBuf, dst: Vec<Piece>, done: HostDone);
-
     /// Calls `call` when all earlier work has ended. It must not block. `Busy` if the queue is
     /// full; then it is dropped without a call.
     fn callback(&mut self, call: Box<dyn FnOnce() + Send>) -> Result<()>;
-
-    /// An event at this point of the stream. `Busy` when the queue is full.
-    fn record(&mut self) -> Result<Arc<dyn Event>>;
-
-    /// Makes all later work start only when `event` is done; this call does not wait. If the event
-    /// is not done by `deadline`, no later copy moves a byte: each fails with `Timeout`. `Busy` if
-    /// the queue is full, `Unsupported` for an event of a device that this one cannot wait for.
-    fn wait_event(&mut self, event: Arc<dyn Event>, deadline: MonotonicTime) -> Result<()>;
 
     /// Waits until all submitted work has ended; `Timeout` at `deadline` (`None`: for ever).
     fn synchronize(&mut self, deadline: Option<MonotonicTime>) -> Result<()>;

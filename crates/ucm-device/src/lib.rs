@@ -25,7 +25,7 @@ mod transfer;
 
 pub use arena::{ArenaOptions, HostArena, HugePages, Paging};
 pub use crc::crc32c;
-pub use device::{CopyDone, Device, Event, HostDone, Landed, Stream};
+pub use device::{CopyDone, Device, Event, Landed, Stream};
 pub use devices::{DEFAULT_DEVICE, PLATFORMS, Platform, open_device};
 pub use fork::OwnFd;
 pub use host::HostDevice;
@@ -36,6 +36,6 @@ pub use queued::QueueOptions;
 pub use region::{
     Pinned, RegionOptions, RegionView, Registry, Scan, SharedRegion, Wanted, WriteLease,
 };
-pub use slots::{HostBuf, Slot, SlotPool};
+pub use slots::{Slot, SlotPool};
 pub use span::{DeviceSpan, HostSpan, Piece};
 pub use transfer::{Direction, Transfer};

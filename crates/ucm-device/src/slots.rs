@@ -10,7 +10,6 @@
 )]
 
 use std::fmt;
-use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
@@ -248,62 +247,6 @@ impl fmt::Debug for Slot {
             self.place.get(),
             self.pool.slot_len
         )
-    }
-}
-
-/// Host memory owned by one operation until that operation has ended: a slot of the arena, or
-/// ordinary memory for small data (documents, headers).
-#[derive(Debug)]
-pub enum HostBuf {
-    /// A slot, aligned to 4096 for direct I/O.
-    Slot(Slot),
-    /// Ordinary memory; its length is its capacity. Never used for direct I/O.
-    Heap(Vec<u8>),
-}
-
-impl HostBuf {
-    /// Its length in bytes. Does not assign memory to a slot.
-    #[allow(
-        clippy::len_without_is_empty,
-        reason = "an emptiness check is not needed"
-    )]
-    pub fn len(&self) -> usize {
-        match self {
-            Self::Slot(slot) => slot.len(),
-            Self::Heap(bytes) => bytes.len(),
-        }
-    }
-}
-
-impl Deref for HostBuf {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        match self {
-            Self::Slot(slot) => slot.as_slice(),
-            Self::Heap(bytes) => bytes,
-        }
-    }
-}
-
-impl DerefMut for HostBuf {
-    fn deref_mut(&mut self) -> &mut [u8] {
-        match self {
-            Self::Slot(slot) => slot.as_mut_slice(),
-            Self::Heap(bytes) => bytes,
-        }
-    }
-}
-
-impl From<Slot> for HostBuf {
-    fn from(slot: Slot) -> Self {
-        Self::Slot(slot)
-    }
-}
-
-impl From<Vec<u8>> for HostBuf {
-    fn from(bytes: Vec<u8>) -> Self {
-        Self::Heap(bytes)
     }
 }
 

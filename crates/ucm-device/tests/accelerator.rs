@@ -116,34 +116,6 @@ fn ordinary_memory_is_copied_too() {
     }
 }
 
-#[test]
-fn copies_between_places_on_the_device_do_not_overlap() {
-    let driver = Driver::load();
-    let memory = driver.memory(1 << 20);
-    let before = Random::new(9).bytes(memory.len);
-    memory.fill(&before);
-    let device = open(Transfer::Auto);
-    let mut stream = device.make_stream().unwrap();
-    let pairs: Vec<_> = (0..40)
-        .map(|i| {
-            (
-                memory.span(i * 1000, 900 + i),
-                memory.span(500_000 + i * 1001, 900 + i),
-            )
-        })
-        .collect();
-    stream.batch(&pairs).unwrap();
-    let mut expected = before;
-    for i in 0..40 {
-        expected.copy_within(i * 1000..i * 1000 + 900 + i, 500_000 + i * 1001);
-    }
-    assert!(memory.bytes() == expected);
-    let overlap = stream
-        .copy(memory.span(0, 100), memory.span(99, 100))
-        .unwrap_err();
-    assert_eq!(overlap.kind(), ErrorKind::InvalidInput);
-}
-
 /// The caller's stream writes the source of the gather; the copy begins when its event is done, or
 /// never.
 #[test]

@@ -38,12 +38,6 @@ fn everything(memory: &Memory, name: &str, event: u64) {
             assert!(slot.as_slice()[piece.at..piece.at + 3000] == content[from..from + 3000]);
         }
         stream.scatter(slot.as_slice(), &pieces).unwrap();
-        stream
-            .copy(memory.span(0, 4096), memory.span(8192, 4096))
-            .unwrap();
-        stream
-            .copy(memory.span(8192, 4096), memory.span(0, 4096))
-            .unwrap();
         let mut own = vec![0_u8; 3 * 4096];
         let first = own.as_mut_ptr().expose_provenance().next_multiple_of(4096) as u64;
         // SAFETY: inside the vector, which lives until the registration and the copy have ended.

@@ -27,9 +27,6 @@ fn all_fail(
     let mut failures: Vec<Option<Error>> = vec![
         gather(stream, &piece, slot.as_mut_slice()).err(),
         stream.scatter(slot.as_slice(), &piece).err(),
-        stream
-            .copy(page.part(0, 64).unwrap(), page.part(4096, 64).unwrap())
-            .err(),
         device.allocate(64).err(),
         device.event_of(1 << 52).unwrap().wait(None).err(),
         open_device(name, Transfer::Auto, SystemClock::shared()).err(),

@@ -193,39 +193,3 @@ fn runtimes_of_other_vendors_have_plain_copies_too() {
         assert_eq!(refused.err().unwrap().kind(), ErrorKind::Corrupt, "{name}");
     }
 }
-
-/// By a kernel if that is correct; else nothing is copied.
-#[test]
-fn copies_on_the_device_that_are_wrong_are_not_used() {
-    const ON_DEVICE: &CStr = c"cuMemcpyDtoDAsync_v2";
-    let driver = Driver::load();
-    let memory = driver.memory(1 << 20);
-    let _loaded = open(Transfer::Auto); // its kernels can be named
-    let pair = |from, to| (memory.span(from, 1000), memory.span(to, 1000));
-    let bytes = Random::new(9).bytes(memory.len);
-    for (wrong, can) in [
-        (&[][..], true),
-        (&[ON_DEVICE][..], true),
-        (&[ON_DEVICE, c"ucm_batch"][..], false),
-    ] {
-        memory.fill(&bytes);
-        wrong.iter().for_each(|name| driver.corrupt(name));
-        let device = open(Transfer::Auto);
-        let mut stream = device.make_stream().unwrap();
-        for pairs in [vec![pair(0, 4096)], vec![pair(0, 8192), pair(3000, 20_000)]] {
-            let copied = stream.batch(&pairs);
-            assert_eq!(copied.is_ok(), can, "{wrong:?}");
-            if let Err(error) = copied {
-                assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
-            }
-        }
-        driver.sound();
-        let mut expected = bytes.clone();
-        if can {
-            [(0, 4096), (0, 8192), (3000, 20_000)]
-                .into_iter()
-                .for_each(|(from, to)| expected.copy_within(from..from + 1000, to));
-        }
-        assert!(memory.bytes() == expected, "{wrong:?}");
-    }
-}

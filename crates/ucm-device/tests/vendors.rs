@@ -118,32 +118,6 @@ fn streams_have_the_highest_priority_and_wait_for_no_default_stream() {
     }
 }
 
-#[test]
-fn copies_on_the_device_are_by_its_rules() {
-    let driver = Driver::load();
-    let memory = driver.memory(MIB);
-    let before = Random::new(3).bytes(memory.len);
-    for name in DEVICES {
-        memory.fill(&before);
-        let mut stream = open(name, Transfer::Auto).make_stream().unwrap();
-        let pair = |from, to| (memory.span(from, 100), memory.span(to, 100));
-        stream
-            .batch(&[pair(0, 4096), pair(128, 8192), pair(256, 64 * 1000)])
-            .unwrap();
-        let mut expected = before.clone();
-        for (from, to) in [(0, 4096), (128, 8192), (256, 64 * 1000)] {
-            expected.copy_within(from..from + 100, to);
-        }
-        assert!(memory.bytes() == expected, "{name}");
-        let unaligned = stream.batch(&[pair(1, 5000)]);
-        if name.starts_with("ascend") {
-            assert_eq!(unaligned.err().unwrap().kind(), ErrorKind::InvalidInput);
-        } else {
-            unaligned.unwrap();
-        }
-    }
-}
-
 /// The gather starts when the event of the caller's stream is done, by each vendor's codes.
 #[test]
 fn a_copy_waits_for_the_callers_event_and_not_longer_than_it_may() {

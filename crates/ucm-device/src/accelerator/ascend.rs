@@ -7,13 +7,15 @@
 #![allow(unsafe_code, reason = "calls into the runtime's library")]
 
 use std::ffi::{CStr, c_char, c_int, c_void};
-use std::ptr::{null, null_mut, with_exposed_provenance, with_exposed_provenance_mut};
+use std::ptr::{null, null_mut};
 
 use ucm_core::{Error, ErrorKind, PAGE, Result};
 use ucm_infra::is_own_thread;
 
 use super::library::{self, Places, functions};
-use super::runtime::{Failed, RawEvent, RawStream, Runtime, insist};
+use super::runtime::{
+    Answer, Failed, Owned, RawCopy, RawEvent, RawStream, Runtime, insist, pointer,
+};
 use crate::fork::Origin;
 
 const VENDOR: &str = "ascend";
@@ -77,13 +79,8 @@ const RT_CONTEXT_NULL: c_int = 107_002;
 const RT_MEMORY_ALLOCATION: c_int = 207_001;
 const RT_NO_DEVICE: c_int = 207_004;
 
-/// `ACL_MEMCPY_*`.
-const HOST_TO_DEVICE: c_int = 1;
-const DEVICE_TO_HOST: c_int = 2;
-const DEVICE_TO_DEVICE: c_int = 3;
-
-/// Alignment of addresses of copies on the device.
-const ALIGNED: u64 = 64;
+/// `ACL_MEMCPY_HOST_TO_DEVICE` and `ACL_MEMCPY_DEVICE_TO_HOST`, by [`Direction`].
+const KINDS: [c_int; 2] = [1, 2];
 
 /// `ACL_STREAM_FAST_LAUNCH` and `ACL_STREAM_FAST_SYNC`; the highest of the priorities 0 to 7.
 const STREAM_FAST: u32 = 3;
@@ -122,7 +119,7 @@ macro_rules! call {
 }
 
 /// An error if a call failed. No known code of it guarantees that work is over.
-fn check(call: &str, answer: c_int) -> Result<(), Failed> {
+fn check(call: &str, answer: c_int) -> Answer {
     let kind = match answer {
         SUCCESS => return Ok(()),
         RT_MEMORY_ALLOCATION => ErrorKind::NoSpace,
@@ -222,7 +219,7 @@ impl Ascend {
 
     /// Until the returned guard is dropped, the device's default context is current on this thread,
     /// and calls of this thread do not disturb a graph capture of another thread.
-    fn bind(&self) -> Result<Bound<'_>, Failed> {
+    fn bind(&self) -> Answer<Bound<'_>> {
         self.origin
             .check(library::FORKED)
             .map_err(Failed::of_parent)?;
@@ -249,7 +246,7 @@ impl Ascend {
     }
 
     /// The context of this thread; null if it has none.
-    fn current(&self) -> Result<*mut c_void, Failed> {
+    fn current(&self) -> Answer<*mut c_void> {
         let mut context = null_mut();
         // SAFETY: writes one handle.
         let answer = unsafe { (self.calls.rtGetCurrentContext)(&raw mut context) };
@@ -257,41 +254,6 @@ impl Ascend {
             return Ok(null_mut());
         }
         check("rtGetCurrentContext", answer).map(|()| context)
-    }
-
-    /// Begins a copy. Memory behind the target is not ours, so the stated space is the length of
-    /// the copy.
-    ///
-    /// # Safety
-    /// As [`Runtime::to_device`].
-    unsafe fn copy(
-        &self,
-        to: *mut c_void,
-        from: *const c_void,
-        len: usize,
-        kind: c_int,
-        stream: RawStream,
-    ) -> Result<()> {
-        let _bound = self.bind()?;
-        let stream = handle(stream.0);
-        // SAFETY: the caller vouches for both ranges until the stream's work is over.
-        Ok(unsafe { call!(self.calls, rtMemcpyAsync(to, len, from, len, kind, stream)) }?)
-    }
-
-    /// Copies without a stream; otherwise as [`Ascend::copy`].
-    ///
-    /// # Safety
-    /// As [`Runtime::to_device_now`].
-    unsafe fn copy_now(
-        &self,
-        to: *mut c_void,
-        from: *const c_void,
-        len: usize,
-        kind: c_int,
-    ) -> Result<()> {
-        let _bound = self.bind()?;
-        // SAFETY: the caller vouches for both ranges until the work of the default stream is over.
-        Ok(unsafe { call!(self.calls, rtMemcpy(to, len, from, len, kind)) }?)
     }
 }
 
@@ -318,50 +280,39 @@ impl Drop for Bound<'_> {
     }
 }
 
-fn handle(number: u64) -> *mut c_void {
-    with_exposed_provenance_mut(number as usize)
-}
-
 impl Runtime for Ascend {
     fn description(&self) -> &str {
         &self.description
     }
 
-    fn make_stream(&self) -> Result<RawStream> {
+    fn make_stream(&self) -> Answer<RawStream> {
         let _bound = self.bind()?;
-        let mut stream = null_mut();
+        let (mut stream, at) = (null_mut(), (HIGHEST, STREAM_FAST));
         // SAFETY: writes one handle.
         unsafe {
             call!(
                 self.calls,
-                rtCreateStreamWithConfig(&raw mut stream, HIGHEST, STREAM_FAST)
+                rtCreateStreamWithConfig(&raw mut stream, at.0, at.1)
             )
         }?;
         Ok(RawStream(stream.expose_provenance() as u64))
     }
 
-    fn end_stream(&self, stream: RawStream) {
-        if let Ok(_bound) = insist(|| self.bind()) {
-            // SAFETY: a stream of ours that is not used any more.
-            let _ = unsafe { call!(self.calls, rtDestroyStream(handle(stream.0))) };
-        }
-    }
-
-    fn synchronize(&self, stream: RawStream) -> Result<()> {
+    fn synchronize(&self, stream: RawStream) -> Answer {
         let _bound = self.bind()?;
         // SAFETY: a stream of ours, or the default one.
-        Ok(unsafe { call!(self.calls, rtSynchronizeStream(handle(stream.0))) }?)
+        unsafe { call!(self.calls, rtSynchronizeStream(stream.raw())) }
     }
 
-    fn is_over(&self, stream: RawStream) -> Result<bool, Failed> {
+    fn is_over(&self, stream: RawStream) -> Answer<bool> {
         let _bound = self.bind()?;
         let mut status = 0;
         // SAFETY: a stream of ours, or the default one; writes one number.
-        unsafe { call!(self.calls, rtStreamQuery(handle(stream.0), &raw mut status)) }?;
+        unsafe { call!(self.calls, rtStreamQuery(stream.raw(), &raw mut status)) }?;
         Ok(status == STREAM_COMPLETE)
     }
 
-    fn make_event(&self) -> Result<RawEvent> {
+    fn make_event(&self) -> Answer<RawEvent> {
         let _bound = self.bind()?;
         let mut event = null_mut();
         // SAFETY: writes one handle.
@@ -374,48 +325,36 @@ impl Runtime for Ascend {
         Ok(RawEvent(event.expose_provenance() as u64))
     }
 
-    fn end_event(&self, event: RawEvent) {
-        if let Ok(_bound) = insist(|| self.bind()) {
-            // SAFETY: an event of ours that is not used any more.
-            let _ = unsafe { call!(self.calls, rtDestroyEvent(handle(event.0))) };
-        }
-    }
-
-    fn record(&self, event: RawEvent, stream: RawStream) -> Result<()> {
+    fn record(&self, event: RawEvent, stream: RawStream) -> Answer {
         let _bound = self.bind()?;
         // SAFETY: an event and a stream of ours.
-        Ok(unsafe { call!(self.calls, rtRecordEvent(handle(event.0), handle(stream.0))) }?)
+        unsafe { call!(self.calls, rtRecordEvent(event.raw(), stream.raw())) }
     }
 
     /// An event that was never recorded is not done here.
-    fn is_done(&self, event: RawEvent) -> Result<bool> {
+    fn is_done(&self, event: RawEvent) -> Answer<bool> {
         let _bound = self.bind()?;
         let mut status = 0;
-        // SAFETY: an event of ours, or one that its maker keeps during the query; writes one
+        // SAFETY: an event of ours, or one whose maker keeps it while it is polled; writes one
         // number.
-        unsafe {
-            call!(
-                self.calls,
-                rtQueryEventStatus(handle(event.0), &raw mut status)
-            )
-        }?;
+        unsafe { call!(self.calls, rtQueryEventStatus(event.raw(), &raw mut status)) }?;
         Ok(status == RECORDED_COMPLETE)
     }
 
-    fn elapsed_ms(&self, from: RawEvent, to: RawEvent) -> Result<f32> {
+    fn elapsed_ms(&self, from: RawEvent, to: RawEvent) -> Answer<f32> {
         let _bound = self.bind()?;
         let mut elapsed = 0.0;
         // SAFETY: two events of ours; writes one number.
         unsafe {
             call!(
                 self.calls,
-                rtEventElapsedTime(&raw mut elapsed, handle(from.0), handle(to.0))
+                rtEventElapsedTime(&raw mut elapsed, from.raw(), to.raw())
             )
         }?;
         Ok(elapsed)
     }
 
-    fn allocate(&self, bytes: usize) -> Result<u64> {
+    fn allocate(&self, bytes: usize) -> Answer<u64> {
         let _bound = self.bind()?;
         let mut address = null_mut();
         // SAFETY: writes one address.
@@ -423,57 +362,26 @@ impl Runtime for Ascend {
         Ok(address.expose_provenance() as u64)
     }
 
-    fn free(&self, address: u64) {
-        if let Ok(_bound) = insist(|| self.bind()) {
-            // SAFETY: allocated above, and the caller guarantees that nothing uses it any more.
-            let _ = unsafe { call!(self.calls, rtFree(handle(address))) };
+    /// What follows the target is not ours, so the room there is what is copied.
+    unsafe fn copy(&self, copy: RawCopy, stream: Option<RawStream>) -> Answer {
+        let RawCopy { way, to, from, len } = copy;
+        let _bound = self.bind()?;
+        let (to, from, kind) = (pointer(to), pointer::<c_void>(from), KINDS[way as usize]);
+        // SAFETY: the caller vouches for both ranges until the stream's work is over.
+        unsafe {
+            match stream.map(RawStream::raw) {
+                Some(on) => call!(self.calls, rtMemcpyAsync(to, len, from, len, kind, on)),
+                None => call!(self.calls, rtMemcpy(to, len, from, len, kind)),
+            }
         }
-    }
-
-    unsafe fn to_device(
-        &self,
-        to: u64,
-        from: *const u8,
-        len: usize,
-        stream: RawStream,
-    ) -> Result<()> {
-        // SAFETY: the caller vouches for both ranges.
-        unsafe { self.copy(handle(to), from.cast(), len, HOST_TO_DEVICE, stream) }
-    }
-
-    unsafe fn to_host(&self, to: *mut u8, from: u64, len: usize, stream: RawStream) -> Result<()> {
-        let from = with_exposed_provenance(from as usize);
-        // SAFETY: as above.
-        unsafe { self.copy(to.cast(), from, len, DEVICE_TO_HOST, stream) }
-    }
-
-    unsafe fn to_device_now(&self, to: u64, from: *const u8, len: usize) -> Result<()> {
-        // SAFETY: as above.
-        unsafe { self.copy_now(handle(to), from.cast(), len, HOST_TO_DEVICE) }
-    }
-
-    unsafe fn to_host_now(&self, to: *mut u8, from: u64, len: usize) -> Result<()> {
-        let from = with_exposed_provenance(from as usize);
-        // SAFETY: as above.
-        unsafe { self.copy_now(to.cast(), from, len, DEVICE_TO_HOST) }
-    }
-
-    unsafe fn on_device(&self, to: u64, from: u64, len: usize, stream: RawStream) -> Result<()> {
-        if !to.is_multiple_of(ALIGNED) || !from.is_multiple_of(ALIGNED) {
-            let unaligned = Error::invalid("copies on this device begin at multiples of 64 bytes");
-            return Err(unaligned.with("from", from).with("to", to));
-        }
-        let from = with_exposed_provenance(from as usize);
-        // SAFETY: as above.
-        unsafe { self.copy(handle(to), from, len, DEVICE_TO_DEVICE, stream) }
     }
 
     /// There are no kernels, so the device's address is not needed.
-    unsafe fn register(&self, start: *mut u8, len: usize) -> Result<Option<u64>> {
+    unsafe fn register(&self, start: *mut u8, len: usize) -> Answer<Option<u64>> {
         let pins = self.pins.as_ref().map_err(Clone::clone)?;
         if !start.addr().is_multiple_of(PAGE as usize) {
             let unaligned = Error::invalid("memory that ACL pins begins at a multiple of 4096");
-            return Err(unaligned.with("address", format_args!("{start:p}")));
+            return Err(unaligned.with("address", format_args!("{start:p}")).into());
         }
         let _bound = self.bind()?;
         // SAFETY: the caller vouches for the range.
@@ -481,11 +389,20 @@ impl Runtime for Ascend {
         Ok(None)
     }
 
-    fn unregister(&self, start: *mut u8) -> Result<()> {
-        let pins = self.pins.as_ref().map_err(Clone::clone)?;
+    fn end(&self, owned: Owned) -> Answer {
         let _bound = insist(|| self.bind())?;
-        // SAFETY: registered above, and the caller guarantees that nothing uses it any more.
-        Ok(unsafe { call!(pins, rtHostUnregister(start.cast())) }?)
+        // SAFETY: made or registered above, and the caller says that nothing uses it any more.
+        unsafe {
+            match owned {
+                Owned::Stream(stream) => call!(self.calls, rtDestroyStream(stream.raw())),
+                Owned::Event(event) => call!(self.calls, rtDestroyEvent(event.raw())),
+                Owned::Memory(address) => call!(self.calls, rtFree(pointer(address))),
+                Owned::Pinned(start) => {
+                    let pins = self.pins.as_ref().map_err(Clone::clone)?;
+                    call!(pins, rtHostUnregister(start.cast()))
+                }
+            }
+        }
     }
 }
 

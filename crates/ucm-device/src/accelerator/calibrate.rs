@@ -9,7 +9,7 @@ use ucm_core::Result;
 
 use super::check::{Bench, single};
 use super::plan::{Costs, Method, Run};
-use super::runtime::{Direction, RawEvent};
+use super::runtime::{Direction, Owned, RawEvent};
 
 /// Bytes of the large copies.
 const BYTES: usize = Bench::LEN;
@@ -56,7 +56,7 @@ impl<'a, 'b> Measure<'a, 'b> {
         let first = runtime.make_event()?;
         let second = runtime
             .make_event()
-            .inspect_err(|_| runtime.end_event(first))?;
+            .inspect_err(|_| _ = runtime.end(Owned::Event(first)))?;
         Ok(Self {
             bench,
             events: [first, second],
@@ -174,7 +174,7 @@ fn bytes_of(runs: &[Run]) -> f64 {
 impl Drop for Measure<'_, '_> {
     fn drop(&mut self) {
         for event in self.events {
-            self.bench.runtime().end_event(event);
+            let _ = self.bench.runtime().end(Owned::Event(event));
         }
     }
 }

@@ -174,32 +174,6 @@ pub(super) fn methods(bench: &mut Bench<'_>) -> Result<[Vec<Method>; 2]> {
     Ok(right)
 }
 
-/// True if the driver's copies on the device are correct.
-pub(super) fn copies_on_device(bench: &mut Bench<'_>, single: Method) -> Result<()> {
-    let half = BYTES / 2;
-    let (first, second) = (bench.device(), bench.device() + half as u64);
-    let whole = bench.whole();
-    noise(&mut bench.host()[..half], 5);
-    bench.host()[half..].fill(POISON);
-    let mut expected = bench.host().to_vec();
-    bench.copy(single, Direction::ToDevice, &whole)?;
-    let copies = [(0, 4096), (8192, 100), (64 << 10, 40 << 10)];
-    bench.run(Direction::ToDevice, |lane, _| {
-        copies.iter().try_for_each(|&(at, len)| {
-            // SAFETY: both ranges lie in the buffer, in different halves of it, and it is kept
-            // until the lane's work is over.
-            unsafe { lane.copy_on_device(second + at, first + at, len) }
-        })
-    })?;
-    for (at, len) in copies {
-        let at = at as usize;
-        expected.copy_within(at..at + len, half + at);
-    }
-    bench.host().fill(0);
-    bench.copy(single, Direction::ToHost, &whole)?;
-    compare(bench.host(), &expected)
-}
-
 /// How a single run is copied, given the correct methods.
 pub(super) fn single(methods: &[Method]) -> Method {
     if methods.contains(&Method::Dma) {

@@ -16,7 +16,7 @@
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::ops::Range;
-use std::ptr::{null_mut, with_exposed_provenance_mut};
+use std::ptr::null_mut;
 use std::sync::OnceLock;
 
 use cudarc::driver::sys::{
@@ -27,7 +27,10 @@ use tracing::warn;
 use ucm_core::{Error, ErrorKind, Result};
 
 use super::library::{self, Places, functions};
-use super::runtime::{Failed, Kernel, RawEvent, RawStream, Runtime, ends_context, insist};
+use super::runtime::{
+    Answer, Direction, Failed, Kernel, NO_KERNELS, Owned, RawCopy, RawEvent, RawStream, Runtime,
+    ends_context, insist, pointer,
+};
 use crate::fork::Origin;
 use crate::numa;
 
@@ -101,7 +104,6 @@ driver_calls! {
     cuMemHostGetDevicePointer_v2(*mut CUdeviceptr, *mut c_void, c_uint);
     cuMemHostRegister_v2(*mut c_void, usize, c_uint);
     cuMemHostUnregister(*mut c_void);
-    cuMemcpyDtoDAsync_v2(CUdeviceptr, CUdeviceptr, usize, CUstream);
     cuMemcpyDtoHAsync_v2(*mut c_void, CUdeviceptr, usize, CUstream);
     cuMemcpyDtoH_v2(*mut c_void, CUdeviceptr, usize);
     cuMemcpyHtoDAsync_v2(CUdeviceptr, *const c_void, usize, CUstream);
@@ -179,7 +181,7 @@ impl Driver {
     }
 
     /// Interprets the result of a query whether work has ended.
-    fn is_done(&self, call: &'static str, answer: c_uint) -> Result<bool, Failed> {
+    fn is_done(&self, call: &'static str, answer: c_uint) -> Answer<bool> {
         if answer == NOT_READY {
             return Ok(false);
         }
@@ -187,7 +189,7 @@ impl Driver {
     }
 
     /// An error if a call failed.
-    fn check(&self, call: &'static str, answer: c_uint) -> Result<(), Failed> {
+    fn check(&self, call: &'static str, answer: c_uint) -> Answer {
         if answer == SUCCESS {
             return Ok(());
         }
@@ -322,7 +324,7 @@ impl Cuda {
 
     /// Until the returned guard is dropped, the device is current on this thread, and calls of this
     /// thread do not disturb a graph capture of another thread.
-    fn bind(&self) -> Result<Bound, Failed> {
+    fn bind(&self) -> Answer<Bound> {
         self.origin
             .check(library::FORKED)
             .map_err(Failed::of_parent)?;
@@ -387,14 +389,6 @@ impl Drop for Cuda {
     }
 }
 
-fn stream_of(stream: RawStream) -> CUstream {
-    with_exposed_provenance_mut(stream.0 as usize)
-}
-
-fn event_of(event: RawEvent) -> CUevent {
-    with_exposed_provenance_mut(event.0 as usize)
-}
-
 impl Runtime for Cuda {
     fn description(&self) -> &str {
         &self.description
@@ -404,11 +398,10 @@ impl Runtime for Cuda {
         self.node
     }
 
-    fn make_stream(&self) -> Result<RawStream> {
-        let _bound = self.bind()?;
-        let (mut least, mut greatest): (c_int, c_int) = (0, 0);
-        let mut stream: CUstream = null_mut();
+    fn make_stream(&self) -> Answer<RawStream> {
+        let (mut least, mut greatest, mut stream) = (0, 0, null_mut());
         let apart = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint;
+        let _bound = self.bind()?;
         // SAFETY: the calls write two numbers and one handle.
         unsafe {
             call!(
@@ -423,28 +416,20 @@ impl Runtime for Cuda {
         Ok(RawStream(stream.expose_provenance() as u64))
     }
 
-    fn end_stream(&self, stream: RawStream) {
-        if let Ok(_bound) = insist(|| self.bind()) {
-            // SAFETY: a stream of ours that is not used any more; the driver ends it after its
-            // work.
-            let _ = unsafe { call!(self.driver, cuStreamDestroy_v2(stream_of(stream))) };
-        }
-    }
-
-    fn synchronize(&self, stream: RawStream) -> Result<()> {
+    fn synchronize(&self, stream: RawStream) -> Answer {
         let _bound = self.bind()?;
         // SAFETY: a stream of ours, or the default one.
-        Ok(unsafe { call!(self.driver, cuStreamSynchronize(stream_of(stream))) }?)
+        unsafe { call!(self.driver, cuStreamSynchronize(stream.raw())) }
     }
 
-    fn is_over(&self, stream: RawStream) -> Result<bool, Failed> {
+    fn is_over(&self, stream: RawStream) -> Answer<bool> {
         let _bound = self.bind()?;
         // SAFETY: a stream of ours, or the default one.
-        let answer = unsafe { (self.driver.calls.cuStreamQuery)(stream_of(stream)) };
+        let answer = unsafe { (self.driver.calls.cuStreamQuery)(stream.raw()) };
         self.driver.is_done("cuStreamQuery", answer)
     }
 
-    fn make_event(&self) -> Result<RawEvent> {
+    fn make_event(&self) -> Answer<RawEvent> {
         let _bound = self.bind()?;
         let mut event: CUevent = null_mut();
         // SAFETY: writes one handle.
@@ -452,45 +437,33 @@ impl Runtime for Cuda {
         Ok(RawEvent(event.expose_provenance() as u64))
     }
 
-    fn end_event(&self, event: RawEvent) {
-        if let Ok(_bound) = insist(|| self.bind()) {
-            // SAFETY: an event of ours that is not used any more.
-            let _ = unsafe { call!(self.driver, cuEventDestroy_v2(event_of(event))) };
-        }
-    }
-
-    fn record(&self, event: RawEvent, stream: RawStream) -> Result<()> {
+    fn record(&self, event: RawEvent, stream: RawStream) -> Answer {
         let _bound = self.bind()?;
         // SAFETY: an event and a stream of ours.
-        Ok(unsafe {
-            call!(
-                self.driver,
-                cuEventRecord(event_of(event), stream_of(stream))
-            )
-        }?)
+        unsafe { call!(self.driver, cuEventRecord(event.raw(), stream.raw())) }
     }
 
-    fn is_done(&self, event: RawEvent) -> Result<bool> {
+    fn is_done(&self, event: RawEvent) -> Answer<bool> {
         let _bound = self.bind()?;
-        // SAFETY: an event of ours, or one that its maker keeps during the query.
-        let answer = unsafe { (self.driver.calls.cuEventQuery)(event_of(event)) };
-        Ok(self.driver.is_done("cuEventQuery", answer)?)
+        // SAFETY: an event of ours, or one whose maker keeps it while it is polled.
+        let answer = unsafe { (self.driver.calls.cuEventQuery)(event.raw()) };
+        self.driver.is_done("cuEventQuery", answer)
     }
 
-    fn elapsed_ms(&self, from: RawEvent, to: RawEvent) -> Result<f32> {
+    fn elapsed_ms(&self, from: RawEvent, to: RawEvent) -> Answer<f32> {
         let _bound = self.bind()?;
         let mut elapsed = 0.0;
         // SAFETY: two events of ours; writes one number.
         unsafe {
             call!(
                 self.driver,
-                cuEventElapsedTime(&raw mut elapsed, event_of(from), event_of(to))
+                cuEventElapsedTime(&raw mut elapsed, from.raw(), to.raw())
             )
         }?;
         Ok(elapsed)
     }
 
-    fn allocate(&self, bytes: usize) -> Result<u64> {
+    fn allocate(&self, bytes: usize) -> Answer<u64> {
         let _bound = self.bind()?;
         let mut address = 0;
         // SAFETY: writes one address.
@@ -501,95 +474,65 @@ impl Runtime for Cuda {
     fn allocation(&self, address: u64) -> Option<Range<u64>> {
         let _bound = self.bind().ok()?;
         let (mut first, mut len) = (0, 0);
+        let (first_at, len_at) = (&raw mut first, &raw mut len);
         // SAFETY: writes an address and a number.
         unsafe {
             call!(
                 self.driver,
-                cuMemGetAddressRange_v2(&raw mut first, &raw mut len, address)
+                cuMemGetAddressRange_v2(first_at, len_at, address)
             )
         }
         .ok()?;
         Some(first..first.checked_add(len as u64)?)
     }
 
-    fn free(&self, address: u64) {
-        if let Ok(_bound) = insist(|| self.bind()) {
-            // SAFETY: allocated above, and the caller guarantees that nothing uses it any more.
-            let _ = unsafe { call!(self.driver, cuMemFree_v2(address)) };
+    unsafe fn copy(&self, copy: RawCopy, stream: Option<RawStream>) -> Answer {
+        let RawCopy { way, to, from, len } = copy;
+        let (driver, on) = (self.driver, stream.map_or(null_mut(), RawStream::raw));
+        let (host_to, host_from) = (pointer(to), pointer::<c_void>(from));
+        let _bound = self.bind()?;
+        // SAFETY: the caller vouches for both ranges until the stream's work is over.
+        unsafe {
+            match (way, stream) {
+                (Direction::ToDevice, None) => call!(driver, cuMemcpyHtoD_v2(to, host_from, len)),
+                (Direction::ToHost, None) => call!(driver, cuMemcpyDtoH_v2(host_to, from, len)),
+                (Direction::ToDevice, _) => {
+                    call!(driver, cuMemcpyHtoDAsync_v2(to, host_from, len, on))
+                }
+                (Direction::ToHost, _) => {
+                    call!(driver, cuMemcpyDtoHAsync_v2(host_to, from, len, on))
+                }
+            }
         }
     }
 
-    unsafe fn to_device(
-        &self,
-        to: u64,
-        from: *const u8,
-        len: usize,
-        stream: RawStream,
-    ) -> Result<()> {
-        let _bound = self.bind()?;
-        // SAFETY: the caller vouches for both ranges until the stream's work is over.
-        Ok(unsafe {
-            call!(
-                self.driver,
-                cuMemcpyHtoDAsync_v2(to, from.cast(), len, stream_of(stream))
-            )
-        }?)
-    }
-
-    unsafe fn to_host(&self, to: *mut u8, from: u64, len: usize, stream: RawStream) -> Result<()> {
-        let _bound = self.bind()?;
-        // SAFETY: as above.
-        Ok(unsafe {
-            call!(
-                self.driver,
-                cuMemcpyDtoHAsync_v2(to.cast(), from, len, stream_of(stream))
-            )
-        }?)
-    }
-
-    unsafe fn to_device_now(&self, to: u64, from: *const u8, len: usize) -> Result<()> {
-        let _bound = self.bind()?;
-        // SAFETY: the caller vouches for both ranges.
-        Ok(unsafe { call!(self.driver, cuMemcpyHtoD_v2(to, from.cast(), len)) }?)
-    }
-
-    unsafe fn to_host_now(&self, to: *mut u8, from: u64, len: usize) -> Result<()> {
-        let _bound = self.bind()?;
-        // SAFETY: as above.
-        Ok(unsafe { call!(self.driver, cuMemcpyDtoH_v2(to.cast(), from, len)) }?)
-    }
-
-    unsafe fn on_device(&self, to: u64, from: u64, len: usize, stream: RawStream) -> Result<()> {
-        let _bound = self.bind()?;
-        // SAFETY: as above.
-        Ok(unsafe {
-            call!(
-                self.driver,
-                cuMemcpyDtoDAsync_v2(to, from, len, stream_of(stream))
-            )
-        }?)
-    }
-
-    unsafe fn register(&self, start: *mut u8, len: usize) -> Result<Option<u64>> {
+    unsafe fn register(&self, start: *mut u8, len: usize) -> Answer<Option<u64>> {
         let _bound = self.bind()?;
         let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
+        let (start, mut address) = (start.cast(), 0);
         // SAFETY: the caller vouches for the range.
-        unsafe { call!(self.driver, cuMemHostRegister_v2(start.cast(), len, flags)) }?;
-        let mut address = 0;
+        unsafe { call!(self.driver, cuMemHostRegister_v2(start, len, flags)) }?;
         // SAFETY: just registered; writes one address.
         let mapped = unsafe {
             call!(
                 self.driver,
-                cuMemHostGetDevicePointer_v2(&raw mut address, start.cast(), 0)
+                cuMemHostGetDevicePointer_v2(&raw mut address, start, 0)
             )
         };
         Ok(mapped.is_ok().then_some(address))
     }
 
-    fn unregister(&self, start: *mut u8) -> Result<()> {
+    fn end(&self, owned: Owned) -> Answer {
         let _bound = insist(|| self.bind())?;
-        // SAFETY: registered above, and the caller guarantees that nothing uses it any more.
-        Ok(unsafe { call!(self.driver, cuMemHostUnregister(start.cast())) }?)
+        // SAFETY: made or registered above, and the caller says that nothing uses it any more.
+        unsafe {
+            match owned {
+                Owned::Stream(stream) => call!(self.driver, cuStreamDestroy_v2(stream.raw())),
+                Owned::Event(event) => call!(self.driver, cuEventDestroy_v2(event.raw())),
+                Owned::Memory(address) => call!(self.driver, cuMemFree_v2(address)),
+                Owned::Pinned(start) => call!(self.driver, cuMemHostUnregister(start.cast())),
+            }
+        }
     }
 
     fn has_kernels(&self) -> bool {
@@ -602,39 +545,24 @@ impl Runtime for Cuda {
         mut descriptors: u64,
         mut count: u64,
         mut base: u64,
-        grid: [u32; 2],
+        [x, y]: [u32; 2],
         stream: RawStream,
-    ) -> Result<()> {
+    ) -> Answer {
         let Some(kernels) = &self.kernels else {
-            return Err(Error::internal(
-                "a kernel was begun on a device without any",
-            ));
+            return Err(Error::internal(NO_KERNELS).into());
         };
         let _bound = self.bind()?;
-        let mut parameters: [*mut c_void; 3] = [
-            (&raw mut descriptors).cast(),
-            (&raw mut count).cast(),
-            (&raw mut base).cast(),
-        ];
+        let words = [&raw mut descriptors, &raw mut count, &raw mut base];
+        let mut words = words.map(<*mut u64>::cast::<c_void>);
+        let (kernel, on) = (kernels.functions[kernel as usize], stream.raw());
+        let (words, none) = (words.as_mut_ptr(), null_mut());
         // SAFETY: the function is that of a loaded module, which takes two or three words; the
         // driver reads them during the call. The caller vouches for the ranges that they name.
         unsafe {
-            Ok(call!(
+            call!(
                 self.driver,
-                cuLaunchKernel(
-                    kernels.functions[kernel as usize],
-                    grid[0],
-                    grid[1],
-                    1,
-                    THREADS,
-                    1,
-                    1,
-                    0,
-                    stream_of(stream),
-                    parameters.as_mut_ptr(),
-                    null_mut(),
-                )
-            )?)
+                cuLaunchKernel(kernel, x, y, 1, THREADS, 1, 1, 0, on, words, none)
+            )
         }
     }
 }

@@ -11,12 +11,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 use tracing::warn;
-use ucm_core::{Error, ErrorKind, Result};
+use ucm_core::{Error, Result};
 
 use super::Allocation;
 use super::pinned::{Arenas, Pinned};
 use super::plan::{DESCRIPTOR, DESCRIPTORS, Method, Run};
-use super::runtime::{Direction, Kernel, RawEvent, RawStream, Runtime, wait_until_over};
+use super::runtime::{
+    Direction, Kernel, Owned, RawCopy, RawEvent, RawStream, Runtime, wait_until_over,
+};
 use crate::arena::{ArenaOptions, HostArena};
 
 /// Bytes of the staging buffer.
@@ -135,7 +137,7 @@ impl Lanes {
         let to_device = runtime.make_stream()?;
         let to_host = runtime
             .make_stream()
-            .inspect_err(|_| runtime.end_stream(to_device))?;
+            .inspect_err(|_| _ = runtime.end(Owned::Stream(to_device)))?;
         let mut lane = Lane {
             runtime,
             streams: [to_device, to_host],
@@ -214,7 +216,7 @@ impl Lane {
 
     /// Records an event behind the work begun in a direction.
     pub(super) fn record(&self, event: RawEvent, direction: Direction) -> Result<()> {
-        self.runtime.record(event, self.stream(direction))
+        Ok(self.runtime.record(event, self.stream(direction))?)
     }
 
     /// Waits until a direction's work is over, failed or not.
@@ -248,14 +250,9 @@ impl Lane {
         }
         if method == Method::Plain {
             let copied = runs.iter().try_for_each(|run| {
-                let (device, host) = (run.address, host.at(run.at));
+                let copy = RawCopy::between(direction, run.address, host.at(run.at), run.len);
                 // SAFETY: as the caller vouches, and waited for here.
-                unsafe {
-                    match direction {
-                        Direction::ToDevice => self.runtime.to_device_now(device, host, run.len),
-                        Direction::ToHost => self.runtime.to_host_now(host, device, run.len),
-                    }
-                }
+                unsafe { self.runtime.copy(copy, None) }.map_err(Error::from)
             });
             return wait_until_over(&*self.runtime, RawStream::DEFAULT).and(copied);
         }
@@ -278,21 +275,10 @@ impl Lane {
     ///
     /// # Safety
     /// As [`Lane::begin`].
-    unsafe fn copy(
-        &self,
-        direction: Direction,
-        device: u64,
-        host: *mut u8,
-        len: usize,
-    ) -> Result<()> {
-        let stream = self.stream(direction);
+    unsafe fn copy(&self, way: Direction, device: u64, host: *mut u8, len: usize) -> Result<()> {
+        let copy = RawCopy::between(way, device, host, len);
         // SAFETY: as the caller vouches.
-        unsafe {
-            match direction {
-                Direction::ToDevice => self.runtime.to_device(device, host, len, stream),
-                Direction::ToHost => self.runtime.to_host(host, device, len, stream),
-            }
-        }
+        Ok(unsafe { self.runtime.copy(copy, Some(self.stream(way))) }?)
     }
 
     /// The kernel reads or writes the host's memory itself.
@@ -305,7 +291,7 @@ impl Lane {
         runs: &[Run],
         host: Host<'_>,
     ) -> Result<()> {
-        let mut mapping = host.mapping();
+        let (mut mapping, mut longest) = (host.mapping(), 0);
         for (descriptor, run) in self.descriptors()?.iter_mut().zip(runs) {
             let Some(mapped) = mapping(run) else {
                 return Err(Error::internal(
@@ -317,23 +303,17 @@ impl Lane {
                 Direction::ToHost => (run.address, mapped),
             };
             *descriptor = [from, to, run.len as u64];
+            longest = longest.max(run.len);
         }
         let stream = self.stream(direction);
-        let descriptors = self.upload(runs.len(), stream)?;
-        let longest = runs.iter().map(|run| run.len).max().unwrap_or(0);
-        let grid = tiles(runs.len(), longest, BLOCKS[1]);
+        let table = self.upload(runs.len(), stream)?;
+        let (grid, count) = (tiles(runs.len(), longest, BLOCKS[1]), runs.len() as u64);
         // SAFETY: as the caller vouches; the descriptors are in the lane's own memory until the
         // stream's work is over.
-        unsafe {
-            self.runtime.launch(
-                Kernel::Batch,
-                descriptors,
-                runs.len() as u64,
-                0,
-                grid,
-                stream,
-            )
-        }
+        Ok(unsafe {
+            self.runtime
+                .launch(Kernel::Batch, table, count, 0, grid, stream)
+        }?)
     }
 
     /// Through the staging buffer on the device.
@@ -351,86 +331,25 @@ impl Lane {
         let descriptors = self.upload(runs.len(), stream)?;
         let buffer = self.room()?.staged.address;
         for chunk in &chunks {
-            let (first, count) = (
-                descriptors + (chunk.first * DESCRIPTOR) as u64,
-                chunk.count as u64,
-            );
+            let first = descriptors + (chunk.first * DESCRIPTOR) as u64;
             let grid = tiles(chunk.count, chunk.longest, BLOCKS[0]);
             // SAFETY: as the caller vouches; the buffer is the lane's own, and one stream orders
             // all work on it.
-            unsafe {
-                if direction == Direction::ToHost {
-                    self.runtime
-                        .launch(Kernel::Gather, first, count, buffer, grid, stream)?;
-                }
-                for segment in &chunk.segments {
-                    let (device, host) = (buffer + segment.offset as u64, host.at(segment.at));
-                    self.copy(direction, device, host, segment.len)?;
-                }
-                if direction == Direction::ToDevice {
-                    self.runtime
-                        .launch(Kernel::Scatter, first, count, buffer, grid, stream)?;
-                }
+            let launch = |kernel| unsafe {
+                let count = chunk.count as u64;
+                self.runtime
+                    .launch(kernel, first, count, buffer, grid, stream)
+            };
+            if direction == Direction::ToHost {
+                launch(Kernel::Gather)?;
             }
-        }
-        Ok(())
-    }
-
-    /// Begins one copy on the device by the driver.
-    ///
-    /// # Safety
-    /// The conditions of [`DeviceSpan::new`](crate::DeviceSpan::new) hold for both ranges,
-    /// which do not overlap.
-    pub(super) unsafe fn copy_on_device(&self, to: u64, from: u64, len: usize) -> Result<()> {
-        let stream = self.stream(Direction::ToDevice);
-        // SAFETY: as the caller vouches.
-        unsafe { self.runtime.on_device(to, from, len, stream) }
-    }
-
-    /// Copies between ranges on the device: several by one kernel if `kernel` (kernels are correct)
-    /// is true, each by the driver if `copies` (the driver's copies are correct) is true.
-    ///
-    /// # Safety
-    /// The conditions of [`DeviceSpan::new`](crate::DeviceSpan::new) hold for all; no pair
-    /// writes memory that another reads or writes.
-    pub(super) unsafe fn begin_on_device(
-        &mut self,
-        pairs: &[[u64; 3]],
-        kernel: bool,
-        copies: bool,
-    ) -> Result<()> {
-        let direction = Direction::ToDevice;
-        let stream = self.stream(direction);
-        let kernel = kernel && self.can(Method::Kernel);
-        if copies && (pairs.len() < 2 || !kernel) {
-            for &[from, to, len] in pairs {
-                // SAFETY: as the caller vouches.
-                unsafe { self.copy_on_device(to, from, len as usize) }?;
+            for segment in &chunk.segments {
+                let (device, host) = (buffer + segment.offset as u64, host.at(segment.at));
+                // SAFETY: as above.
+                unsafe { self.copy(direction, device, host, segment.len) }?;
             }
-            return Ok(());
-        }
-        if !kernel {
-            let wrong = "copies on this device were wrong when it was opened, and are not used";
-            return Err(Error::new(ErrorKind::Unsupported, wrong));
-        }
-        for (number, round) in pairs.chunks(DESCRIPTORS).enumerate() {
-            if number > 0 {
-                self.wait(direction)?;
-            }
-            self.descriptors()?[..round.len()].copy_from_slice(round);
-            let descriptors = self.upload(round.len(), stream)?;
-            let longest = round.iter().map(|pair| pair[2]).max().unwrap_or(0);
-            let grid = tiles(round.len(), longest as usize, BLOCKS[0]);
-            // SAFETY: as the caller vouches.
-            unsafe {
-                self.runtime.launch(
-                    Kernel::Batch,
-                    descriptors,
-                    round.len() as u64,
-                    0,
-                    grid,
-                    stream,
-                )?;
+            if direction == Direction::ToDevice {
+                launch(Kernel::Scatter)?;
             }
         }
         Ok(())
@@ -454,9 +373,10 @@ impl Lane {
         let room = self.room()?;
         let (to, from) = (room.table.address, room.descriptors.at(0));
         debug_assert!(count <= DESCRIPTORS);
+        let copy = RawCopy::between(Direction::ToDevice, to, from, count * DESCRIPTOR);
         // SAFETY: both ranges are the lane's own and large enough; nothing writes to the one on the
         // host until the stream's work is over.
-        unsafe { self.runtime.to_device(to, from, count * DESCRIPTOR, stream) }?;
+        unsafe { self.runtime.copy(copy, Some(stream)) }?;
         Ok(to)
     }
 }
@@ -466,7 +386,7 @@ impl Drop for Lane {
         for stream in self.streams {
             // its error is returned to the starter of the work
             let _ = wait_until_over(&*self.runtime, stream);
-            self.runtime.end_stream(stream);
+            let _ = self.runtime.end(Owned::Stream(stream));
         }
     }
 }

@@ -37,7 +37,7 @@ use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{Clock, Completion, MonotonicTime, begin_thread};
 
 use crate::arena::{ArenaOptions, HostArena, LetGo};
-use crate::copy::{check_host_pairs, check_pairs, check_pieces, check_registered};
+use crate::copy::{check_host_pairs, check_pieces, check_registered};
 use crate::device::{Device, Event, Landed, Stream};
 use crate::memory::DeviceMemory;
 use crate::queued::{Copier, HostEvent, QueueOptions, QueuedStream};
@@ -48,7 +48,7 @@ use check::Bench;
 use lane::{Host, Lane, Lanes, STAGED};
 use pinned::{Owner, Pinned};
 use plan::{Costs, Method, Run};
-use runtime::{RawEvent, Runtime};
+use runtime::{Owned, RawEvent, Runtime};
 
 pub(crate) use library::Places;
 pub(crate) use vendor::Vendor;
@@ -79,8 +79,6 @@ struct Shared {
     lanes: Lanes,
     /// Methods that copy correctly, by direction.
     methods: [Vec<Method>; 2],
-    /// True if the driver's copies on the device are correct.
-    copies_on_device: bool,
     costs: Costs,
 }
 
@@ -184,18 +182,12 @@ impl Shared {
         let lanes = Lanes::new(Arc::clone(&runtime))?;
         let mut bench = Bench::new(&lanes)?;
         let methods = check::methods(&mut bench)?;
-        let on_device = check::copies_on_device(&mut bench, check::single(&methods[0]));
-        if let Err(reason) = &on_device {
-            error!(device = runtime.description(), %reason, "copies on this device are wrong and \
-            are not used");
-        }
         let costs = calibrate::costs(&mut bench, &methods)?;
         bench.end();
         Ok(Self {
             runtime,
             lanes,
             methods,
-            copies_on_device: on_device.is_ok(),
             costs,
         })
     }
@@ -296,7 +288,7 @@ impl Allocation {
 
 impl Drop for Allocation {
     fn drop(&mut self) {
-        self.runtime.free(self.address);
+        let _ = self.runtime.end(Owned::Memory(self.address)); // a failure could not be handled
     }
 }
 
@@ -458,28 +450,6 @@ impl Shared {
 }
 
 impl Copier for AcceleratorCopier {
-    fn batch(&mut self, pairs: &[(DeviceSpan, DeviceSpan)]) -> Result<()> {
-        check_pairs(pairs)?;
-        let mut words = Vec::with_capacity(pairs.len());
-        for (number, (src, dst)) in pairs.iter().enumerate() {
-            if src.addr() < dst.addr() + dst.len() && dst.addr() < src.addr() + src.len() {
-                return Err(
-                    Error::invalid("source and destination overlap on the device")
-                        .with("pair", number),
-                );
-            }
-            words.push([src.addr(), dst.addr(), src.len()]);
-        }
-        words.retain(|pair| pair[2] > 0);
-        let kernel = self.shared.methods[Direction::ToDevice as usize].contains(&Method::Kernel);
-        let copies = self.shared.copies_on_device;
-        self.shared.with_lane(Direction::ToDevice, |lane| {
-            // SAFETY: the spans' makers vouched for them until this call returns, and it returns
-            // when the work is over.
-            unsafe { lane.begin_on_device(&words, kernel, copies) }
-        })
-    }
-
     fn gather(&mut self, src: &[Piece], dst: &mut [u8], landed: &mut Landed<'_>) -> Result<()> {
         check_pieces(src, dst.len())?;
         // SAFETY: the buffer is borrowed exclusively for the call.

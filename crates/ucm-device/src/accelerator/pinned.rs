@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 use tracing::warn;
 use ucm_core::{Error, Result};
 
-use super::runtime::Runtime;
+use super::runtime::{Failed, Owned, Runtime};
 use crate::arena::{ArenaOptions, HostArena, LetGo};
 use crate::fork::Origin;
 use crate::span::{DeviceSpan, HostSpan, Piece};
@@ -70,7 +70,7 @@ impl Pinned {
             };
             match registered {
                 Ok(mapped) => parts[number] = Part::Pinned(mapped),
-                Err(error) => {
+                Err(Failed { error, .. }) => {
                     if !self.said.swap(true, Ordering::Relaxed) {
                         let device = self.runtime.description();
                         warn!(device, %error, bytes = len, "the driver does not pin host memory: \
@@ -115,7 +115,8 @@ impl Pinned {
         for (number, part) in self.parts.lock().iter_mut().enumerate() {
             if let Part::Pinned(_) = std::mem::replace(part, Part::Not) {
                 let start = with_exposed_provenance_mut(self.start + number * self.part);
-                result = result.and(self.runtime.unregister(start));
+                let ended = self.runtime.end(Owned::Pinned(start));
+                result = result.and(ended.map_err(Error::from));
             }
         }
         result

@@ -2,6 +2,7 @@
 //! this crate and the libraries of vendors.
 
 use std::ops::Range;
+use std::ptr::with_exposed_provenance_mut;
 use std::thread::sleep;
 use std::time::Duration;
 
@@ -10,6 +11,11 @@ use ucm_core::{Error, Result};
 
 pub(super) use crate::transfer::Direction;
 
+/// The address of something that the runtime made, as its calls take it.
+pub(super) fn pointer<T>(address: u64) -> *mut T {
+    with_exposed_provenance_mut(address as usize)
+}
+
 /// A stream of the runtime's own.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct RawStream(pub(super) u64);
@@ -17,11 +23,53 @@ pub(super) struct RawStream(pub(super) u64);
 impl RawStream {
     /// The stream of copies that name none.
     pub(super) const DEFAULT: Self = Self(0);
+
+    pub(super) fn raw<T>(self) -> *mut T {
+        pointer(self.0)
+    }
 }
 
 /// An event of the runtime's own.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct RawEvent(pub(super) u64);
+
+impl RawEvent {
+    pub(super) fn raw<T>(self) -> *mut T {
+        pointer(self.0)
+    }
+}
+
+/// Something that the runtime made or keeps for us.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Owned {
+    Stream(RawStream),
+    Event(RawEvent),
+    /// Memory of the device, by its address.
+    Memory(u64),
+    /// Pinned memory of the host, by its address.
+    Pinned(*mut u8),
+}
+
+/// One copy. Addresses are the device's or those of this process's memory.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RawCopy {
+    pub(super) way: Direction,
+    pub(super) to: u64,
+    pub(super) from: u64,
+    pub(super) len: usize,
+}
+
+impl RawCopy {
+    /// Between a device address and a host address.
+    pub(super) fn between(way: Direction, device: u64, host: *mut u8, len: usize) -> Self {
+        let host = host.expose_provenance() as u64;
+        let (to, from) = match way {
+            Direction::ToDevice => (device, host),
+            Direction::ToHost => (host, device),
+        };
+        Self { way, to, from, len }
+    }
+}
 
 /// A kernel of `kernels/copy.cu`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -58,6 +106,19 @@ impl From<Failed> for Error {
     }
 }
 
+/// Of a call that was not made, or says nothing of the work before it.
+impl From<Error> for Failed {
+    fn from(error: Error) -> Self {
+        Self {
+            error,
+            is_end: false,
+        }
+    }
+}
+
+/// What a call of a library gave.
+pub(super) type Answer<T = ()> = Result<T, Failed>;
+
 /// The result codes of CUDA's driver, and of runtimes of its shape, after which a context does
 /// nothing more: the process is ending, the context was destroyed, or it is broken so that every
 /// later call returns the same code (NVIDIA's documentation of `CUresult`; the numbers of HIP are
@@ -76,7 +137,7 @@ const TRIES: usize = 8;
 
 /// Makes a device current for a release, which is not repeated elsewhere, so a failure is retried a
 /// few times.
-pub(super) fn insist<T>(bind: impl Fn() -> Result<T, Failed>) -> Result<T, Failed> {
+pub(super) fn insist<T>(bind: impl Fn() -> Answer<T>) -> Answer<T> {
     let mut bound = bind();
     for _ in 1..TRIES {
         if bound.is_ok() {
@@ -96,18 +157,18 @@ pub(super) fn insist<T>(bind: impl Fn() -> Result<T, Failed>) -> Result<T, Faile
 /// happens, this thread waits for ever, its pool writes it off, and it keeps its memory, which may
 /// still be written.
 pub(super) fn wait_until_over(runtime: &dyn Runtime, stream: RawStream) -> Result<()> {
-    let Err(failed) = runtime.synchronize(stream) else {
+    let Err(Failed { error, .. }) = runtime.synchronize(stream) else {
         return Ok(());
     };
     let mut pause = ASKED[0];
     loop {
         match runtime.is_over(stream) {
-            Ok(true) => return Err(failed),
-            Err(end) if end.is_end => return Err(failed),
+            Ok(true) => return Err(error),
+            Err(end) if end.is_end => return Err(error),
             Ok(false) | Err(_) => {}
         }
         if pause == ASKED[1] {
-            warn!(device = runtime.description(), error = %failed, "a wait for copies failed while \
+            warn!(device = runtime.description(), %error, "a wait for copies failed while \
             they went on");
         }
         sleep(pause);
@@ -131,33 +192,28 @@ pub(super) trait Runtime: Send + Sync {
     }
 
     /// A stream that does not wait for the default stream, of the highest priority.
-    fn make_stream(&self) -> Result<RawStream>;
-
-    /// Its work may still be running; the stream ends after it.
-    fn end_stream(&self, stream: RawStream);
+    fn make_stream(&self) -> Answer<RawStream>;
 
     /// Waits until all work of the stream is over, without a limit. After an error the work may
     /// still be running: see [`wait_until_over`].
-    fn synchronize(&self, stream: RawStream) -> Result<()>;
+    fn synchronize(&self, stream: RawStream) -> Answer;
 
     /// True if all work of the stream is over. Never waits.
-    fn is_over(&self, stream: RawStream) -> Result<bool, Failed>;
+    fn is_over(&self, stream: RawStream) -> Answer<bool>;
 
     /// An event with a timestamp.
-    fn make_event(&self) -> Result<RawEvent>;
+    fn make_event(&self) -> Answer<RawEvent>;
 
-    fn end_event(&self, event: RawEvent);
-
-    fn record(&self, event: RawEvent, stream: RawStream) -> Result<()>;
+    fn record(&self, event: RawEvent, stream: RawStream) -> Answer;
 
     /// True if the work before its record is over.
-    fn is_done(&self, event: RawEvent) -> Result<bool>;
+    fn is_done(&self, event: RawEvent) -> Answer<bool>;
 
     /// Milliseconds between two events that are done.
-    fn elapsed_ms(&self, from: RawEvent, to: RawEvent) -> Result<f32>;
+    fn elapsed_ms(&self, from: RawEvent, to: RawEvent) -> Answer<f32>;
 
     /// Memory of the device.
-    fn allocate(&self, bytes: usize) -> Result<u64>;
+    fn allocate(&self, bytes: usize) -> Answer<u64>;
 
     /// The allocation around a device address; `None` if the runtime does not report it. A copy
     /// must not extend beyond it.
@@ -165,57 +221,26 @@ pub(super) trait Runtime: Send + Sync {
         None
     }
 
-    /// Frees it; nothing may use it any more.
-    fn free(&self, address: u64);
-
-    /// Begins a copy from the host to the device.
-    ///
-    /// # Safety
-    /// Both ranges stay valid and unchanged until the stream's work is over; see
-    /// [`DeviceSpan::new`](crate::DeviceSpan::new) for the device's.
-    unsafe fn to_device(
-        &self,
-        to: u64,
-        from: *const u8,
-        len: usize,
-        stream: RawStream,
-    ) -> Result<()>;
-
-    /// Begins a copy from the device to the host.
-    ///
-    /// # Safety
-    /// As [`Runtime::to_device`]; `to` is not read before the stream's work is over.
-    unsafe fn to_host(&self, to: *mut u8, from: u64, len: usize, stream: RawStream) -> Result<()>;
-
-    /// Copies from the host to the device without a stream: the last resort, if copies of streams
-    /// are wrong. With unpinned memory it may return early: the rest is work of
+    /// Begins a copy on a stream. Without a stream it copies at once: the last resort, if copies of
+    /// streams are wrong. With unpinned memory it may return early: the rest is work of
     /// [`RawStream::DEFAULT`].
     ///
     /// # Safety
-    /// As [`Runtime::to_device`], of that stream.
-    unsafe fn to_device_now(&self, to: u64, from: *const u8, len: usize) -> Result<()>;
-
-    /// The same from the device to the host.
-    ///
-    /// # Safety
-    /// As [`Runtime::to_host`], of that stream.
-    unsafe fn to_host_now(&self, to: *mut u8, from: u64, len: usize) -> Result<()>;
-
-    /// Begins a copy on the device between ranges that do not overlap.
-    ///
-    /// # Safety
-    /// As [`Runtime::to_device`], of both.
-    unsafe fn on_device(&self, to: u64, from: u64, len: usize, stream: RawStream) -> Result<()>;
+    /// Both ranges stay valid and unchanged until the stream's work is over; see
+    /// [`DeviceSpan::new`](crate::DeviceSpan::new) for the device's. No one reads the target
+    /// before.
+    unsafe fn copy(&self, copy: RawCopy, stream: Option<RawStream>) -> Answer;
 
     /// Pins host memory; returns the device's address of it, if the device can reach it.
     ///
     /// # Safety
-    /// The range is mapped, stays mapped until [`Runtime::unregister`], and no part of it is
-    /// registered already.
-    unsafe fn register(&self, start: *mut u8, len: usize) -> Result<Option<u64>>;
+    /// The range is mapped, stays mapped until [`Runtime::end`], and no part of it is registered
+    /// already.
+    unsafe fn register(&self, start: *mut u8, len: usize) -> Answer<Option<u64>>;
 
-    /// Nothing may use the pinned memory any more. After an error the driver may still know it.
-    fn unregister(&self, start: *mut u8) -> Result<()>;
+    /// Gives back what nothing uses any more; a stream ends after its work. After an error the
+    /// driver may still know it.
+    fn end(&self, owned: Owned) -> Answer;
 
     /// True if [`Runtime::launch`] can be used. The default is false.
     fn has_kernels(&self) -> bool {
@@ -226,7 +251,7 @@ pub(super) trait Runtime: Send + Sync {
     /// memory; `grid` is over descriptors and over the tiles of one.
     ///
     /// # Safety
-    /// As [`Runtime::to_device`], for the descriptors and all ranges that they name.
+    /// As [`Runtime::copy`], for the descriptors and all ranges that they name.
     unsafe fn launch(
         &self,
         _kernel: Kernel,
@@ -235,9 +260,9 @@ pub(super) trait Runtime: Send + Sync {
         _base: u64,
         _grid: [u32; 2],
         _stream: RawStream,
-    ) -> Result<()> {
-        Err(Error::internal(
-            "a kernel was begun on a device without any",
-        ))
+    ) -> Answer {
+        Err(Error::internal(NO_KERNELS).into())
     }
 }
+
+pub(super) const NO_KERNELS: &str = "a kernel was begun on a device without any";

@@ -4,13 +4,15 @@
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::ops::Range;
-use std::ptr::{null_mut, with_exposed_provenance, with_exposed_provenance_mut};
+use std::ptr::null_mut;
 
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::is_own_thread;
 
 use super::library::{self, Places, functions};
-use super::runtime::{Direction, Failed, RawEvent, RawStream, Runtime, ends_context, insist};
+use super::runtime::{
+    Answer, Failed, Owned, RawCopy, RawEvent, RawStream, Runtime, ends_context, insist, pointer,
+};
 use crate::fork::Origin;
 use crate::numa;
 
@@ -19,20 +21,9 @@ pub(crate) struct Vendor {
     /// Prefix of its functions' names.
     pub(crate) prefix: &'static str,
     pub(crate) library: Places,
-    /// The kinds of copies: as [`Direction`], then on the device.
-    pub(crate) kinds: [c_int; 3],
-    /// Flag of registered memory: pinned for every device.
-    pub(crate) portable: c_uint,
-    /// Flag of streams that do not wait for the default stream.
-    pub(crate) non_blocking: c_uint,
-    /// Mode of threads whose calls do not disturb a graph capture.
-    pub(crate) relaxed: c_int,
     /// Result codes of an event or a stream that is not done.
     pub(crate) not_ready: &'static [c_int],
 }
-
-/// Index in [`Vendor::kinds`] of copies on the device, behind those of both [`Direction`]s.
-const ON_DEVICE: usize = 2;
 
 functions! {
     /// The function that returns the location of a device. Without it memory comes from the
@@ -85,6 +76,17 @@ functions! {
         Memcpy(*mut c_void, *const c_void, usize, c_int) -> c_int;
     }
 }
+
+/// What all of them have from CUDA. The kinds of copies, by [`Direction`].
+///
+/// [`Direction`]: super::runtime::Direction
+const KINDS: [c_int; 2] = [1, 2];
+/// Of memory that is registered: pinned for every device.
+const PORTABLE: c_uint = 1;
+/// Of streams: they do not wait for the default stream.
+const NON_BLOCKING: c_uint = 1;
+/// Of threads: their calls do not disturb a graph that a thread captures.
+const RELAXED: c_int = 2;
 
 /// Result codes common to all: success, a wrong argument, no memory, no device.
 const SUCCESS: c_int = 0;
@@ -159,7 +161,7 @@ impl Device {
     }
 
     /// Interprets the result of a query whether work has ended.
-    fn is_done(&self, call: &str, answer: c_int) -> Result<bool, Failed> {
+    fn is_done(&self, call: &str, answer: c_int) -> Answer<bool> {
         let asked = self.check(call, answer);
         if self.vendor.not_ready.contains(&answer) {
             return Ok(false);
@@ -169,7 +171,7 @@ impl Device {
 
     /// An error if a call failed. The runtime keeps the error for the thread's next query of the
     /// last error, which other code makes, so it is cleared here.
-    fn check(&self, call: &str, answer: c_int) -> Result<(), Failed> {
+    fn check(&self, call: &str, answer: c_int) -> Answer {
         if answer == SUCCESS {
             return Ok(());
         }
@@ -196,7 +198,7 @@ impl Device {
 
     /// Until the returned guard is dropped, the device is current on this thread, and calls of this
     /// thread do not disturb a graph capture of another thread.
-    fn bind(&self) -> Result<Bound<'_>, Failed> {
+    fn bind(&self) -> Answer<Bound<'_>> {
         self.origin
             .check(library::FORKED)
             .map_err(Failed::of_parent)?;
@@ -206,7 +208,7 @@ impl Device {
             before: None,
         };
         if let Some(captures) = &self.captures {
-            let mut mode = self.vendor.relaxed;
+            let mut mode = RELAXED;
             // SAFETY: exchanges one number.
             let answer = unsafe { (captures.ThreadExchangeStreamCaptureMode)(&raw mut mode) };
             self.check(EXCHANGE, answer)?;
@@ -223,40 +225,6 @@ impl Device {
             bound.before = (!is_own_thread()).then_some(before);
         }
         Ok(bound)
-    }
-
-    /// Begins a copy; `kind` is an index of [`Vendor::kinds`].
-    ///
-    /// # Safety
-    /// As [`Runtime::to_device`].
-    unsafe fn copy(
-        &self,
-        to: *mut c_void,
-        from: *const c_void,
-        len: usize,
-        kind: usize,
-        stream: RawStream,
-    ) -> Result<()> {
-        let _bound = self.bind()?;
-        let kind = self.vendor.kinds[kind];
-        // SAFETY: the caller vouches for both ranges until the stream's work is over.
-        Ok(unsafe { call!(self, MemcpyAsync(to, from, len, kind, handle(stream.0))) }?)
-    }
-
-    /// Copies without a stream; `kind` as in [`Device::copy`].
-    ///
-    /// # Safety
-    /// As [`Runtime::to_device_now`].
-    unsafe fn copy_now(
-        &self,
-        to: *mut c_void,
-        from: *const c_void,
-        len: usize,
-        kind: usize,
-    ) -> Result<()> {
-        let _bound = self.bind()?;
-        // SAFETY: the caller vouches for both ranges until the work of the default stream is over.
-        Ok(unsafe { call!(self, Memcpy(to, from, len, self.vendor.kinds[kind])) }?)
     }
 }
 
@@ -288,10 +256,6 @@ impl Drop for Bound<'_> {
     }
 }
 
-fn handle(number: u64) -> *mut c_void {
-    with_exposed_provenance_mut(number as usize)
-}
-
 impl Runtime for Device {
     fn description(&self) -> &str {
         &self.description
@@ -301,9 +265,9 @@ impl Runtime for Device {
         self.node
     }
 
-    fn make_stream(&self) -> Result<RawStream> {
-        let _bound = self.bind()?;
+    fn make_stream(&self) -> Answer<RawStream> {
         let (mut least, mut greatest, mut stream) = (0, 0, null_mut());
+        let _bound = self.bind()?;
         // SAFETY: the calls write two numbers and one handle.
         unsafe {
             call!(
@@ -312,34 +276,26 @@ impl Runtime for Device {
             )?;
             call!(
                 self,
-                StreamCreateWithPriority(&raw mut stream, self.vendor.non_blocking, greatest)
+                StreamCreateWithPriority(&raw mut stream, NON_BLOCKING, greatest)
             )?;
         }
         Ok(RawStream(stream.expose_provenance() as u64))
     }
 
-    fn end_stream(&self, stream: RawStream) {
-        if let Ok(_bound) = insist(|| self.bind()) {
-            // SAFETY: a stream of ours that is not used any more; the runtime ends it after its
-            // work.
-            let _ = unsafe { call!(self, StreamDestroy(handle(stream.0))) };
-        }
-    }
-
-    fn synchronize(&self, stream: RawStream) -> Result<()> {
+    fn synchronize(&self, stream: RawStream) -> Answer {
         let _bound = self.bind()?;
         // SAFETY: a stream of ours, or the default one.
-        Ok(unsafe { call!(self, StreamSynchronize(handle(stream.0))) }?)
+        unsafe { call!(self, StreamSynchronize(stream.raw())) }
     }
 
-    fn is_over(&self, stream: RawStream) -> Result<bool, Failed> {
+    fn is_over(&self, stream: RawStream) -> Answer<bool> {
         let _bound = self.bind()?;
         // SAFETY: a stream of ours, or the default one.
-        let answer = unsafe { (self.calls.StreamQuery)(handle(stream.0)) };
+        let answer = unsafe { (self.calls.StreamQuery)(stream.raw()) };
         self.is_done("StreamQuery", answer)
     }
 
-    fn make_event(&self) -> Result<RawEvent> {
+    fn make_event(&self) -> Answer<RawEvent> {
         let _bound = self.bind()?;
         let mut event = null_mut();
         // SAFETY: writes one handle.
@@ -347,40 +303,33 @@ impl Runtime for Device {
         Ok(RawEvent(event.expose_provenance() as u64))
     }
 
-    fn end_event(&self, event: RawEvent) {
-        if let Ok(_bound) = insist(|| self.bind()) {
-            // SAFETY: an event of ours that is not used any more.
-            let _ = unsafe { call!(self, EventDestroy(handle(event.0))) };
-        }
-    }
-
-    fn record(&self, event: RawEvent, stream: RawStream) -> Result<()> {
+    fn record(&self, event: RawEvent, stream: RawStream) -> Answer {
         let _bound = self.bind()?;
         // SAFETY: an event and a stream of ours.
-        Ok(unsafe { call!(self, EventRecord(handle(event.0), handle(stream.0))) }?)
+        unsafe { call!(self, EventRecord(event.raw(), stream.raw())) }
     }
 
-    fn is_done(&self, event: RawEvent) -> Result<bool> {
+    fn is_done(&self, event: RawEvent) -> Answer<bool> {
         let _bound = self.bind()?;
-        // SAFETY: an event of ours, or one that its maker keeps during the query.
-        let answer = unsafe { (self.calls.EventQuery)(handle(event.0)) };
-        Ok(self.is_done("EventQuery", answer)?)
+        // SAFETY: an event of ours, or one whose maker keeps it while it is polled.
+        let answer = unsafe { (self.calls.EventQuery)(event.raw()) };
+        self.is_done("EventQuery", answer)
     }
 
-    fn elapsed_ms(&self, from: RawEvent, to: RawEvent) -> Result<f32> {
+    fn elapsed_ms(&self, from: RawEvent, to: RawEvent) -> Answer<f32> {
         let _bound = self.bind()?;
         let mut elapsed = 0.0;
         // SAFETY: two events of ours; writes one number.
         unsafe {
             call!(
                 self,
-                EventElapsedTime(&raw mut elapsed, handle(from.0), handle(to.0))
+                EventElapsedTime(&raw mut elapsed, from.raw(), to.raw())
             )
         }?;
         Ok(elapsed)
     }
 
-    fn allocate(&self, bytes: usize) -> Result<u64> {
+    fn allocate(&self, bytes: usize) -> Answer<u64> {
         let _bound = self.bind()?;
         let mut address = null_mut();
         // SAFETY: writes one address.
@@ -392,76 +341,46 @@ impl Runtime for Device {
         let allocated = self.allocated.as_ref()?;
         let _bound = self.bind().ok()?;
         let (mut first, mut len) = (null_mut(), 0);
+        let (first_at, len_at) = (&raw mut first, &raw mut len);
         // SAFETY: writes an address and a number.
-        let answer = unsafe {
-            (allocated.MemGetAddressRange)(&raw mut first, &raw mut len, handle(address))
-        };
+        let answer = unsafe { (allocated.MemGetAddressRange)(first_at, len_at, pointer(address)) };
         self.check("MemGetAddressRange", answer).ok()?;
         let first = first.expose_provenance() as u64;
         Some(first..first.checked_add(len as u64)?)
     }
 
-    fn free(&self, address: u64) {
-        if let Ok(_bound) = insist(|| self.bind()) {
-            // SAFETY: allocated above, and the caller guarantees that nothing uses it any more.
-            let _ = unsafe { call!(self, Free(handle(address))) };
-        }
-    }
-
-    unsafe fn to_device(
-        &self,
-        to: u64,
-        from: *const u8,
-        len: usize,
-        stream: RawStream,
-    ) -> Result<()> {
-        // SAFETY: the caller vouches for both ranges.
+    unsafe fn copy(&self, copy: RawCopy, stream: Option<RawStream>) -> Answer {
+        let _bound = self.bind()?;
+        let (kind, len) = (KINDS[copy.way as usize], copy.len);
+        let (to, from) = (pointer(copy.to), pointer::<c_void>(copy.from));
+        // SAFETY: the caller vouches for both ranges until the stream's work is over.
         unsafe {
-            self.copy(
-                handle(to),
-                from.cast(),
-                len,
-                Direction::ToDevice as usize,
-                stream,
-            )
+            match stream {
+                Some(stream) => call!(self, MemcpyAsync(to, from, len, kind, stream.raw())),
+                None => call!(self, Memcpy(to, from, len, kind)),
+            }
         }
-    }
-
-    unsafe fn to_host(&self, to: *mut u8, from: u64, len: usize, stream: RawStream) -> Result<()> {
-        let from = with_exposed_provenance(from as usize);
-        // SAFETY: as above.
-        unsafe { self.copy(to.cast(), from, len, Direction::ToHost as usize, stream) }
-    }
-
-    unsafe fn to_device_now(&self, to: u64, from: *const u8, len: usize) -> Result<()> {
-        // SAFETY: as above.
-        unsafe { self.copy_now(handle(to), from.cast(), len, Direction::ToDevice as usize) }
-    }
-
-    unsafe fn to_host_now(&self, to: *mut u8, from: u64, len: usize) -> Result<()> {
-        let from = with_exposed_provenance(from as usize);
-        // SAFETY: as above.
-        unsafe { self.copy_now(to.cast(), from, len, Direction::ToHost as usize) }
-    }
-
-    unsafe fn on_device(&self, to: u64, from: u64, len: usize, stream: RawStream) -> Result<()> {
-        let from = with_exposed_provenance(from as usize);
-        // SAFETY: as above.
-        unsafe { self.copy(handle(to), from, len, ON_DEVICE, stream) }
     }
 
     /// There are no kernels, so the device's address is not needed.
-    unsafe fn register(&self, start: *mut u8, len: usize) -> Result<Option<u64>> {
+    unsafe fn register(&self, start: *mut u8, len: usize) -> Answer<Option<u64>> {
         let _bound = self.bind()?;
         // SAFETY: the caller vouches for the range.
-        unsafe { call!(self, HostRegister(start.cast(), len, self.vendor.portable)) }?;
+        unsafe { call!(self, HostRegister(start.cast(), len, PORTABLE)) }?;
         Ok(None)
     }
 
-    fn unregister(&self, start: *mut u8) -> Result<()> {
+    fn end(&self, owned: Owned) -> Answer {
         let _bound = insist(|| self.bind())?;
-        // SAFETY: registered above, and the caller guarantees that nothing uses it any more.
-        Ok(unsafe { call!(self, HostUnregister(start.cast())) }?)
+        // SAFETY: made or registered above, and the caller says that nothing uses it any more.
+        unsafe {
+            match owned {
+                Owned::Stream(stream) => call!(self, StreamDestroy(stream.raw())),
+                Owned::Event(event) => call!(self, EventDestroy(event.raw())),
+                Owned::Memory(address) => call!(self, Free(pointer(address))),
+                Owned::Pinned(start) => call!(self, HostUnregister(start.cast())),
+            }
+        }
     }
 }
 

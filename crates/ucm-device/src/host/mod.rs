@@ -84,10 +84,6 @@ impl Device for HostDevice {
 struct HostCopier;
 
 impl Copier for HostCopier {
-    fn batch(&mut self, pairs: &[(DeviceSpan, DeviceSpan)]) -> Result<()> {
-        copy::batch(pairs)
-    }
-
     fn gather(&mut self, src: &[Piece], dst: &mut [u8], landed: &mut Landed<'_>) -> Result<()> {
         copy::gather(src, dst, landed)
     }

@@ -12,7 +12,6 @@ use ucm_core::ErrorKind;
 use ucm_infra::{Clock, ManualClock, MonotonicTime};
 
 use super::*;
-use crate::slots::SlotPool;
 
 /// Ordinary memory used as device memory.
 struct Memory(Vec<u8>);
@@ -44,6 +43,17 @@ fn end_to_end(mut at: usize, spans: &[DeviceSpan]) -> Vec<Piece> {
         piece
     };
     spans.iter().map(piece).collect()
+}
+
+/// The pieces with their parts of a host buffer, which the test keeps until all operations ended.
+fn pairs(pieces: &[Piece], host: &mut [u8]) -> Vec<(DeviceSpan, HostSpan)> {
+    let base = host.as_mut_ptr().expose_provenance();
+    let pair = |piece: &Piece| {
+        // SAFETY: the test keeps the buffer, and does not touch it meanwhile.
+        let host = unsafe { HostSpan::new((base + piece.at) as u64, piece.span.len()) };
+        (piece.span, host)
+    };
+    pieces.iter().map(pair).collect()
 }
 
 /// Gathers without progress reports.
@@ -133,29 +143,12 @@ fn pieces_leave_the_bytes_between_them_alone() {
 }
 
 #[test]
-fn copies_move_within_the_device() {
-    let mut device = Memory::counted(100);
-    let before = device.0.clone();
-    let (a, b, c) = (device.span(0, 10), device.span(50, 10), device.span(55, 10));
-    let mut stream = stream();
-    stream.copy(a, b).unwrap();
-    assert_eq!(device.0[50..60], before[..10]);
-    // Overlapping, as when a block moves by a few bytes.
-    stream.copy(b, c).unwrap();
-    assert_eq!(device.0[55..65], before[..10]);
-    let far = device.span(90, 10);
-    stream.batch(&[(a, far), (c, c)]).unwrap();
-    assert_eq!(device.0[90..], before[..10]);
-}
-
-#[test]
 fn wrong_lengths_are_refused_before_the_first_byte_moves() {
     let mut device = Memory::counted(100);
     let (short, long) = (device.span(0, 10), device.span(20, 11));
     let mut stream = stream();
     let mut host = vec![0xEE; 20];
     let kind = |result: Result<()>| result.unwrap_err().kind();
-    assert_eq!(kind(stream.copy(short, long)), ErrorKind::InvalidInput);
     // SAFETY: refused before it is read.
     let null = unsafe { DeviceSpan::new(0, 20) };
     let wraps = Piece {
@@ -179,81 +172,46 @@ fn wrong_lengths_are_refused_before_the_first_byte_moves() {
 }
 
 #[test]
-fn async_copies_own_their_slot_and_give_it_back() {
-    let mut device = Memory::counted(8192);
-    let pool = SlotPool::new(HostArena::new(4096).unwrap(), 4096).unwrap();
-    let spans = [device.span(4096, 4000), device.span(0, 96)];
-    let mut stream = stream();
-    let (send, got) = mpsc::channel();
-    let back = send.clone();
-    stream.gather_async(
-        end_to_end(0, &spans),
-        pool.try_acquire().unwrap().into(),
-        Box::new(move |buf, result| back.send((buf, result)).unwrap()),
-    );
-    let (buf, result) = got.recv().unwrap();
-    result.unwrap();
-    assert_eq!(buf[..4000], device.0[4096..8096]);
-    assert_eq!(buf[4000..], device.0[..96]);
-    assert_eq!(pool.available(), 0);
-    let mut target = Memory::zeroed(4096);
-    let to = end_to_end(0, &[target.span(0, 4096)]);
-    stream.scatter_async(
-        buf,
-        to,
-        Box::new(move |buf, result| send.send((buf, result)).unwrap()),
-    );
-    let (buf, result) = got.recv().unwrap();
-    result.unwrap();
-    assert_eq!(target.0[..], buf[..]);
-    drop(buf);
-    assert_eq!(pool.available(), 1);
-}
-
-#[test]
 fn one_stream_keeps_its_order_across_sync_and_async() {
     let mut device = Memory::zeroed(16);
-    let span = device.span(0, 16);
+    let span = end_to_end(0, &[device.span(0, 16)]);
     let order = Arc::new(Mutex::new(Vec::new()));
     let mut stream = stream();
-    for round in 1..=100u8 {
-        let note = Arc::clone(&order);
-        stream.scatter_async(
-            vec![round; 16].into(),
-            end_to_end(0, &[span]),
-            Box::new(move |_, result| {
-                result.unwrap();
-                note.lock().push(round);
-            }),
-        );
+    let mut sources: Vec<_> = (1..=100u8).map(|round| [round; 16]).collect();
+    for source in &mut sources {
+        let (note, round) = (Arc::clone(&order), source[0]);
+        let done = Box::new(move |result: Result<()>| {
+            result.unwrap();
+            note.lock().push(round);
+        });
+        let pairs = pairs(&span, source);
+        stream
+            .transfer_async(Direction::ToDevice, pairs, done)
+            .unwrap();
     }
     // A synchronous copy runs after all earlier work.
     let mut host = [0; 16];
-    gather(&mut *stream, &end_to_end(0, &[span]), &mut host).unwrap();
+    gather(&mut *stream, &span, &mut host).unwrap();
     assert_eq!(host, [100; 16]);
     assert_eq!(*order.lock(), (1..=100).collect::<Vec<u8>>());
 }
 
 #[test]
-fn wrong_async_copies_report_and_return_their_buffer() {
+fn wrong_async_copies_report() {
     let mut device = Memory::counted(10);
     let (send, got) = mpsc::channel();
-    let mut stream = stream();
-    stream.gather_async(
-        end_to_end(5, &[device.span(0, 10)]),
-        vec![1; 10].into(),
-        Box::new(move |buf, result| send.send((buf.to_vec(), result)).unwrap()),
-    );
-    let (buf, result) = got.recv().unwrap();
+    let mut host = [1; 10];
+    let wrong = vec![(
+        device.span(0, 9),
+        pairs(&end_to_end(0, &[device.span(0, 10)]), &mut host)[0].1,
+    )];
+    let done = Box::new(move |result| send.send(result).unwrap());
+    stream()
+        .transfer_async(Direction::ToHost, wrong, done)
+        .unwrap();
+    let result: Result<()> = got.recv().unwrap();
     assert_eq!(result.unwrap_err().kind(), ErrorKind::InvalidInput);
-    assert_eq!(buf, [1; 10]);
-    let (send, got) = mpsc::channel();
-    let (a, b) = (device.span(0, 4), device.span(4, 5));
-    stream.copy_async(a, b, Box::new(move |result| send.send(result).unwrap()));
-    assert_eq!(
-        got.recv().unwrap().unwrap_err().kind(),
-        ErrorKind::InvalidInput
-    );
+    assert_eq!(host, [1; 10]);
 }
 
 #[test]
@@ -269,18 +227,9 @@ fn a_full_queue_is_busy_and_everything_comes_back() {
         stream.callback(Box::new(|| ())).unwrap_err().kind(),
         ErrorKind::Busy
     );
-    assert_eq!(stream.record().err().unwrap().kind(), ErrorKind::Busy);
-    let (send, got) = mpsc::channel();
-    stream.gather_async(
-        Vec::new(),
-        vec![9].into(),
-        Box::new(move |buf, result| send.send((buf.to_vec(), result)).unwrap()),
-    );
-    let (buf, result) = got.recv().unwrap();
-    assert_eq!(
-        (buf, result.unwrap_err().kind()),
-        (vec![9], ErrorKind::Busy)
-    );
+    let dropped = Box::new(|_| panic!("called though it was refused"));
+    let refused = stream.transfer_async(Direction::ToHost, Vec::new(), dropped);
+    assert_eq!(refused.unwrap_err().kind(), ErrorKind::Busy);
     drop(release);
     stream.synchronize(None).unwrap();
     stream.callback(Box::new(|| ())).unwrap();
@@ -297,7 +246,7 @@ fn a_full_queue_is_busy_and_everything_comes_back() {
 fn waits_end_at_their_deadline_on_the_injected_clock() {
     let (device, clock) = device_with_clock();
     let (mut stream, release) = held_stream(&device);
-    let event = stream.record().unwrap();
+    let event = device.make_event().unwrap();
     assert!(!event.done());
     std::thread::scope(|scope| {
         let waiter = scope.spawn(|| event.wait(Some(MonotonicTime(5))));
@@ -315,6 +264,7 @@ fn waits_end_at_their_deadline_on_the_injected_clock() {
     );
     drop(release);
     stream.synchronize(None).unwrap();
+    event.record();
     assert!(event.done());
     event.wait(Some(MonotonicTime(0))).unwrap();
 }
@@ -340,40 +290,6 @@ fn a_synchronous_copy_gives_up_on_a_stalled_stream() {
 }
 
 #[test]
-fn one_stream_waits_for_the_event_of_another() {
-    let device = HostDevice::new();
-    let (mut first, release) = held_stream(&device);
-    let mut memory = Memory::zeroed(8);
-    let span = memory.span(0, 8);
-    first.scatter_async(
-        vec![5; 8].into(),
-        end_to_end(0, &[span]),
-        Box::new(|_, result| result.unwrap()),
-    );
-    let event = first.record().unwrap();
-    let mut second = device.make_stream().unwrap();
-    second
-        .wait_event(Arc::clone(&event), MonotonicTime::NEVER)
-        .unwrap();
-    let (send, got) = mpsc::channel();
-    second.gather_async(
-        end_to_end(0, &[span]),
-        vec![0; 8].into(),
-        Box::new(move |buf, result| {
-            result.unwrap();
-            send.send(buf.to_vec()).unwrap();
-        }),
-    );
-    assert!(got.try_recv().is_err());
-    drop(release);
-    assert_eq!(got.recv().unwrap(), [5; 8]);
-    assert!(event.done());
-    // An event that is done adds no wait.
-    second.wait_event(event, MonotonicTime(0)).unwrap();
-    gather(&mut *second, &[], &mut []).unwrap();
-}
-
-#[test]
 fn what_landed_is_told_while_a_gather_goes_on() {
     let mut device = Memory::counted(96);
     let spans = [device.span(64, 32), device.span(0, 32), device.span(32, 32)];
@@ -392,66 +308,6 @@ fn what_landed_is_told_while_a_gather_goes_on() {
     stream().gather(&pieces, &mut host, &mut landed).unwrap();
     assert_eq!(told, 3, "finally all are copied");
     assert!(host[0] >= 1);
-}
-
-#[test]
-fn a_synchronous_copy_waits_for_an_event_that_is_recorded_later() {
-    let (device, clock) = device_with_clock();
-    let event = device.make_event().unwrap();
-    let mut memory = Memory::zeroed(8);
-    let pieces = end_to_end(0, &[memory.span(0, 8)]);
-    let (mut stream, mut other) = (device.make_stream().unwrap(), device.make_stream().unwrap());
-    stream
-        .wait_event(Arc::clone(&event), MonotonicTime::NEVER)
-        .unwrap();
-    std::thread::scope(|scope| {
-        let pieces = &pieces;
-        let gathered = scope.spawn(move || {
-            let mut host = [0; 8];
-            gather(&mut *stream, pieces, &mut host).map(|()| host)
-        });
-        clock.await_sleepers(2); // the stream's thread, and the thread that waits for it
-        other.scatter(&[7; 8], pieces).unwrap();
-        event.record();
-        assert_eq!(gathered.join().unwrap().unwrap(), [7; 8]);
-    });
-    assert!(event.done());
-}
-
-#[test]
-fn a_stream_whose_event_comes_too_late_copies_nothing_more() {
-    let (device, clock) = device_with_clock();
-    let event = device.make_event().unwrap();
-    let mut memory = Memory::counted(8);
-    let pieces = end_to_end(0, &[memory.span(0, 8)]);
-    let mut stream = device.make_stream().unwrap();
-    stream
-        .wait_event(Arc::clone(&event), MonotonicTime(5))
-        .unwrap();
-    let (send, got) = mpsc::channel();
-    let (back, called) = (send.clone(), send.clone());
-    stream.gather_async(
-        pieces.clone(),
-        vec![0xEE; 8].into(),
-        Box::new(move |buf, result| back.send((buf.to_vec(), result)).unwrap()),
-    );
-    let after = Box::new(move || called.send((Vec::new(), Ok(()))).unwrap());
-    stream.callback(after).unwrap();
-    clock.await_sleepers(1);
-    assert!(got.try_recv().is_err(), "nothing moves before");
-    clock.advance(Duration::from_nanos(5));
-    let (buf, result) = got.recv().unwrap();
-    assert_eq!(
-        (buf, result.unwrap_err().kind()),
-        (vec![0xEE; 8], ErrorKind::Timeout)
-    );
-    assert!(got.recv().unwrap().1.is_ok(), "callbacks are called");
-    event.record();
-    let mut host = [0; 8];
-    let error = gather(&mut *stream, &pieces, &mut host).unwrap_err();
-    assert_eq!((error.kind(), host), (ErrorKind::Timeout, [0; 8]));
-    gather(&mut *device.make_stream().unwrap(), &pieces, &mut host).unwrap();
-    assert_eq!(host[..], memory.0);
 }
 
 #[test]
@@ -486,11 +342,10 @@ fn a_dropped_stream_finishes_what_it_was_given() {
 }
 
 #[test]
-fn events_and_waits_of_an_idle_stream_are_done() {
+fn waits_of_an_idle_stream_are_done() {
     let device = HostDevice::new();
     assert_eq!(device.name(), "host");
     let mut stream = device.make_stream().unwrap();
-    assert!(stream.record().unwrap().done());
     stream.synchronize(Some(MonotonicTime(0))).unwrap();
     let arena = device.make_arena(4096, ArenaOptions::default()).unwrap();
     assert_eq!(arena.len(), 4096);

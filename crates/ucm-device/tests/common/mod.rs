@@ -18,8 +18,8 @@ use libloading::Library;
 use parking_lot::{Mutex, MutexGuard};
 use ucm_core::{Error, Result};
 use ucm_device::{
-    ArenaOptions, Device, DeviceSpan, Event, HostBuf, Piece, Slot, SlotPool, Stream, Transfer,
-    open_device,
+    ArenaOptions, Device, DeviceSpan, Direction, Event, HostSpan, Piece, Slot, SlotPool, Stream,
+    Transfer, open_device,
 };
 use ucm_infra::{Clock, SystemClock};
 
@@ -357,6 +357,17 @@ pub(crate) fn gather(stream: &mut dyn Stream, src: &[Piece], dst: &mut [u8]) -> 
     stream.gather(src, dst, &mut |_, _| {})
 }
 
+/// The pieces with their parts of a host buffer, which is not touched until they were copied.
+pub(crate) fn host_pairs(pieces: &[Piece], host: &mut [u8]) -> Vec<(DeviceSpan, HostSpan)> {
+    let first = host.as_mut_ptr().expose_provenance();
+    let pair = |piece: &Piece| {
+        // SAFETY: the test keeps the buffer until the copy has ended.
+        let host = unsafe { HostSpan::new((first + piece.at) as u64, piece.span.len()) };
+        (piece.span, host)
+    };
+    pieces.iter().map(pair).collect()
+}
+
 /// Copies to memory of a device's own and back, by this thread and by one of a stream's.
 pub(crate) fn copy_on(device: &dyn Device) {
     let memory = device.allocate(64).unwrap();
@@ -366,11 +377,14 @@ pub(crate) fn copy_on(device: &dyn Device) {
     let piece = [Piece { at: 0, span }];
     stream.scatter(&[9; 64], &piece).unwrap();
     let (tell, told) = mpsc::channel();
-    let done = Box::new(move |buffer: HostBuf, result| tell.send((buffer, result)).unwrap());
-    stream.gather_async(piece.to_vec(), HostBuf::Heap(vec![0; 64]), done);
-    let (buffer, result) = told.recv().unwrap();
-    result.unwrap();
-    assert_eq!(*buffer, [9; 64]);
+    let mut buffer = [0; 64];
+    let pairs = host_pairs(&piece, &mut buffer);
+    let done = Box::new(move |result| tell.send(result).unwrap());
+    stream
+        .transfer_async(Direction::ToHost, pairs, done)
+        .unwrap();
+    told.recv().unwrap().unwrap();
+    assert_eq!(buffer, [9; 64]);
 }
 
 /// Waits for a condition that another thread makes true.

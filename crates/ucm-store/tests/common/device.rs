@@ -8,8 +8,8 @@ use std::sync::{Arc, Once, OnceLock};
 use parking_lot::{Condvar, Mutex};
 use ucm_core::{BlockId, Error, Result};
 use ucm_device::{
-    CopyDone, DEFAULT_DEVICE, DeviceSpan, Direction, Event, HostBuf, HostDevice, HostDone,
-    HostSpan, KvLayout, KvPiece, Landed, Piece, Stream, Transfer,
+    CopyDone, DEFAULT_DEVICE, DeviceSpan, Direction, Event, HostDevice, HostSpan, KvLayout,
+    KvPiece, Landed, Piece, Stream, Transfer,
 };
 use ucm_infra::{Clock, MonotonicTime};
 use ucm_store::engine::{Pieces, Row, RowSides};
@@ -474,10 +474,6 @@ struct CountedStream {
 }
 
 impl Stream for CountedStream {
-    fn batch(&mut self, pairs: &[(DeviceSpan, DeviceSpan)]) -> Result<()> {
-        self.inner.batch(pairs)
-    }
-
     fn gather(&mut self, src: &[Piece], dst: &mut [u8], _landed: &mut Landed<'_>) -> Result<()> {
         self.transfers.lock().push(src.len());
         self.inner.gather(src, dst, &mut |_, _| {})
@@ -486,18 +482,6 @@ impl Stream for CountedStream {
     fn scatter(&mut self, src: &[u8], dst: &[Piece]) -> Result<()> {
         self.transfers.lock().push(dst.len());
         self.inner.scatter(src, dst)
-    }
-
-    fn batch_async(&mut self, pairs: Vec<(DeviceSpan, DeviceSpan)>, done: CopyDone) {
-        self.inner.batch_async(pairs, done);
-    }
-
-    fn gather_async(&mut self, src: Vec<Piece>, dst: HostBuf, done: HostDone) {
-        self.inner.gather_async(src, dst, done);
-    }
-
-    fn scatter_async(&mut self, src: HostBuf, dst: Vec<Piece>, done: HostDone) {
-        self.inner.scatter_async(src, dst, done);
     }
 
     fn transfer(&mut self, direction: Direction, pairs: &[(DeviceSpan, HostSpan)]) -> Result<()> {
@@ -515,14 +499,6 @@ impl Stream for CountedStream {
 
     fn callback(&mut self, call: Box<dyn FnOnce() + Send>) -> Result<()> {
         self.inner.callback(call)
-    }
-
-    fn record(&mut self) -> Result<Arc<dyn Event>> {
-        self.inner.record()
-    }
-
-    fn wait_event(&mut self, event: Arc<dyn Event>, deadline: MonotonicTime) -> Result<()> {
-        self.inner.wait_event(event, deadline)
     }
 
     fn synchronize(&mut self, deadline: Option<MonotonicTime>) -> Result<()> {
