@@ -21,11 +21,9 @@ use std::ops::Range;
 
 use ucm_core::{Error, Result};
 
-use crate::element::{Bf16, Element, F16};
+use crate::element::Element;
 use crate::isa::Isa;
-#[cfg(target_arch = "x86_64")]
-use crate::lanes::{Avx2, Avx512};
-use crate::lanes::{Lanes, Load, Scalar, reduce};
+use crate::lanes::{Lanes, Load, kernel, reduce};
 use crate::rows::{Blocks, Rows, ScoreRows, Windows};
 use crate::team::Team;
 
@@ -167,7 +165,7 @@ pub fn dot_scores(
         _ => 1,
     };
     let out = ScoreRows::new(out, &spec.rows, per_row, stride)?;
-    let job = Job {
+    let job = DotJob {
         spec,
         out: &out,
         flat: flat(spec),
@@ -277,7 +275,7 @@ fn flat(spec: &DotScores<'_>) -> Option<(usize, f32)> {
     flat.then_some((len * spec.reps.count, scale))
 }
 
-struct Job<'a> {
+struct DotJob<'a> {
     spec: &'a DotScores<'a>,
     out: &'a ScoreRows<f32>,
     flat: Option<(usize, f32)>,
@@ -289,68 +287,15 @@ struct Job<'a> {
 ///
 /// The specification was checked, the processor has the instructions, and nothing else writes to
 /// these places.
-type Kernel = unsafe fn(&Job<'_>, usize, Range<usize>);
+type Kernel = unsafe fn(&DotJob<'_>, usize, Range<usize>);
 
 fn kernel(isa: Isa, element: Element) -> Kernel {
-    match isa {
-        Isa::Scalar => by_element::<OnScalar>(element),
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => by_element::<OnAvx2>(element),
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => by_element::<OnAvx512>(element),
-        #[cfg(not(target_arch = "x86_64"))]
-        Isa::Avx2 | Isa::Avx512 => by_element::<OnScalar>(element),
-    }
-}
-
-fn by_element<O: On>(element: Element) -> Kernel {
-    match element {
-        Element::Bf16 => O::run::<Bf16>,
-        Element::F16 => O::run::<F16>,
-        Element::F32 => O::run::<f32>,
-        Element::I8 => O::run::<i8>,
-    }
-}
-
-/// A kernel compiled for one instruction set.
-trait On {
-    /// See [`Kernel`].
-    unsafe fn run<N: Load>(job: &Job<'_>, row: usize, blocks: Range<usize>);
-}
-
-struct OnScalar;
-impl On for OnScalar {
-    unsafe fn run<N: Load>(job: &Job<'_>, row: usize, blocks: Range<usize>) {
-        // SAFETY: as the caller vouches.
-        unsafe { score::<Scalar, N>(job, row, blocks) }
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-struct OnAvx2;
-#[cfg(target_arch = "x86_64")]
-impl On for OnAvx2 {
-    #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn run<N: Load>(job: &Job<'_>, row: usize, blocks: Range<usize>) {
-        // SAFETY: as the caller vouches.
-        unsafe { score::<Avx2, N>(job, row, blocks) }
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-struct OnAvx512;
-#[cfg(target_arch = "x86_64")]
-impl On for OnAvx512 {
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-    unsafe fn run<N: Load>(job: &Job<'_>, row: usize, blocks: Range<usize>) {
-        // SAFETY: as the caller vouches.
-        unsafe { score::<Avx512, N>(job, row, blocks) }
-    }
+    kernel!(isa, element, score(job: &DotJob<'_>, row: usize, blocks: Range<usize>))
 }
 
 /// See [`Kernel`].
 #[inline(always)]
-unsafe fn score<L: Lanes, N: Load>(job: &Job<'_>, row: usize, blocks: Range<usize>) {
+unsafe fn score<L: Lanes, N: Load>(job: &DotJob<'_>, row: usize, blocks: Range<usize>) {
     let spec = job.spec;
     let per_row = spec.queries.len() / spec.rows.len();
     // SAFETY: every row has that many queries; ids were compared with the number of blocks, and a
@@ -394,7 +339,7 @@ unsafe fn score<L: Lanes, N: Load>(job: &Job<'_>, row: usize, blocks: Range<usiz
 /// The score of a block from its representations in turn.
 #[inline(always)]
 unsafe fn one_by_one<L: Lanes, N: Load>(
-    job: &Job<'_>,
+    job: &DotJob<'_>,
     query: *const f32,
     reps: *const N,
     scales: Option<*const f32>,

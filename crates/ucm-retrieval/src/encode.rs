@@ -15,9 +15,7 @@ use std::ops::Range;
 use ucm_core::{Error, Result};
 
 use crate::isa::Isa;
-#[cfg(target_arch = "x86_64")]
-use crate::lanes::{Avx2, Avx512};
-use crate::lanes::{Lanes, Scalar};
+use crate::lanes::{Lanes, Scalar, kernel};
 use crate::rows::Ints;
 use crate::team::Team;
 use crate::vectors::Vectors;
@@ -153,7 +151,7 @@ pub fn encode(
     let kernel = kernel(isa.checked()?);
     check(encoder, vectors, codes)?;
     let codes = &*codes;
-    let job = Job {
+    let job = EncodeJob {
         encoder,
         vectors,
         codes,
@@ -216,16 +214,16 @@ fn check(encoder: &Encoder<'_>, vectors: &Vectors<'_>, codes: &Codes<'_>) -> Res
     Ok(())
 }
 
-struct Job<'a> {
+struct EncodeJob<'a> {
     encoder: &'a Encoder<'a>,
     vectors: &'a Vectors<'a>,
     codes: &'a Codes<'a>,
 }
 
 // SAFETY: every thread may read its memory, and each code is written by one thread.
-unsafe impl Sync for Job<'_> {}
+unsafe impl Sync for EncodeJob<'_> {}
 
-impl Job<'_> {
+impl EncodeJob<'_> {
     /// Token and head of a vector.
     fn place(&self, head: usize, vector: usize) -> (usize, usize) {
         match self.encoder.heads {
@@ -254,42 +252,32 @@ impl Job<'_> {
 /// # Safety
 ///
 /// The sizes were checked, the processor has the instructions, and nothing else writes these codes.
-type Kernel = unsafe fn(&Job<'_>, usize, Range<usize>);
+type Kernel = unsafe fn(&EncodeJob<'_>, usize, Range<usize>);
 
 fn kernel(isa: Isa) -> Kernel {
-    match isa {
-        Isa::Scalar => on_scalar,
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => on_avx2,
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => on_avx512,
-        #[cfg(not(target_arch = "x86_64"))]
-        Isa::Avx2 | Isa::Avx512 => on_scalar,
+    kernel!(isa, by_columns(job: &EncodeJob<'_>, head: usize, vectors: Range<usize>))
+}
+
+/// See [`Kernel`]; as many columns at a time as fit the registers.
+#[inline(always)]
+unsafe fn by_columns<L: Lanes>(job: &EncodeJob<'_>, head: usize, vectors: Range<usize>) {
+    // SAFETY: as the caller vouches.
+    unsafe {
+        match L::REGISTERS {
+            1 => range::<L, 8>(job, head, vectors),
+            16 => range::<L, 1>(job, head, vectors),
+            _ => range::<L, 4>(job, head, vectors),
+        }
     }
-}
-
-unsafe fn on_scalar(job: &Job<'_>, head: usize, vectors: Range<usize>) {
-    // SAFETY: as the caller vouches.
-    unsafe { range::<Scalar, 8>(job, head, vectors) }
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn on_avx2(job: &Job<'_>, head: usize, vectors: Range<usize>) {
-    // SAFETY: as the caller vouches.
-    unsafe { range::<Avx2, 1>(job, head, vectors) }
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-unsafe fn on_avx512(job: &Job<'_>, head: usize, vectors: Range<usize>) {
-    // SAFETY: as the caller vouches.
-    unsafe { range::<Avx512, 4>(job, head, vectors) }
 }
 
 /// See [`Kernel`]; processes `COLUMNS` lanes of bits at a time.
 #[inline(always)]
-unsafe fn range<L: Lanes, const COLUMNS: usize>(job: &Job<'_>, head: usize, vectors: Range<usize>) {
+unsafe fn range<L: Lanes, const COLUMNS: usize>(
+    job: &EncodeJob<'_>,
+    head: usize,
+    vectors: Range<usize>,
+) {
     let (dim, bits) = (job.encoder.dim, job.encoder.bits);
     let mut values = vec![0.0; TILE * dim];
     let weights = match job.encoder.heads {

@@ -17,7 +17,6 @@
     reason = "kernels that read pages by address and are compiled for instruction sets"
 )]
 
-#[cfg(target_arch = "x86_64")]
 mod vector;
 
 use std::cell::RefCell;
@@ -26,11 +25,9 @@ use std::ops::Range;
 
 use ucm_core::{Error, Result};
 
-use crate::element::{Bf16, Element, F16, to_bf16, to_f16};
+use crate::element::{Element, to_bf16, to_f16};
 use crate::isa::Isa;
-use crate::lanes::Load;
-#[cfg(target_arch = "x86_64")]
-use crate::lanes::{Avx2, Avx512};
+use crate::lanes::{Lanes, Load, kernel};
 use crate::rows::{Blocks, Rows};
 use crate::team::Team;
 use crate::vectors::Vectors;
@@ -130,7 +127,7 @@ pub fn attention(
     let isa = isa.checked()?;
     let heads_apart = check(queries, pages, rows, out)?;
     let part_size = (PART / rows.block_size()).max(1) * rows.block_size();
-    let job = Job {
+    let job = AttentionJob {
         queries,
         pages,
         rows,
@@ -199,7 +196,7 @@ impl Parts {
     }
 }
 
-struct Job<'a> {
+struct AttentionJob<'a> {
     queries: &'a Vectors<'a>,
     pages: &'a Pages<'a>,
     rows: &'a Rows<'a>,
@@ -212,7 +209,7 @@ struct Job<'a> {
     parts: usize,
 }
 
-impl Job<'_> {
+impl AttentionJob<'_> {
     /// Numbers of a part: for each query head the sums of values, the largest logit and the sum of
     /// probabilities.
     fn part_len(&self) -> usize {
@@ -311,7 +308,7 @@ fn check(
 /// # Safety
 ///
 /// All parts are written, the output contains this place, and nothing else writes there.
-unsafe fn put_together(job: &Job<'_>, place: usize, parts: *const f32, out: &Output<'_>) {
+unsafe fn put_together(job: &AttentionJob<'_>, place: usize, parts: *const f32, out: &Output<'_>) {
     let (dim, group) = (job.pages.dim, job.group);
     let (query, head) = (place / job.pages.heads, place % job.pages.heads);
     let count = (0..job.parts)
@@ -371,67 +368,31 @@ unsafe fn put_together(job: &Job<'_>, place: usize, parts: *const f32, out: &Out
 ///
 /// The sizes were checked, the processor has the instructions, and only this thread uses the place
 /// of the part.
-type Kernel = unsafe fn(&Job<'_>, usize, Range<usize>, *mut f32);
+type Kernel = unsafe fn(&AttentionJob<'_>, usize, Range<usize>, *mut f32);
 
 fn kernel(isa: Isa, element: Element) -> Kernel {
-    match isa {
-        Isa::Scalar => by_element::<OnScalar>(element),
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => by_element::<OnAvx2>(element),
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => by_element::<OnAvx512>(element),
-        #[cfg(not(target_arch = "x86_64"))]
-        Isa::Avx2 | Isa::Avx512 => by_element::<OnScalar>(element),
-    }
+    kernel!(isa, element, part(job: &AttentionJob<'_>, place: usize, tokens: Range<usize>, to: *mut f32))
 }
 
-fn by_element<O: On>(element: Element) -> Kernel {
-    match element {
-        Element::Bf16 => O::run::<Bf16>,
-        Element::F16 => O::run::<F16>,
-        Element::F32 => O::run::<f32>,
-        Element::I8 => O::run::<i8>,
-    }
-}
-
-/// A kernel compiled for one instruction set.
-trait On {
-    /// See [`Kernel`].
-    unsafe fn run<N: Load>(job: &Job<'_>, place: usize, tokens: Range<usize>, to: *mut f32);
-}
-
-struct OnScalar;
-impl On for OnScalar {
-    unsafe fn run<N: Load>(job: &Job<'_>, place: usize, tokens: Range<usize>, to: *mut f32) {
-        // SAFETY: as the caller vouches.
-        unsafe { plain::<N>(job, place, tokens, to) }
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-struct OnAvx2;
-#[cfg(target_arch = "x86_64")]
-impl On for OnAvx2 {
-    #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn run<N: Load>(job: &Job<'_>, place: usize, tokens: Range<usize>, to: *mut f32) {
-        // SAFETY: as the caller vouches.
-        unsafe { vector::part::<Avx2, N>(job, place, tokens, to) }
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-struct OnAvx512;
-#[cfg(target_arch = "x86_64")]
-impl On for OnAvx512 {
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-    unsafe fn run<N: Load>(job: &Job<'_>, place: usize, tokens: Range<usize>, to: *mut f32) {
-        // SAFETY: as the caller vouches.
-        unsafe { vector::part::<Avx512, N>(job, place, tokens, to) }
+/// See [`Kernel`].
+#[inline(always)]
+unsafe fn part<L: Lanes, N: Load>(
+    job: &AttentionJob<'_>,
+    place: usize,
+    tokens: Range<usize>,
+    to: *mut f32,
+) {
+    // SAFETY: as the caller vouches.
+    unsafe {
+        match L::WIDTH {
+            vector::WIDTH => vector::part::<L, N>(job, place, tokens, to),
+            _ => plain::<N>(job, place, tokens, to),
+        }
     }
 }
 
 /// See [`Kernel`]; one number after the other.
-unsafe fn plain<N: Load>(job: &Job<'_>, place: usize, tokens: Range<usize>, to: *mut f32) {
+unsafe fn plain<N: Load>(job: &AttentionJob<'_>, place: usize, tokens: Range<usize>, to: *mut f32) {
     let (dim, group, size) = (job.pages.dim, job.group, job.rows.block_size());
     let (query, head) = (place / job.pages.heads, place % job.pages.heads);
     let mut asked = vec![0.0; dim];

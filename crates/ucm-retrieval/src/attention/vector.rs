@@ -8,21 +8,20 @@
 
 use std::ops::Range;
 
-use super::Job;
+use super::AttentionJob;
 use crate::lanes::{Lanes, Load, exp};
 
 /// Lanes of a register, which the kernels here rely on.
-const WIDTH: usize = 16;
+pub(super) const WIDTH: usize = 16;
 
 /// See [`super::Kernel`].
 #[inline(always)]
 pub(super) unsafe fn part<L: Lanes, N: Load>(
-    job: &Job<'_>,
+    job: &AttentionJob<'_>,
     place: usize,
     tokens: Range<usize>,
     to: *mut f32,
 ) {
-    const { assert!(L::WIDTH == WIDTH) };
     let (dim, group) = (job.pages.dim, job.group);
     let (query, head) = (place / job.pages.heads, place % job.pages.heads);
     let most = if L::REGISTERS == 32 { 8 } else { 4 };
@@ -71,7 +70,7 @@ pub(super) unsafe fn part<L: Lanes, N: Load>(
 
 /// Some query heads of a part.
 struct Pass<'a> {
-    job: &'a Job<'a>,
+    job: &'a AttentionJob<'a>,
     place: usize,
     tokens: Range<usize>,
     /// Their number, rounded up to whole registers.

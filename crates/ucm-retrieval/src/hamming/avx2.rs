@@ -4,24 +4,17 @@
 //! instructions" (2016).
 
 use std::arch::x86_64::*;
-use std::ops::Range;
 
 use super::stream::{self, Register};
-use super::{HammingScores, words};
-use crate::rows::ScoreRows;
+use super::{HammingJob, words};
 
 /// See [`super::Kernel`].
 #[target_feature(enable = "avx2,popcnt")]
-pub(super) unsafe fn score(
-    spec: &HammingScores<'_>,
-    out: &ScoreRows<i32>,
-    row: usize,
-    blocks: Range<usize>,
-) {
+pub(super) unsafe fn score(job: HammingJob<'_>) {
     // SAFETY: as the caller vouches.
     unsafe {
-        if !stream::score::<Avx2>(spec, out, row, blocks.clone()) {
-            words::score(spec, out, row, blocks);
+        if !stream::score::<Avx2>(job.clone()) {
+            words::score(job);
         }
     }
 }

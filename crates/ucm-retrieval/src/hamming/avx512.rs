@@ -5,30 +5,23 @@
 //! key costs one masked sum of small weights, however many queries there are.
 
 use std::arch::x86_64::*;
-use std::ops::Range;
 
 use super::stream::{self, Register};
-use super::{HammingScores, each_block, queries, words};
-use crate::rows::ScoreRows;
+use super::{HammingJob, words};
 
 /// See [`super::Kernel`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vpopcntdq,popcnt")]
-pub(super) unsafe fn score(
-    spec: &HammingScores<'_>,
-    out: &ScoreRows<i32>,
-    row: usize,
-    blocks: Range<usize>,
-) {
-    if spec.queries_per_head > 1
-        && spec.code_len.is_multiple_of(8)
-        && spec.code_len <= MOST_WEIGHTS / 8
+pub(super) unsafe fn score(job: HammingJob<'_>) {
+    if job.spec.queries_per_head > 1
+        && job.spec.code_len.is_multiple_of(8)
+        && job.spec.code_len <= MOST_WEIGHTS / 8
     {
-        return summed(spec, out, row, blocks);
+        return summed(job);
     }
     // SAFETY: as the caller vouches.
     unsafe {
-        if !stream::score::<Avx512>(spec, out, row, blocks.clone()) {
-            words::score(spec, out, row, blocks);
+        if !stream::score::<Avx512>(job.clone()) {
+            words::score(job);
         }
     }
 }
@@ -89,11 +82,11 @@ const MOST_WEIGHTS: usize = 128 * 64;
 
 /// Several queries for each head.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vpopcntdq,popcnt")]
-fn summed(spec: &HammingScores<'_>, out: &ScoreRows<i32>, row: usize, blocks: Range<usize>) {
-    let (heads, len, per_head) = (spec.heads, spec.code_len, spec.queries_per_head);
+fn summed(job: HammingJob<'_>) {
+    let (heads, len, per_head) = (job.spec.heads, job.spec.code_len, job.spec.queries_per_head);
     let mut weights = vec![0_i8; heads * len * 8];
     let mut constants = vec![0_i32; heads];
-    for (head, queries) in queries(spec, row).chunks_exact(per_head * len).enumerate() {
+    for (head, queries) in job.queries().chunks_exact(per_head * len).enumerate() {
         for bit in 0..len * 8 {
             let set = queries
                 .chunks_exact(len)
@@ -105,7 +98,7 @@ fn summed(spec: &HammingScores<'_>, out: &ScoreRows<i32>, row: usize, blocks: Ra
         }
     }
     let ones = _mm512_set1_epi8(1);
-    each_block(spec, out, row, blocks, |codes, slots, _, least| {
+    job.each_block(|codes, slots, _, least| {
         for slot in 0..slots {
             for (head, least) in least.iter_mut().enumerate() {
                 let mut sum = _mm512_setzero_si512();

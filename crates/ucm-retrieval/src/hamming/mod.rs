@@ -106,7 +106,14 @@ pub fn hamming_scores(
         if !part.is_empty() {
             // SAFETY: `check` has compared the sizes and the ids, `checked` the processor; only
             // this thread writes to these places.
-            unsafe { kernel(spec, &out, row, part) };
+            unsafe {
+                kernel(HammingJob {
+                    spec,
+                    out: &out,
+                    row,
+                    blocks: part,
+                });
+            }
         }
     })
 }
@@ -148,31 +155,43 @@ const MAX_QUERIES: usize = 127;
 /// Most bytes of a code.
 const MAX_CODE_LEN: usize = 4096;
 
-/// Scores a range of blocks of a row.
+/// A range of blocks of a row, to be scored.
+#[derive(Clone)]
+struct HammingJob<'a> {
+    spec: &'a HammingScores<'a>,
+    out: &'a ScoreRows<i32>,
+    row: usize,
+    blocks: Range<usize>,
+}
+
+/// Scores blocks.
 ///
 /// # Safety
 ///
 /// The specification was checked, the processor has the instructions, and nothing else writes to
 /// these places.
-type Kernel = unsafe fn(&HammingScores<'_>, &ScoreRows<i32>, usize, Range<usize>);
+type Kernel = unsafe fn(HammingJob<'_>);
 
 fn kernel(isa: Isa) -> Kernel {
     match isa {
-        Isa::Scalar => scalar,
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => avx2::score,
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 => avx512::score,
-        #[cfg(not(target_arch = "x86_64"))]
-        Isa::Avx2 | Isa::Avx512 => scalar,
+        _ => scalar,
     }
 }
 
 /// See [`Kernel`]; byte by byte.
-unsafe fn scalar(spec: &HammingScores<'_>, out: &ScoreRows<i32>, row: usize, blocks: Range<usize>) {
-    let (heads, len, per_head) = (spec.heads, spec.code_len, spec.queries_per_head);
-    let queries = queries(spec, row);
-    each_block(spec, out, row, blocks, |codes, slots, _, least| {
+unsafe fn scalar(job: HammingJob<'_>) {
+    let HammingScores {
+        heads,
+        code_len: len,
+        queries_per_head: per_head,
+        ..
+    } = *job.spec;
+    let queries = job.queries();
+    job.each_block(|codes, slots, _, least| {
         for (head, (queries, least)) in queries.chunks_exact(per_head * len).zip(least).enumerate()
         {
             for slot in 0..slots {
@@ -191,74 +210,59 @@ unsafe fn scalar(spec: &HammingScores<'_>, out: &ScoreRows<i32>, row: usize, blo
     });
 }
 
-/// Codes of a row's queries, `[heads, queries, code_len]`.
-fn queries<'a>(spec: &HammingScores<'a>, row: usize) -> &'a [u8] {
-    let len = spec.heads * spec.queries_per_head * spec.code_len;
-    &spec.queries[row * len..(row + 1) * len]
-}
-
 /// Initial value of the least distance.
 const NONE: u32 = u32::MAX;
 
-/// Scores the blocks of a range: `find` lowers the least distance of each head, given the codes of
-/// the block, the number of its valid slots, and the address of the next block's codes.
-#[inline(always)]
-fn each_block(
-    spec: &HammingScores<'_>,
-    out: &ScoreRows<i32>,
-    row: usize,
-    blocks: Range<usize>,
-    mut find: impl FnMut(*const u8, usize, *const u8, &mut [u32]),
-) {
-    let mut least = vec![NONE; spec.heads];
-    let mut next = slots(spec, row, blocks.start);
-    let end = blocks.end;
-    for block in blocks {
-        least.fill(NONE);
-        let this = next;
-        next = if block + 1 < end {
-            slots(spec, row, block + 1)
-        } else {
-            None
-        };
-        if let Some((codes, slots)) = this {
-            find(
-                codes,
-                slots,
-                next.map_or(codes, |(codes, _)| codes),
-                &mut least,
-            );
-        }
-        let scores = least.iter().map(|&least| {
-            if least == NONE {
-                i32::MIN
+impl<'a> HammingJob<'a> {
+    /// Codes of the row's queries, `[heads, queries, code_len]`.
+    fn queries(&self) -> &'a [u8] {
+        let len = self.spec.heads * self.spec.queries_per_head * self.spec.code_len;
+        &self.spec.queries[self.row * len..(self.row + 1) * len]
+    }
+
+    /// Scores the blocks of a range: `find` lowers the least distance of each head, given the codes of
+    /// the block, the number of its valid slots, and the address of the next block's codes.
+    #[inline(always)]
+    fn each_block(&self, mut find: impl FnMut(*const u8, usize, *const u8, &mut [u32])) {
+        let mut least = vec![NONE; self.spec.heads];
+        let mut next = self.slots(self.blocks.start);
+        for block in self.blocks.clone() {
+            least.fill(NONE);
+            let this = next;
+            let more = block + 1 < self.blocks.end;
+            next = if more { self.slots(block + 1) } else { None };
+            if let Some((codes, slots)) = this {
+                let following = next.map_or(codes, |(codes, _)| codes);
+                find(codes, slots, following, &mut least);
+            }
+            let scores = least.iter().map(|&least| match least {
+                NONE => i32::MIN,
+                least => -(least as i32),
+            });
+            let to = self.out.at(self.row, block);
+            if self.spec.heads_apart {
+                for (head, score) in scores.enumerate() {
+                    // SAFETY: each head has its place, and only this thread writes to those of this
+                    // block.
+                    unsafe { to.add(head * self.out.stride()).write(score) };
+                }
             } else {
-                -(least as i32)
+                // SAFETY: as above.
+                unsafe { to.write(scores.max().unwrap_or(i32::MIN)) };
             }
-        });
-        let to = out.at(row, block);
-        if spec.heads_apart {
-            for (head, score) in scores.enumerate() {
-                // SAFETY: each head has its place, and only this thread writes to those of this
-                // block.
-                unsafe { to.add(head * out.stride()).write(score) };
-            }
-        } else {
-            // SAFETY: as above.
-            unsafe { to.write(scores.max().unwrap_or(i32::MIN)) };
         }
     }
-}
 
-/// The codes of a block and the number of its valid slots; `None` for a missing block.
-#[inline(always)]
-fn slots(spec: &HammingScores<'_>, row: usize, block: usize) -> Option<(*const u8, usize)> {
-    let id = usize::try_from(spec.rows.id(row, block)).ok()?;
-    let slots = if block + 1 == spec.rows.blocks(row) {
-        spec.rows.last_len(row)
-    } else {
-        spec.rows.block_size()
-    };
-    // SAFETY: `check` has compared the ids with the number of blocks.
-    Some((unsafe { spec.codes.at(id) }, slots))
+    /// The codes of a block and the number of its valid slots; `None` for a missing block.
+    #[inline(always)]
+    fn slots(&self, block: usize) -> Option<(*const u8, usize)> {
+        let rows = &self.spec.rows;
+        let id = usize::try_from(rows.id(self.row, block)).ok()?;
+        let slots = match block + 1 == rows.blocks(self.row) {
+            true => rows.last_len(self.row),
+            false => rows.block_size(),
+        };
+        // SAFETY: `check` has compared the ids with the number of blocks.
+        Some((unsafe { self.spec.codes.at(id) }, slots))
+    }
 }

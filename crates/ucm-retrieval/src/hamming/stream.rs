@@ -5,10 +5,7 @@
 //! code's words are added within a register, and the least of each position is kept until the block
 //! ends.
 
-use std::ops::Range;
-
-use super::{HammingScores, NONE, each_block, queries};
-use crate::rows::ScoreRows;
+use super::{HammingJob, NONE};
 
 /// A register of words of eight bytes.
 ///
@@ -48,22 +45,17 @@ const MOST_WORDS: usize = 8;
 ///
 /// As of [`super::Kernel`], for the processor of `R`.
 #[inline(always)]
-pub(super) unsafe fn score<R: Register>(
-    spec: &HammingScores<'_>,
-    out: &ScoreRows<i32>,
-    row: usize,
-    blocks: Range<usize>,
-) -> bool {
-    if spec.queries_per_head != 1 || spec.code_len > R::WIDTH {
+pub(super) unsafe fn score<R: Register>(job: HammingJob<'_>) -> bool {
+    if job.spec.queries_per_head != 1 || job.spec.code_len > R::WIDTH {
         return false;
     }
     // SAFETY: as the caller vouches.
     unsafe {
-        match spec.code_len {
-            8 => of_words::<R, 1>(spec, out, row, blocks),
-            16 => of_words::<R, 2>(spec, out, row, blocks),
-            32 => of_words::<R, 4>(spec, out, row, blocks),
-            64 => of_words::<R, 8>(spec, out, row, blocks),
+        match job.spec.code_len {
+            8 => of_words::<R, 1>(job),
+            16 => of_words::<R, 2>(job),
+            32 => of_words::<R, 4>(job),
+            64 => of_words::<R, 8>(job),
             _ => false,
         }
     }
@@ -75,21 +67,16 @@ pub(super) unsafe fn score<R: Register>(
 ///
 /// As of [`score`].
 #[inline(always)]
-unsafe fn of_words<R: Register, const WORDS: usize>(
-    spec: &HammingScores<'_>,
-    out: &ScoreRows<i32>,
-    row: usize,
-    blocks: Range<usize>,
-) -> bool {
-    let token = spec.heads * spec.code_len;
+unsafe fn of_words<R: Register, const WORDS: usize>(job: HammingJob<'_>) -> bool {
+    let token = job.spec.heads * job.spec.code_len;
     // SAFETY: as the caller vouches.
     unsafe {
         match token / greatest_common_divisor(token, R::WIDTH) {
-            1 => of_registers::<R, WORDS, 1>(spec, out, row, blocks),
-            2 => of_registers::<R, WORDS, 2>(spec, out, row, blocks),
-            3 => of_registers::<R, WORDS, 3>(spec, out, row, blocks),
-            4 => of_registers::<R, WORDS, 4>(spec, out, row, blocks),
-            8 => of_registers::<R, WORDS, 8>(spec, out, row, blocks),
+            1 => of_registers::<R, WORDS, 1>(job),
+            2 => of_registers::<R, WORDS, 2>(job),
+            3 => of_registers::<R, WORDS, 3>(job),
+            4 => of_registers::<R, WORDS, 4>(job),
+            8 => of_registers::<R, WORDS, 8>(job),
             _ => return false,
         }
     }
@@ -142,13 +129,10 @@ unsafe fn lower<R: Register, const WORDS: usize, const REGISTERS: usize>(
 /// As of [`score`].
 #[inline(always)]
 unsafe fn of_registers<R: Register, const WORDS: usize, const REGISTERS: usize>(
-    spec: &HammingScores<'_>,
-    out: &ScoreRows<i32>,
-    row: usize,
-    blocks: Range<usize>,
+    job: HammingJob<'_>,
 ) {
-    let (token, period) = (spec.heads * spec.code_len, REGISTERS * R::WIDTH);
-    let asked = repeated(queries(spec, row), period);
+    let (token, period) = (job.spec.heads * job.spec.code_len, REGISTERS * R::WIDTH);
+    let asked = repeated(job.queries(), period);
     // SAFETY: as the caller vouches; the array has space for eight of the largest registers.
     let (query, none) = unsafe {
         let of_register = |register| R::load(asked.as_ptr().add(register * R::WIDTH));
@@ -157,7 +141,7 @@ unsafe fn of_registers<R: Register, const WORDS: usize, const REGISTERS: usize>(
             R::splat(u64::from(NONE)),
         )
     };
-    each_block(spec, out, row, blocks, |codes, slots, next, of_heads| {
+    job.each_block(|codes, slots, next, of_heads| {
         let len = slots * token;
         let mut least = [none; REGISTERS];
         let (whole, rest) = (len / period, len % period);
@@ -192,7 +176,7 @@ unsafe fn of_registers<R: Register, const WORDS: usize, const REGISTERS: usize>(
                 .take(R::WIDTH / 8)
                 .step_by(WORDS)
             {
-                let head = (register * R::WIDTH + word * 8) % token / spec.code_len;
+                let head = (register * R::WIDTH + word * 8) % token / job.spec.code_len;
                 of_heads[head] = of_heads[head].min(found as u32);
             }
         }

@@ -1,42 +1,30 @@
 //! Distances eight bytes at a time, by the bit-count instruction: the kernel for processors without
 //! a vector form of it, and for codes that do not divide registers.
 
-use std::ops::Range;
-
-use super::{HammingScores, each_block, queries};
-use crate::rows::ScoreRows;
+use super::HammingJob;
 
 /// See [`super::Kernel`].
 #[target_feature(enable = "popcnt")]
-pub(super) unsafe fn score(
-    spec: &HammingScores<'_>,
-    out: &ScoreRows<i32>,
-    row: usize,
-    blocks: Range<usize>,
-) {
-    match (spec.code_len, spec.queries_per_head) {
-        (8, 1) => of_size::<1>(spec, out, row, blocks),
-        (16, 1) => of_size::<2>(spec, out, row, blocks),
-        (32, 1) => of_size::<4>(spec, out, row, blocks),
-        (64, 1) => of_size::<8>(spec, out, row, blocks),
-        _ => of_any_size(spec, out, row, blocks),
+pub(super) unsafe fn score(job: HammingJob<'_>) {
+    match (job.spec.code_len, job.spec.queries_per_head) {
+        (8, 1) => of_size::<1>(job),
+        (16, 1) => of_size::<2>(job),
+        (32, 1) => of_size::<4>(job),
+        (64, 1) => of_size::<8>(job),
+        _ => of_any_size(job),
     }
 }
 
 /// Codes of `WORDS` words, one query for each head.
 #[target_feature(enable = "popcnt")]
-fn of_size<const WORDS: usize>(
-    spec: &HammingScores<'_>,
-    out: &ScoreRows<i32>,
-    row: usize,
-    blocks: Range<usize>,
-) {
-    let heads = spec.heads;
-    let queries: Vec<[u64; WORDS]> = queries(spec, row)
+fn of_size<const WORDS: usize>(job: HammingJob<'_>) {
+    let heads = job.spec.heads;
+    let queries: Vec<[u64; WORDS]> = job
+        .queries()
         .chunks_exact(8 * WORDS)
         .map(|code| std::array::from_fn(|at| word(&code[8 * at..])))
         .collect();
-    each_block(spec, out, row, blocks, |codes, slots, _, least| {
+    job.each_block(|codes, slots, _, least| {
         for slot in 0..slots {
             // SAFETY: the slot is within the block.
             let of_slot = unsafe { codes.add(slot * heads * 8 * WORDS) }.cast::<[u64; WORDS]>();
@@ -56,13 +44,13 @@ fn of_size<const WORDS: usize>(
 
 /// Codes of any size, any number of queries.
 #[target_feature(enable = "popcnt")]
-fn of_any_size(spec: &HammingScores<'_>, out: &ScoreRows<i32>, row: usize, blocks: Range<usize>) {
-    let (heads, len) = (spec.heads, spec.code_len);
-    let queries = queries(spec, row);
-    each_block(spec, out, row, blocks, |codes, slots, _, least| {
+fn of_any_size(job: HammingJob<'_>) {
+    let (heads, len) = (job.spec.heads, job.spec.code_len);
+    let queries = job.queries();
+    job.each_block(|codes, slots, _, least| {
         for slot in 0..slots {
             let of_heads = queries
-                .chunks_exact(spec.queries_per_head * len)
+                .chunks_exact(job.spec.queries_per_head * len)
                 .zip(&mut *least);
             for (head, (queries, least)) in of_heads.enumerate() {
                 // SAFETY: the slot and the head are within the block.

@@ -70,37 +70,61 @@ pub(crate) trait Load: Number {
     unsafe fn load<L: Lanes>(from: *const Self) -> L;
 }
 
-impl Load for Bf16 {
-    #[inline(always)]
-    unsafe fn load<L: Lanes>(from: *const Self) -> L {
-        // SAFETY: as the caller vouches.
-        unsafe { L::load_bf16(from) }
-    }
+macro_rules! load {
+    ($($element:ty: $load:ident),*) => {
+        $(impl Load for $element {
+            #[inline(always)]
+            unsafe fn load<L: Lanes>(from: *const Self) -> L {
+                // SAFETY: as the caller vouches.
+                unsafe { L::$load(from) }
+            }
+        })*
+    };
 }
+load!(Bf16: load_bf16, F16: load_f16, f32: load_f32, i8: load_i8);
 
-impl Load for F16 {
-    #[inline(always)]
-    unsafe fn load<L: Lanes>(from: *const Self) -> L {
-        // SAFETY: as the caller vouches.
-        unsafe { L::load_f16(from) }
-    }
+/// The function `$f::<L>` compiled for an instruction set, or `$f::<L, N>` for elements of a type
+/// besides, as a pointer to an unsafe function.
+macro_rules! kernel {
+    ($isa:expr, $f:ident $(<$n:ty>)? ($($argument:ident: $type:ty),*)) => {{
+        unsafe fn scalar($($argument: $type),*) {
+            // SAFETY: as the caller vouches.
+            unsafe { $f::<crate::lanes::Scalar $(, $n)?>($($argument),*) }
+        }
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = "avx2,fma,f16c")]
+        unsafe fn avx2($($argument: $type),*) {
+            // SAFETY: as the caller vouches.
+            unsafe { $f::<crate::lanes::Avx2 $(, $n)?>($($argument),*) }
+        }
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+        unsafe fn avx512($($argument: $type),*) {
+            // SAFETY: as the caller vouches.
+            unsafe { $f::<crate::lanes::Avx512 $(, $n)?>($($argument),*) }
+        }
+        match $isa {
+            #[cfg(target_arch = "x86_64")]
+            crate::isa::Isa::Avx2 => avx2,
+            #[cfg(target_arch = "x86_64")]
+            crate::isa::Isa::Avx512 => avx512,
+            _ => scalar as unsafe fn($($type),*),
+        }
+    }};
+    ($isa:expr, $element:expr, $f:ident($($arguments:tt)*)) => {
+        match $element {
+            crate::element::Element::Bf16 => {
+                crate::lanes::kernel!($isa, $f<crate::element::Bf16>($($arguments)*))
+            }
+            crate::element::Element::F16 => {
+                crate::lanes::kernel!($isa, $f<crate::element::F16>($($arguments)*))
+            }
+            crate::element::Element::F32 => crate::lanes::kernel!($isa, $f<f32>($($arguments)*)),
+            crate::element::Element::I8 => crate::lanes::kernel!($isa, $f<i8>($($arguments)*)),
+        }
+    };
 }
-
-impl Load for f32 {
-    #[inline(always)]
-    unsafe fn load<L: Lanes>(from: *const Self) -> L {
-        // SAFETY: as the caller vouches.
-        unsafe { L::load_f32(from) }
-    }
-}
-
-impl Load for i8 {
-    #[inline(always)]
-    unsafe fn load<L: Lanes>(from: *const Self) -> L {
-        // SAFETY: as the caller vouches.
-        unsafe { L::load_i8(from) }
-    }
-}
+pub(crate) use kernel;
 
 /// One number at a time: the oracle.
 #[derive(Clone, Copy)]
