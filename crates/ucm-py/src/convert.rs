@@ -13,7 +13,7 @@ use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 use ucm_core::{BlockId, Error};
 
 /// The exception of `ucm.errors` for an error of the core.
-pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
+fn raise(py: Python<'_>, error: &Error) -> PyErr {
     match exception(py, error) {
         Ok(value) => PyErr::from_value(value),
         Err(failed) => {
@@ -44,41 +44,72 @@ pub(crate) fn exception<'py>(py: Python<'py>, error: &Error) -> PyResult<Bound<'
     class.call((message,), Some(&arguments))
 }
 
-/// Converts a result of the core to one of Python.
-pub(crate) fn to_py<T>(py: Python<'_>, result: ucm_core::Result<T>) -> PyResult<T> {
-    result.map_err(|error| raise(py, &error))
+/// Why a call from Python fails: an error of the core, or an exception.
+pub(crate) enum Failure {
+    Core(Error),
+    Python(PyErr),
 }
 
-/// One id: exactly 16 bytes.
-pub(crate) fn id(value: &Bound<'_, PyAny>) -> PyResult<BlockId> {
-    match value.cast::<PyBytes>() {
-        Ok(bytes) => to_py(value.py(), BlockId::from_slice(bytes.as_bytes())),
-        Err(_) => {
-            let kind = value
-                .get_type()
-                .name()
-                .map(|name| name.to_string())
-                .unwrap_or_default();
-            let error =
-                Error::invalid("a block id is 16 raw bytes (type bytes)").with("type", kind);
-            Err(raise(value.py(), &error))
+/// What a call from Python gives.
+pub(crate) type CallResult<T> = Result<T, Failure>;
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self::Core(error)
+    }
+}
+
+impl From<PyErr> for Failure {
+    fn from(error: PyErr) -> Self {
+        Self::Python(error)
+    }
+}
+
+impl From<Failure> for PyErr {
+    fn from(failure: Failure) -> Self {
+        match failure {
+            Failure::Core(error) => Python::attach(|py| raise(py, &error)),
+            Failure::Python(error) => error,
         }
     }
 }
 
+/// One id: exactly 16 bytes.
+pub(crate) struct Id(pub(crate) BlockId);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Id {
+    type Error = Failure;
+
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> CallResult<Self> {
+        let Ok(bytes) = value.cast::<PyBytes>() else {
+            let kind = value.get_type().name().map(|name| name.to_string());
+            let wrong = Error::invalid("a block id is 16 raw bytes (type bytes)");
+            return Err(wrong.with("type", kind.unwrap_or_default()).into());
+        };
+        Ok(Self(BlockId::from_slice(bytes.as_bytes())?))
+    }
+}
+
 /// Ids of a list, a tuple or any other sequence.
-pub(crate) fn ids(values: &Bound<'_, PyAny>) -> PyResult<Vec<BlockId>> {
-    if let Ok(list) = values.cast::<PyList>() {
-        return list.iter().map(|value| id(&value)).collect();
+pub(crate) struct Ids(pub(crate) Vec<BlockId>);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Ids {
+    type Error = Failure;
+
+    fn extract(values: Borrowed<'a, 'py, PyAny>) -> CallResult<Self> {
+        let id = |value: Bound<'py, PyAny>| Ok(value.extract::<Id>()?.0);
+        let ids: CallResult<_> = if let Ok(list) = values.cast::<PyList>() {
+            list.iter().map(id).collect()
+        } else if let Ok(tuple) = values.cast::<PyTuple>() {
+            tuple.iter().map(id).collect()
+        } else if values.is_instance_of::<PyBytes>() {
+            let whole = "block ids are a sequence of 16-byte ids, not one bytes object";
+            Err(Error::invalid(whole).into())
+        } else {
+            values.try_iter()?.map(|value| id(value?)).collect()
+        };
+        ids.map(Self)
     }
-    if let Ok(tuple) = values.cast::<PyTuple>() {
-        return tuple.iter().map(|value| id(&value)).collect();
-    }
-    if values.is_instance_of::<PyBytes>() {
-        let error = Error::invalid("block ids are a sequence of 16-byte ids, not one bytes object");
-        return Err(raise(values.py(), &error));
-    }
-    values.try_iter()?.map(|value| id(&value?)).collect()
 }
 
 /// Ids as a Python list of `bytes`.
@@ -97,7 +128,7 @@ pub(crate) enum Tokens<'py> {
 
 impl<'py> Tokens<'py> {
     /// Reads the tokens; an item that is no token id is an error with its index.
-    pub(crate) fn read(values: &Bound<'py, PyAny>, skip: usize) -> PyResult<Self> {
+    pub(crate) fn read(values: &Bound<'py, PyAny>, skip: usize) -> CallResult<Self> {
         if let Ok(list) = values.cast::<PyList>() {
             return from_list(list, skip).map(Self::Owned);
         }
@@ -109,14 +140,10 @@ impl<'py> Tokens<'py> {
             return Ok(Self::Owned(tail(buffer.to_vec(values.py())?, skip)));
         }
         if let Ok(buffer) = PyBuffer::<i32>::get(values) {
-            return checked(
-                values.py(),
-                buffer.to_vec(values.py())?.into_iter().map(i64::from),
-                skip,
-            );
+            return checked(buffer.to_vec(values.py())?.into_iter().map(i64::from), skip);
         }
         if let Ok(buffer) = PyBuffer::<i64>::get(values) {
-            return checked(values.py(), buffer.to_vec(values.py())?.into_iter(), skip);
+            return checked(buffer.to_vec(values.py())?.into_iter(), skip);
         }
         let list = PyList::empty(values.py());
         for value in values.try_iter()? {
@@ -142,28 +169,18 @@ fn tail(mut tokens: Vec<u32>, skip: usize) -> Vec<u32> {
     tokens
 }
 
-fn not_a_token(py: Python<'_>, index: usize) -> PyErr {
-    raise(
-        py,
-        &Error::invalid("a token id is an integer from 0 to 4294967295").with("index", index),
-    )
+fn not_a_token(index: usize) -> Failure {
+    let wrong = Error::invalid("a token id is an integer from 0 to 4294967295");
+    wrong.with("index", index).into()
 }
 
-fn checked<'py>(
-    py: Python<'_>,
-    values: impl Iterator<Item = i64>,
-    skip: usize,
-) -> PyResult<Tokens<'py>> {
-    let token = |(index, value)| u32::try_from(value).map_err(|_| not_a_token(py, index));
-    values
-        .enumerate()
-        .skip(skip)
-        .map(token)
-        .collect::<PyResult<_>>()
-        .map(Tokens::Owned)
+fn checked<'py>(values: impl Iterator<Item = i64>, skip: usize) -> CallResult<Tokens<'py>> {
+    let token = |(index, value)| u32::try_from(value).map_err(|_| not_a_token(index));
+    let tokens = values.enumerate().skip(skip).map(token);
+    tokens.collect::<CallResult<_>>().map(Tokens::Owned)
 }
 
-fn from_list(list: &Bound<'_, PyList>, skip: usize) -> PyResult<Vec<u32>> {
+fn from_list(list: &Bound<'_, PyList>, skip: usize) -> CallResult<Vec<u32>> {
     let object = list.as_ptr();
     let mut tokens = vec![0; list.len().saturating_sub(skip)];
     for (index, token) in (skip..).zip(&mut tokens) {
@@ -184,8 +201,8 @@ fn from_list(list: &Bound<'_, PyList>, skip: usize) -> PyResult<Vec<u32>> {
 
 /// An item that was refused as an integer but may convert to one (such as a NumPy scalar).
 #[cold]
-fn odd_item(list: &Bound<'_, PyList>, index: usize) -> PyResult<u32> {
+fn odd_item(list: &Bound<'_, PyList>, index: usize) -> CallResult<u32> {
     drop(PyErr::take(list.py())); // the refused item set an exception
     let token = list.get_item(index)?.extract::<u32>();
-    token.map_err(|_| not_a_token(list.py(), index))
+    token.map_err(|_| not_a_token(index))
 }

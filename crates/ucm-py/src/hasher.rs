@@ -3,9 +3,9 @@
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
-use ucm_core::{BlockId, ExtraKey, HashMethod, IdMask, Part};
+use ucm_core::{BlockId, Error, ExtraKey, HashMethod, IdMask, Part};
 
-use crate::convert::{Tokens, id, id_list, ids, raise, to_py};
+use crate::convert::{Id, Ids, CallResult, Tokens, id_list};
 
 /// Most tokens hashed with the GIL held: half a millisecond.
 const AT_ONCE: usize = 1 << 15;
@@ -18,20 +18,15 @@ pub(crate) struct BlockHasher(ucm_core::BlockHasher);
 impl BlockHasher {
     #[new]
     #[pyo3(signature = (identity, block_size, hash_method = "sha256"))]
-    fn new(
-        py: Python<'_>,
-        identity: &[u8],
-        block_size: usize,
-        hash_method: &str,
-    ) -> PyResult<Self> {
-        let method = HashMethod::ALL
-            .into_iter()
-            .find(|method| method.name() == hash_method)
-            .ok_or_else(|| {
-                let error = ucm_core::Error::invalid("hash_method is sha256, blake3 or md5");
-                raise(py, &error.with("hash_method", hash_method))
-            })?;
-        to_py(py, ucm_core::BlockHasher::new(identity, block_size, method)).map(Self)
+    fn new(identity: &[u8], block_size: usize, hash_method: &str) -> CallResult<Self> {
+        let mut methods = HashMethod::ALL.into_iter();
+        let Some(method) = methods.find(|method| method.name() == hash_method) else {
+            let wrong = Error::invalid("hash_method is sha256, blake3 or md5");
+            return Err(wrong.with("hash_method", hash_method).into());
+        };
+        Ok(Self(ucm_core::BlockHasher::new(
+            identity, block_size, method,
+        )?))
     }
 
     /// Keys of the full blocks from block `start` on; `parent` is the key of block `start - 1`.
@@ -40,35 +35,27 @@ impl BlockHasher {
         &self,
         py: Python<'py>,
         tokens: &Bound<'py, PyAny>,
-        parent: Option<&Bound<'py, PyAny>>,
+        parent: Option<Id>,
         start: usize,
         extra: Option<Vec<(usize, u8, Vec<u8>)>>,
-    ) -> PyResult<Bound<'py, PyList>> {
-        let parent = parent.map(id).transpose()?;
+    ) -> CallResult<Bound<'py, PyList>> {
+        let parent = parent.map(|id| id.0);
         let skip = start.saturating_mul(self.0.block_size());
         if tokens.len().is_ok_and(|len| skip > len) {
-            let error =
-                ucm_core::Error::invalid("start lies behind the last full block of the tokens");
-            return Err(raise(py, &error.with("start", start)));
+            let error = Error::invalid("start lies behind the last full block of the tokens");
+            return Err(error.with("start", start).into());
         }
         let tokens = Tokens::read(tokens, skip)?;
         let extra = extra.unwrap_or_default();
-        let extra: Vec<ExtraKey<'_>> = extra
+        let extra: Vec<_> = extra
             .iter()
-            .map(|(block, tag, bytes)| ExtraKey {
-                block: *block,
-                tag: *tag,
-                bytes,
-            })
+            .map(|&(block, tag, ref bytes)| ExtraKey { block, tag, bytes })
             .collect();
         let tail = tokens.as_slice()?;
         let hash = || self.0.hash_tail(tail, parent, start, &extra);
-        let keys = if tail.len() <= AT_ONCE {
-            hash()
-        } else {
-            py.detach(hash)
-        };
-        id_list(py, &to_py(py, keys)?)
+        let short = tail.len() <= AT_ONCE;
+        let keys = if short { hash() } else { py.detach(hash) }?;
+        Ok(id_list(py, &keys)?)
     }
 
     /// The key before the first block.
@@ -106,16 +93,12 @@ pub(crate) fn part_mask(
     pipeline_rank: u32,
     tensor_rank: u32,
 ) -> Bound<'_, PyBytes> {
-    PyBytes::new(
-        py,
-        &Part {
-            group,
-            pipeline_rank,
-            tensor_rank,
-        }
-        .mask()
-        .0,
-    )
+    let part = Part {
+        group,
+        pipeline_rank,
+        tensor_rank,
+    };
+    PyBytes::new(py, &part.mask().0)
 }
 
 /// Record ids of block keys (or the other way round) under a part's mask. The keys may be
@@ -124,20 +107,16 @@ pub(crate) fn part_mask(
 pub(crate) fn record_ids<'py>(
     py: Python<'py>,
     keys: &Bound<'py, PyAny>,
-    mask: &Bound<'py, PyAny>,
-) -> PyResult<Bound<'py, PyList>> {
-    let mask = IdMask(id(mask)?.0);
+    mask: Id,
+) -> CallResult<Bound<'py, PyList>> {
+    let mask = IdMask(mask.0.0);
     let keys = match keys.cast::<PyBytes>() {
-        Ok(joined) => to_py(
-            py,
-            joined
-                .as_bytes()
-                .chunks(16)
-                .map(BlockId::from_slice)
-                .collect(),
-        )?,
-        Err(_) => ids(keys)?,
+        Ok(joined) => {
+            let keys = joined.as_bytes().chunks(16).map(BlockId::from_slice);
+            keys.collect::<ucm_core::Result<_>>()?
+        }
+        Err(_) => keys.extract::<Ids>()?.0,
     };
     let ids: Vec<_> = keys.into_iter().map(|key| key.xor(mask)).collect();
-    id_list(py, &ids)
+    Ok(id_list(py, &ids)?)
 }

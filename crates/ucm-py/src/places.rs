@@ -8,7 +8,7 @@ use ucm_core::Error;
 use ucm_tier::place::{Item, Place as Seen};
 use ucm_tier::registry;
 
-use crate::convert::to_py;
+use crate::convert::CallResult;
 use crate::task::same_process;
 
 /// A server or a bucket, for tools.
@@ -25,24 +25,21 @@ type Listed = (String, String, u64, u64, String);
 impl Place {
     /// `kind`: the name of a kind of tier; `options`: its options as a JSON text.
     #[new]
-    fn new(py: Python<'_>, kind: &str, options: &str) -> PyResult<Self> {
-        let opened = py.detach(|| registry::place(kind, options));
+    fn new(py: Python<'_>, kind: &str, options: &str) -> CallResult<Self> {
+        let seen = py.detach(|| registry::place(kind, options))?.into();
         let pid = std::process::id();
-        to_py(py, opened).map(|seen| Self {
-            seen: seen.into(),
-            pid,
-        })
+        Ok(Self { seen, pid })
     }
 
     /// Its capacity in bytes, its used bytes (0: unknown), and its description.
-    fn room(&self, py: Python<'_>) -> PyResult<(u64, u64, String)> {
+    fn room(&self, py: Python<'_>) -> CallResult<(u64, u64, String)> {
         let room = self.ask(py, |seen| seen.room())?;
         Ok((room.limit, room.used, room.words))
     }
 
     /// All its items: path below a root (empty: not ours), name on the server, length, time of last
     /// use in ns since 1970, version.
-    fn list(&self, py: Python<'_>) -> PyResult<Vec<Listed>> {
+    fn list(&self, py: Python<'_>) -> CallResult<Vec<Listed>> {
         let items = self.ask(py, |seen| seen.list())?;
         let listed = |item: Item| (item.path, item.name, item.len, item.used_ns, item.version);
         Ok(items.into_iter().map(listed).collect())
@@ -55,14 +52,14 @@ impl Place {
         name: &str,
         start: u64,
         length: u64,
-    ) -> PyResult<Option<Bound<'py, PyBytes>>> {
+    ) -> CallResult<Option<Bound<'py, PyBytes>>> {
         let bytes = self.ask(py, |seen| seen.read(name, start, length))?;
         Ok(bytes.map(|bytes| PyBytes::new(py, &bytes)))
     }
 
     /// Removes a listed item of ours; false if it does not exist any more, or was used or replaced
     /// since.
-    fn remove(&self, py: Python<'_>, item: Listed) -> PyResult<bool> {
+    fn remove(&self, py: Python<'_>, item: Listed) -> CallResult<bool> {
         let (path, name, len, used_ns, version) = item;
         let item = Item {
             path,
@@ -80,9 +77,8 @@ impl Place {
         &self,
         py: Python<'_>,
         ask: impl FnOnce(&dyn Seen) -> Result<T, Error> + Send,
-    ) -> PyResult<T> {
-        same_process(py, self.pid)?;
-        let answer = py.detach(|| ask(&*self.seen));
-        to_py(py, answer)
+    ) -> CallResult<T> {
+        same_process(self.pid)?;
+        Ok(py.detach(|| ask(&*self.seen))?)
     }
 }

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use ucm_core::Error;
 
-use crate::convert::raise;
+use crate::convert::CallResult;
 
 /// SHA-256 of pieces of files, read and hashed by threads of the lowest priority. They never take
 /// the GIL: a thread that holds it and gets no processor would block the engine.
@@ -23,26 +23,24 @@ impl QuietSha256 {
     }
 
     /// Adds up to `length` bytes of the open file `fd` from `offset` on; returns their number.
-    fn update(&self, py: Python<'_>, fd: i32, offset: u64, length: u64) -> PyResult<u64> {
+    fn update(&self, py: Python<'_>, fd: i32, offset: u64, length: u64) -> CallResult<u64> {
         if fd < 0 {
-            return Err(raise(py, &Error::invalid("no open file").with("fd", fd)));
+            return Err(Error::invalid("no open file").with("fd", fd).into());
         }
-        py.detach(|| {
-            // SAFETY: it is not -1, and the caller keeps it open until this returns.
-            let file = unsafe { BorrowedFd::borrow_raw(fd) };
-            self.0
-                .lock()
-                .as_mut()
-                .map(|digest| digest.update(file, offset, length))
-        })
-        .ok_or_else(|| raise(py, &Error::invalid("the digest was taken")))?
-        .map_err(PyErr::from)
+        // SAFETY: it is not -1, and the caller keeps it open until this returns.
+        let file = unsafe { BorrowedFd::borrow_raw(fd) };
+        let update = |digest: &mut ucm_io::QuietSha256| digest.update(file, offset, length);
+        let read = py.detach(|| self.0.lock().as_mut().map(update));
+        Ok(read.ok_or_else(taken)?.map_err(PyErr::from)?)
     }
 
     /// The digest; nothing can be added after that.
-    fn digest<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        let taken = self.0.lock().take();
-        let digest = taken.ok_or_else(|| raise(py, &Error::invalid("the digest was taken")))?;
+    fn digest<'py>(&self, py: Python<'py>) -> CallResult<Bound<'py, PyBytes>> {
+        let digest = self.0.lock().take().ok_or_else(taken)?;
         Ok(PyBytes::new(py, &digest.finish()))
     }
+}
+
+fn taken() -> Error {
+    Error::invalid("the digest was taken")
 }

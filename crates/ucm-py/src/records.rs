@@ -6,7 +6,7 @@ use ucm_core::{BlockId, DType, Geometry, IdMask};
 use ucm_record::{Keys, KnownRecord, RecordHeader, RecordLayout, Refusal, verify_whole};
 use ucm_tier::place::{SegmentTail, list_segment};
 
-use crate::convert::to_py;
+use crate::convert::CallResult;
 
 /// The parsed value, or the reason of the refusal and the found value.
 type Verdict<'py> = (Option<Bound<'py, PyDict>>, &'static str, String);
@@ -23,8 +23,8 @@ pub(crate) struct RecordKeys(Keys);
 impl RecordKeys {
     /// `text`: each key 64 hex digits on a line of its own.
     #[new]
-    fn new(py: Python<'_>, text: &str) -> PyResult<Self> {
-        to_py(py, Keys::parse(text)).map(Self)
+    fn new(text: &str) -> CallResult<Self> {
+        Ok(Self(Keys::parse(text)?))
     }
 }
 

@@ -14,7 +14,7 @@ use ucm_retrieval::{
     Representations, Reps, Rows, Scores, Selected, Team, Vectors, Windows,
 };
 
-use crate::convert::to_py;
+use crate::convert::CallResult;
 use crate::tensor::Tensor;
 
 /// Settings of a call: unscored blocks at the ends, threads, instruction set.
@@ -53,9 +53,8 @@ impl Run {
 }
 
 /// Computes without the GIL.
-fn computed(py: Python<'_>, work: impl FnOnce() -> Result<()> + Send) -> PyResult<()> {
-    let done = py.detach(work);
-    to_py(py, done)
+fn computed(py: Python<'_>, work: impl FnOnce() -> Result<()> + Send) -> CallResult<()> {
+    Ok(py.detach(work)?)
 }
 
 /// Rows of a batch.
@@ -112,7 +111,7 @@ pub(crate) fn dot_scores(
     out: Tensor,
     words: (String, String, String),
     run: Run,
-) -> PyResult<()> {
+) -> CallResult<()> {
     computed(py, || {
         let (isa, team) = run.how()?;
         let element = reps.element("reps")?;
@@ -238,7 +237,7 @@ pub(crate) fn hash_encode(
     codes: Tensor,
     slots: Option<Tensor>,
     run: Run,
-) -> PyResult<()> {
+) -> CallResult<()> {
     computed(py, || {
         let (isa, team) = run.how()?;
         let encoder = encoder(&weights)?;
@@ -288,7 +287,7 @@ pub(crate) fn hash_encode_query(
     weights: Tensor,
     codes: Tensor,
     run: Run,
-) -> PyResult<()> {
+) -> CallResult<()> {
     computed(py, || {
         let shape = codes.sizes("codes")?;
         codes.is("codes", "torch.uint8")?;
@@ -351,7 +350,7 @@ pub(crate) fn hash_scores(
     out: Tensor,
     heads_apart: bool,
     run: Run,
-) -> PyResult<()> {
+) -> CallResult<()> {
     computed(py, || {
         let scored = ScoredCodes(&codes, heads_apart, &run);
         let [_, block_size, heads, code_len] = codes.sizes("codes")?;
@@ -382,7 +381,7 @@ pub(crate) fn hamming_scores(
     out: Tensor,
     heads_apart: bool,
     run: Run,
-) -> PyResult<()> {
+) -> CallResult<()> {
     computed(py, || {
         let scored = ScoredCodes(&codes, heads_apart, &run);
         let [_, block_size, heads, code_len] = codes.sizes("codes")?;
@@ -466,7 +465,7 @@ pub(crate) fn hash_select(
     kept: KeptTensors,
     heads_apart: bool,
     run: Run,
-) -> PyResult<()> {
+) -> CallResult<()> {
     computed(py, || {
         let scored = ScoredCodes(&codes, heads_apart, &run);
         let [_, block_size, heads, code_len] = codes.sizes("codes")?;
@@ -548,7 +547,7 @@ pub(crate) fn select_blocks(
     budgets: Vec<usize>,
     kept: KeptTensors,
     run: Run,
-) -> PyResult<()> {
+) -> CallResult<()> {
     computed(py, || {
         let [_, heads, stride] = scores.sizes("scores")?;
         // SAFETY: Python guarantees that the first three may be read, and that only this call
@@ -576,7 +575,7 @@ pub(crate) fn paged_attention(
     out: Tensor,
     scale: f32,
     run: Run,
-) -> PyResult<()> {
+) -> CallResult<()> {
     computed(py, || {
         let (isa, team) = run.how()?;
         let [_, heads, block_size, both] = pages.sizes("pages")?;

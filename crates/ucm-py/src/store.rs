@@ -15,7 +15,7 @@ use ucm_store::builder::StoreSpec;
 use ucm_store::engine::{self, Engine, Hint, Pieces, Row, RowSides};
 use ucm_store::tiers::Priority;
 
-use crate::convert::{id_list, ids, raise, to_py};
+use crate::convert::{Ids, CallResult, id_list};
 use crate::ffi::{Published, spans};
 use crate::task::{Sides, Task, limit, same_process};
 
@@ -39,12 +39,12 @@ impl Asked {
     fn answer<'py>(
         &self,
         py: Python<'py>,
-    ) -> PyResult<Option<(Bound<'py, PyBytes>, &'static str, f64)>> {
-        same_process(py, self.pid)?;
+    ) -> CallResult<Option<(Bound<'py, PyBytes>, &'static str, f64)>> {
+        same_process(self.pid)?;
         let Some((located, took)) = self.asked.answer() else {
             return Ok(None);
         };
-        let (tiers, reason) = to_py(py, located)?;
+        let (tiers, reason) = located?;
         let reason = reason.unwrap_or(MissReason::Absent).name();
         Ok(Some((PyBytes::new(py, &tiers), reason, took.as_secs_f64())))
     }
@@ -58,34 +58,29 @@ pub(crate) struct Store(Arc<Engine>, OnceLock<Published>);
 impl Store {
     /// `setup`: the description as JSON text, see [`Setup`].
     #[new]
-    fn new(py: Python<'_>, setup: &str) -> PyResult<Self> {
-        let opened = py.detach(|| StoreSpec::parse(setup)?.open(SystemClock::shared()));
-        to_py(py, opened).map(|engine| Self(Arc::new(engine), OnceLock::new()))
+    fn new(py: Python<'_>, setup: &str) -> CallResult<Self> {
+        let engine = py.detach(|| StoreSpec::parse(setup)?.open(SystemClock::shared()))?;
+        Ok(Self(Arc::new(engine), OnceLock::new()))
     }
 
     /// For each id, true if it is stored completely.
-    fn lookup(&self, py: Python<'_>, block_ids: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
-        let ids = ids(block_ids)?;
-        let found = py.detach(|| self.0.lookup(&ids));
-        to_py(py, found)
+    fn lookup(&self, py: Python<'_>, block_ids: Ids) -> CallResult<Vec<bool>> {
+        Ok(py.detach(|| self.0.lookup(&block_ids.0))?)
     }
 
     /// Number of ids stored without a gap, from the first on.
-    fn lookup_on_prefix(&self, py: Python<'_>, block_ids: &Bound<'_, PyAny>) -> PyResult<usize> {
-        let ids = ids(block_ids)?;
-        let run = py.detach(|| self.0.lookup_on_prefix(&ids));
-        to_py(py, run)
+    fn lookup_on_prefix(&self, py: Python<'_>, block_ids: Ids) -> CallResult<usize> {
+        Ok(py.detach(|| self.0.lookup_on_prefix(&block_ids.0))?)
     }
 
     /// The same, with the reason why the next id is no hit; `None` if every id is a hit.
     fn explain_on_prefix(
         &self,
         py: Python<'_>,
-        block_ids: &Bound<'_, PyAny>,
-    ) -> PyResult<(usize, Option<&'static str>)> {
-        let ids = ids(block_ids)?;
-        let explained = py.detach(|| self.0.explain_on_prefix(&ids));
-        to_py(py, explained).map(|(run, reason)| (run, reason.map(MissReason::name)))
+        block_ids: Ids,
+    ) -> CallResult<(usize, Option<&'static str>)> {
+        let (run, reason) = py.detach(|| self.0.explain_on_prefix(&block_ids.0))?;
+        Ok((run, reason.map(MissReason::name)))
     }
 
     /// The tier from which each id would be read, a byte each, and the reason why the next id is no
@@ -93,25 +88,17 @@ impl Store {
     fn locate_on_prefix<'py>(
         &self,
         py: Python<'py>,
-        block_ids: &Bound<'_, PyAny>,
-    ) -> PyResult<(Bound<'py, PyBytes>, Option<&'static str>)> {
-        let ids = ids(block_ids)?;
-        let located = if self.0.answers_at_once() && ids.len() <= AT_ONCE {
-            self.0.locate_on_prefix(&ids)
-        } else {
-            py.detach(|| self.0.locate_on_prefix(&ids))
-        };
-        let (tiers, reason) = to_py(py, located)?;
+        block_ids: Ids,
+    ) -> CallResult<(Bound<'py, PyBytes>, Option<&'static str>)> {
+        let locate = || self.0.locate_on_prefix(&block_ids.0);
+        let short = self.0.answers_at_once() && block_ids.0.len() <= AT_ONCE;
+        let (tiers, reason) = if short { locate() } else { py.detach(locate) }?;
         Ok((PyBytes::new(py, &tiers), reason.map(MissReason::name)))
     }
 
     /// The same on a thread of the store.
-    fn begin_locate_on_prefix(
-        &self,
-        py: Python<'_>,
-        block_ids: &Bound<'_, PyAny>,
-    ) -> PyResult<Asked> {
-        let asked = to_py(py, self.0.begin_locate_on_prefix(ids(block_ids)?))?;
+    fn begin_locate_on_prefix(&self, block_ids: Ids) -> CallResult<Asked> {
+        let asked = self.0.begin_locate_on_prefix(block_ids.0)?;
         let pid = std::process::id();
         Ok(Asked { asked, pid })
     }
@@ -126,13 +113,13 @@ impl Store {
     fn load(
         &self,
         py: Python<'_>,
-        block_ids: &Bound<'_, PyAny>,
+        block_ids: Ids,
         shard_index: Vec<i64>,
         addrs: PyReadonlyArray2<'_, u64>,
         timeout: Option<f64>,
-    ) -> PyResult<Task> {
-        let deadline = limit(py, timeout)?;
-        let rows = self.rows(py, block_ids, &shard_index, &addrs)?;
+    ) -> CallResult<Task> {
+        let deadline = limit(timeout)?;
+        let rows = self.rows(block_ids, &shard_index, &addrs)?;
         self.begin(py, rows, |rows| self.0.load(rows, deadline))
     }
 
@@ -140,18 +127,15 @@ impl Store {
     /// `blocks` blocks.
     fn register_kv(
         &self,
-        py: Python<'_>,
         first: PyReadonlyArray1<'_, u64>,
         stride: PyReadonlyArray1<'_, u64>,
         blocks: u64,
-    ) -> PyResult<()> {
+    ) -> CallResult<()> {
         let (first, stride) = (first.as_array(), stride.as_array());
         if first.len() != stride.len() {
             let error = Error::invalid("first and stride must be equally long");
-            let error = error
-                .with("first", first.len())
-                .with("stride", stride.len());
-            return Err(raise(py, &error));
+            let error = error.with("first", first.len());
+            return Err(error.with("stride", stride.len()).into());
         }
         let lengths = self.0.geometry().tensors().iter().cycle();
         let pieces = first.iter().zip(stride).zip(lengths);
@@ -160,7 +144,7 @@ impl Store {
         // of device memory, valid until the tasks that name the block have ended: the contract of
         // register_kv, load_blocks and dump_blocks.
         let layout = unsafe { KvLayout::new(pieces.collect(), blocks) };
-        to_py(py, layout.and_then(|layout| self.0.register_kv(layout)))
+        Ok(self.0.register_kv(layout?)?)
     }
 
     /// Starts a load of whole blocks into device blocks by number.
@@ -168,12 +152,12 @@ impl Store {
     fn load_blocks(
         &self,
         py: Python<'_>,
-        block_ids: &Bound<'_, PyAny>,
+        block_ids: Ids,
         blocks: PyReadonlyArray1<'_, i64>,
         timeout: Option<f64>,
-    ) -> PyResult<Task> {
-        let deadline = limit(py, timeout)?;
-        let rows = self.numbered(py, block_ids, &blocks)?;
+    ) -> CallResult<Task> {
+        let deadline = limit(timeout)?;
+        let rows = self.numbered(block_ids, &blocks)?;
         self.begin(py, rows, |rows| self.0.load(rows, deadline))
     }
 
@@ -183,13 +167,13 @@ impl Store {
     fn dump_blocks(
         &self,
         py: Python<'_>,
-        block_ids: &Bound<'_, PyAny>,
+        block_ids: Ids,
         blocks: PyReadonlyArray1<'_, i64>,
         event: u64,
         sides: Option<PyReadonlyArray2<'_, u8>>,
-    ) -> PyResult<Task> {
-        let rows = self.numbered(py, block_ids, &blocks)?;
-        let rows = to_py(py, beside(rows, sides.as_ref()))?;
+    ) -> CallResult<Task> {
+        let rows = self.numbered(block_ids, &blocks)?;
+        let rows = beside(rows, sides.as_ref())?;
         self.begin(py, rows, |rows| self.0.dump(self.after(rows, event)?))
     }
 
@@ -198,17 +182,15 @@ impl Store {
     fn load_sides(
         &self,
         py: Python<'_>,
-        block_ids: &Bound<'_, PyAny>,
+        block_ids: Ids,
         name: &str,
         timeout: Option<f64>,
-    ) -> PyResult<Sides> {
-        let (deadline, ids) = (limit(py, timeout)?, ids(block_ids)?);
-        let rows = ids.len();
-        let begun = py.detach(|| self.0.load_sides(ids, name, deadline));
-        let sides = to_py(py, begun)?;
+    ) -> CallResult<Sides> {
+        let (deadline, rows) = (limit(timeout)?, block_ids.0.len());
+        let sides = py.detach(|| self.0.load_sides(block_ids.0, name, deadline))?;
         let task = self.task(sides.task.clone());
         let shape = [rows, sides.side_len()];
-        Sides::new(py, task, sides, shape)
+        Ok(Sides::new(py, task, sides, shape)?)
     }
 
     /// Starts writing side shards of blocks that are stored without them, or refuses at once. Bytes
@@ -216,10 +198,9 @@ impl Store {
     fn dump_sides(
         &self,
         py: Python<'_>,
-        block_ids: &Bound<'_, PyAny>,
+        block_ids: Ids,
         sides: Vec<(String, PyReadonlyArray2<'_, u8>)>,
-    ) -> PyResult<Task> {
-        let ids = ids(block_ids)?;
+    ) -> CallResult<Task> {
         let bytes = |(name, rows): &(String, PyReadonlyArray2<'_, u8>)| {
             let bytes: Vec<u8> = rows.as_array().iter().copied().collect();
             (name.clone(), bytes)
@@ -230,9 +211,9 @@ impl Store {
                 .iter()
                 .map(|(name, bytes)| (&**name, &bytes[..]))
                 .collect();
-            self.0.dump_sides(&ids, &sides)
-        });
-        to_py(py, task).map(|task| self.task(task))
+            self.0.dump_sides(&block_ids.0, &sides)
+        })?;
+        Ok(self.task(task))
     }
 
     /// The configured side shards: name, version of the content, bytes.
@@ -245,16 +226,10 @@ impl Store {
 
     /// Starts reading and verifying whole blocks as a load does, without copying them.
     #[pyo3(signature = (block_ids, timeout = None))]
-    fn verify(
-        &self,
-        py: Python<'_>,
-        block_ids: &Bound<'_, PyAny>,
-        timeout: Option<f64>,
-    ) -> PyResult<Task> {
-        let deadline = limit(py, timeout)?;
-        let ids = ids(block_ids)?;
-        let task = py.detach(|| self.0.verify(&ids, deadline));
-        to_py(py, task).map(|task| self.task(task))
+    fn verify(&self, py: Python<'_>, block_ids: Ids, timeout: Option<f64>) -> CallResult<Task> {
+        let deadline = limit(timeout)?;
+        let task = py.detach(|| self.0.verify(&block_ids.0, deadline))?;
+        Ok(self.task(task))
     }
 
     /// Starts a dump, or refuses it at once. The source is read when the device's event of this
@@ -264,14 +239,14 @@ impl Store {
     fn dump(
         &self,
         py: Python<'_>,
-        block_ids: &Bound<'_, PyAny>,
+        block_ids: Ids,
         shard_index: Vec<i64>,
         addrs: PyReadonlyArray2<'_, u64>,
         event: u64,
         sides: Option<PyReadonlyArray2<'_, u8>>,
-    ) -> PyResult<Task> {
-        let rows = self.rows(py, block_ids, &shard_index, &addrs)?;
-        let rows = to_py(py, beside(rows, sides.as_ref()))?;
+    ) -> CallResult<Task> {
+        let rows = self.rows(block_ids, &shard_index, &addrs)?;
+        let rows = beside(rows, sides.as_ref())?;
         self.begin(py, rows, |rows| self.0.dump(self.after(rows, event)?))
     }
 
@@ -280,130 +255,107 @@ impl Store {
     #[pyo3(signature = (block_ids, parents, ordinals, tokens, tenant = None))]
     fn describe(
         &self,
-        block_ids: &Bound<'_, PyAny>,
-        parents: Option<&Bound<'_, PyAny>>,
+        block_ids: Ids,
+        parents: Option<Ids>,
         ordinals: Option<Vec<u32>>,
         tokens: Option<Vec<u32>>,
         tenant: Option<&[u8]>,
-    ) -> PyResult<()> {
-        let (blocks, py) = (ids(block_ids)?, block_ids.py());
-        let parents = parents.map(ids).transpose()?;
+    ) -> CallResult<()> {
+        let blocks = &block_ids.0;
         for (name, len) in [
-            ("parents", parents.as_ref().map(Vec::len)),
+            ("parents", parents.as_ref().map(|parents| parents.0.len())),
             ("ordinals", ordinals.as_ref().map(Vec::len)),
             ("tokens", tokens.as_ref().map(Vec::len)),
         ] {
-            if len.is_some_and(|len| len != blocks.len()) {
+            if let Some(len) = len.filter(|&len| len != blocks.len()) {
                 let error = Error::invalid(format!("{name} must have one entry per block id"));
-                return Err(raise(
-                    py,
-                    &error
-                        .with("given", len.unwrap_or(0))
-                        .with("expected", blocks.len()),
-                ));
+                let error = error.with("given", len).with("expected", blocks.len());
+                return Err(error.into());
             }
         }
         let tenant: [u8; 32] = match tenant {
             None => [0; 32],
             Some(tag) => tag.try_into().map_err(|_| {
-                let error = Error::invalid("the tag of a tenant has 32 bytes");
-                raise(py, &error.with("given", tag.len()))
+                Error::invalid("the tag of a tenant has 32 bytes").with("given", tag.len())
             })?,
         };
         let at = |list: &Option<Vec<u32>>, i: usize| list.as_ref().map_or(0, |list| list[i]);
-        let told = self
-            .0
-            .describe(blocks.iter().enumerate().map(|(i, &block)| {
-                let parent = parents
-                    .as_ref()
-                    .map_or(BlockId::default(), |parents| parents[i]);
-                (
-                    block,
-                    Hint {
-                        parent,
-                        ordinal: at(&ordinals, i),
-                        tokens: at(&tokens, i),
-                        tenant,
-                    },
-                )
-            }));
-        to_py(py, told)
+        let hint = |i| Hint {
+            parent: parents
+                .as_ref()
+                .map_or_else(BlockId::default, |parents| parents.0[i]),
+            ordinal: at(&ordinals, i),
+            tokens: at(&tokens, i),
+            tenant,
+        };
+        let hints = blocks
+            .iter()
+            .enumerate()
+            .map(|(i, &block)| (block, hint(i)));
+        Ok(self.0.describe(hints)?)
     }
 
     /// Another rank could not use these records: they are no hits until the next dump has replaced
     /// them.
-    fn mark_bad(&self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
-        to_py(block_ids.py(), self.0.mark_bad(&ids(block_ids)?))
+    fn mark_bad(&self, block_ids: Ids) -> CallResult<()> {
+        Ok(self.0.mark_bad(&block_ids.0)?)
     }
 
     /// Another rank replaces these records: their refusals are cleared.
-    fn clear_bad(&self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
-        to_py(block_ids.py(), self.0.clear_bad(&ids(block_ids)?))
+    fn clear_bad(&self, block_ids: Ids) -> CallResult<()> {
+        Ok(self.0.clear_bad(&block_ids.0)?)
     }
 
     /// These blocks, in chain order from ordinal `first` on, were used.
     #[pyo3(signature = (block_ids, first = 0))]
-    fn touch(&self, py: Python<'_>, block_ids: &Bound<'_, PyAny>, first: u32) -> PyResult<()> {
-        let ids: Vec<(BlockId, u32)> = ids(block_ids)?.into_iter().zip(first..).collect();
-        let told = py.detach(|| self.0.touch(&ids));
-        to_py(py, told)
+    fn touch(&self, py: Python<'_>, block_ids: Ids, first: u32) -> CallResult<()> {
+        let ids: Vec<(BlockId, u32)> = block_ids.0.into_iter().zip(first..).collect();
+        Ok(py.detach(|| self.0.touch(&ids))?)
     }
 
     /// The same, for records that only this process can touch.
     #[pyo3(signature = (block_ids, first = 0))]
-    fn touch_own(&self, py: Python<'_>, block_ids: &Bound<'_, PyAny>, first: u32) -> PyResult<()> {
-        let ids: Vec<(BlockId, u32)> = ids(block_ids)?.into_iter().zip(first..).collect();
-        to_py(py, self.0.touch_own(&ids))
+    fn touch_own(&self, block_ids: Ids, first: u32) -> CallResult<()> {
+        let ids: Vec<(BlockId, u32)> = block_ids.0.into_iter().zip(first..).collect();
+        Ok(self.0.touch_own(&ids)?)
     }
 
     /// Whether `touch_own` does anything.
-    fn wants_touch_own(&self, py: Python<'_>) -> PyResult<bool> {
-        to_py(py, self.0.check_process())?;
+    fn wants_touch_own(&self) -> CallResult<bool> {
+        self.0.check_process()?;
         Ok(self.0.wants_touch_own())
     }
 
     /// Prefetches blocks into the upper tiers; returns the number of accepted ones.
-    fn prefetch(
-        &self,
-        py: Python<'_>,
-        block_ids: &Bound<'_, PyAny>,
-        priority: &str,
-    ) -> PyResult<usize> {
-        let ids = ids(block_ids)?;
-        let Some(priority) = Priority::ALL
-            .into_iter()
-            .find(|known| known.name() == priority)
-        else {
+    fn prefetch(&self, py: Python<'_>, block_ids: Ids, priority: &str) -> CallResult<usize> {
+        let mut known = Priority::ALL.into_iter();
+        let Some(priority) = known.find(|known| known.name() == priority) else {
             let known = Priority::ALL.map(Priority::name).join(", ");
             let error = Error::invalid("there is no such priority").with("priority", priority);
-            return Err(raise(py, &error.with("known", known)));
+            return Err(error.with("known", known).into());
         };
-        let taken = py.detach(|| self.0.prefetch(&ids, priority));
-        to_py(py, taken)
+        Ok(py.detach(|| self.0.prefetch(&block_ids.0, priority))?)
     }
 
     /// Cancels the prefetch of these blocks; returns the number of those still waiting.
-    fn cancel_prefetch(&self, py: Python<'_>, block_ids: &Bound<'_, PyAny>) -> PyResult<usize> {
-        let ids = ids(block_ids)?;
-        let cancelled = py.detach(|| self.0.cancel_prefetch(&ids));
-        to_py(py, cancelled)
+    fn cancel_prefetch(&self, py: Python<'_>, block_ids: Ids) -> CallResult<usize> {
+        Ok(py.detach(|| self.0.cancel_prefetch(&block_ids.0))?)
     }
 
     /// Publishes soon the dumped blocks that wait for others to be published with them.
-    fn flush(&self, py: Python<'_>) -> PyResult<()> {
-        let flushed = py.detach(|| self.0.flush());
-        to_py(py, flushed)
+    fn flush(&self, py: Python<'_>) -> CallResult<()> {
+        Ok(py.detach(|| self.0.flush())?)
     }
 
     /// Number of blocks that a dump could accept now.
-    fn free_dump_slots(&self, py: Python<'_>) -> PyResult<usize> {
-        to_py(py, self.0.check_process())?;
+    fn free_dump_slots(&self) -> CallResult<usize> {
+        self.0.check_process()?;
         Ok(self.0.free_dump_slots())
     }
 
     /// Ids that this process can read before others, added and removed since the last call.
-    fn early<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyList>, Bound<'py, PyList>)> {
-        let early = to_py(py, self.0.locally_visible())?;
+    fn early<'py>(&self, py: Python<'py>) -> CallResult<(Bound<'py, PyList>, Bound<'py, PyList>)> {
+        let early = self.0.locally_visible()?;
         Ok((id_list(py, &early.gained)?, id_list(py, &early.lost)?))
     }
 
@@ -414,8 +366,8 @@ impl Store {
     }
 
     /// Counters, gauges and histograms as JSON text.
-    fn stats(&self, py: Python<'_>) -> PyResult<String> {
-        to_py(py, self.0.check_process())?;
+    fn stats(&self, py: Python<'_>) -> CallResult<String> {
+        self.0.check_process()?;
         Ok(py.detach(|| self.0.stats().to_string()))
     }
 
@@ -427,11 +379,11 @@ impl Store {
 
     /// Address of the store's C table (`ucm_store.h`), the same in every call. An error after the
     /// store was closed.
-    fn cc_store(&self, py: Python<'_>) -> PyResult<usize> {
+    fn cc_store(&self) -> CallResult<usize> {
         if let Some(table) = self.1.get() {
             return Ok(table.address());
         }
-        let table = to_py(py, Published::new(&self.0))?;
+        let table = Published::new(&self.0)?;
         Ok(self.1.get_or_init(|| table).address())
     }
 
@@ -496,31 +448,24 @@ impl Store {
         py: Python<'_>,
         rows: Vec<Row>,
         begin: impl FnOnce(Vec<Row>) -> ucm_core::Result<engine::Task> + Send,
-    ) -> PyResult<Task> {
+    ) -> CallResult<Task> {
         let many = rows.len() > ROWS_AT_ONCE;
         let begin = || begin(rows);
-        let task = if many { py.detach(begin) } else { begin() };
-        to_py(py, task).map(|task| self.task(task))
+        let task = if many { py.detach(begin) } else { begin() }?;
+        Ok(self.task(task))
     }
 
     /// Rows of whole blocks by their numbers on the device.
-    fn numbered(
-        &self,
-        py: Python<'_>,
-        block_ids: &Bound<'_, PyAny>,
-        blocks: &PyReadonlyArray1<'_, i64>,
-    ) -> PyResult<Vec<Row>> {
-        let (ids, blocks) = (ids(block_ids)?, blocks.as_array());
+    fn numbered(&self, block_ids: Ids, blocks: &PyReadonlyArray1<'_, i64>) -> CallResult<Vec<Row>> {
+        let (ids, blocks) = (block_ids.0, blocks.as_array());
         if ids.len() != blocks.len() {
             let error = Error::invalid("block_ids and blocks must be equally many");
-            let error = error
-                .with("block_ids", ids.len())
-                .with("blocks", blocks.len());
-            return Err(raise(py, &error));
+            let error = error.with("block_ids", ids.len());
+            return Err(error.with("blocks", blocks.len()).into());
         }
         // A negative number also lies beyond every layout's last block.
         let numbers = blocks.iter().map(|&number| number as u64);
-        to_py(py, self.0.rows_of_blocks(ids.into_iter().zip(numbers)))
+        Ok(self.0.rows_of_blocks(ids.into_iter().zip(numbers))?)
     }
 
     /// Rows that wait for an event of the device, unless its handle is 0.
@@ -536,61 +481,44 @@ impl Store {
 
     fn rows(
         &self,
-        py: Python<'_>,
-        block_ids: &Bound<'_, PyAny>,
+        block_ids: Ids,
         shard_index: &[i64],
         addrs: &PyReadonlyArray2<'_, u64>,
-    ) -> PyResult<Vec<Row>> {
-        let ids = ids(block_ids)?;
-        let geometry = self.0.geometry();
+    ) -> CallResult<Vec<Row>> {
+        let (ids, geometry) = (block_ids.0, self.0.geometry());
         let (rows, pieces) = (addrs.shape()[0], addrs.shape()[1]);
-        let invalid = |error: Error| Err(raise(py, &error));
         if ids.len() != rows || shard_index.len() != rows {
             let error =
                 Error::invalid("block_ids, shard_index and the rows of addrs must be equally many");
-            let error = error
-                .with("block_ids", ids.len())
-                .with("shard_index", shard_index.len());
-            return invalid(error.with("addrs", rows));
+            let error = error.with("block_ids", ids.len());
+            let error = error.with("shard_index", shard_index.len());
+            return Err(error.with("addrs", rows).into());
         }
         if rows > 0 && pieces != geometry.tensors_per_shard() {
             let error = Error::invalid("addrs must have one column per tensor of a shard");
-            return invalid(
-                error
-                    .with("columns", pieces)
-                    .with("expected", geometry.tensors_per_shard()),
-            );
+            let error = error.with("columns", pieces);
+            return Err(error.with("expected", geometry.tensors_per_shard()).into());
         }
-        let addrs = addrs.as_array();
-        ids.into_iter()
-            .zip(shard_index)
-            .zip(addrs.rows())
-            .enumerate()
-            .map(|(number, ((id, &shard), addrs))| {
-                let shard = u32::try_from(shard).map_err(|_| {
-                    raise(
-                        py,
-                        &Error::invalid("shard index out of range")
-                            .with("row", number)
-                            .with("shard", shard)
-                            .with("shards", geometry.shards()),
-                    )
-                })?;
-                // SAFETY: the caller of the store vouches that each address names that many bytes
-                // of device memory, valid until the task has ended: the contract of load_data and
-                // dump_data.
-                let spans = to_py(py, unsafe {
-                    spans(geometry, number, addrs.iter().copied())
-                })?;
-                Ok(Row {
-                    id,
-                    shard,
-                    pieces: Pieces::Listed(spans),
-                    ready: None,
-                    sides: RowSides::None,
-                })
-            })
-            .collect()
+        let shards = ids.into_iter().zip(shard_index);
+        let mut read = Vec::with_capacity(rows);
+        for (number, ((id, &shard), addrs)) in shards.zip(addrs.as_array().rows()).enumerate() {
+            let shard = u32::try_from(shard).map_err(|_| {
+                let error = Error::invalid("shard index out of range").with("row", number);
+                error.with("shard", shard).with("shards", geometry.shards())
+            })?;
+            // SAFETY: the caller of the store vouches that each address names that many bytes
+            // of device memory, valid until the task ended; that is the contract of load_data
+            // and dump_data.
+            let spans = unsafe { spans(geometry, number, addrs.iter().copied()) }?;
+            read.push(Row {
+                id,
+                shard,
+                pieces: Pieces::Listed(spans),
+                ready: None,
+                sides: RowSides::None,
+            });
+        }
+        Ok(read)
     }
 }
 

@@ -10,7 +10,7 @@ use ucm_core::{Error, ErrorKind};
 use ucm_infra::Clock;
 use ucm_store::engine::{self, Until};
 
-use crate::convert::{exception, raise};
+use crate::convert::{CallResult, exception};
 
 /// A load or dump.
 #[pyclass(frozen, module = "ucm._core")]
@@ -55,8 +55,8 @@ impl Sides {
 
     /// The bytes, a row for each id (zeros for a missing one), and for each whether it exists;
     /// final when the task has finished.
-    fn result<'py>(&self, py: Python<'py>) -> PyResult<SideArrays<'py>> {
-        self.task.get().check_process(py)?;
+    fn result<'py>(&self, py: Python<'py>) -> CallResult<SideArrays<'py>> {
+        self.task.get().check_process()?;
         let bytes = py.detach(|| self.sides.bytes());
         let found = (0..self.shape[0])
             .map(|row| self.sides.task.shard_done(row))
@@ -68,46 +68,42 @@ impl Sides {
 
 /// A caller's limit in seconds. A negative one has passed already; an infinite one becomes the
 /// longest duration.
-pub(crate) fn limit(py: Python<'_>, seconds: Option<f64>) -> PyResult<Option<Duration>> {
+pub(crate) fn limit(seconds: Option<f64>) -> CallResult<Option<Duration>> {
     let Some(seconds) = seconds else {
         return Ok(None);
     };
     if seconds.is_nan() {
-        return Err(raise(
-            py,
-            &Error::invalid("timeout is a number of seconds, not NaN"),
-        ));
+        return Err(Error::invalid("timeout is a number of seconds, not NaN").into());
     }
-    Ok(Some(
-        Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX),
-    ))
+    let limit = Duration::try_from_secs_f64(seconds.max(0.0));
+    Ok(Some(limit.unwrap_or(Duration::MAX)))
 }
 
-fn until(py: Python<'_>, name: &str) -> PyResult<Until> {
+fn until(name: &str) -> CallResult<Until> {
     match name {
         "staged" => Ok(Until::Staged),
         "published" => Ok(Until::Published),
-        _ => Err(raise(
-            py,
-            &Error::invalid("until is \"staged\" or \"published\"").with("until", name),
-        )),
+        _ => {
+            let wrong = Error::invalid("until is \"staged\" or \"published\"");
+            Err(wrong.with("until", name).into())
+        }
     }
 }
 
 #[pymethods]
 impl Task {
     /// True if the level was reached or failed; never waits.
-    fn check(&self, py: Python<'_>, level: &str) -> PyResult<bool> {
-        let level = until(py, level)?;
-        self.check_process(py)?;
+    fn check(&self, level: &str) -> CallResult<bool> {
+        let level = until(level)?;
+        self.check_process()?;
         Ok(self.task.check(&*self.clock, level))
     }
 
     /// Waits for the level, at most `timeout` seconds; false at the timeout.
-    fn wait(&self, py: Python<'_>, level: &str, timeout: Option<f64>) -> PyResult<bool> {
-        let level = until(py, level)?;
-        self.check_process(py)?;
-        let limit = limit(py, timeout)?;
+    fn wait(&self, py: Python<'_>, level: &str, timeout: Option<f64>) -> CallResult<bool> {
+        let level = until(level)?;
+        self.check_process()?;
+        let limit = limit(timeout)?;
         Ok(py.detach(|| {
             let limit = limit.map(|limit| self.clock.now().after(limit));
             self.task.wait(&*self.clock, level, limit)
@@ -116,15 +112,15 @@ impl Task {
 
     /// True if a row of a load was copied, verified, possibly before the rest of its block; never
     /// waits.
-    fn shard_done(&self, py: Python<'_>, row: usize) -> PyResult<bool> {
-        self.check_process(py)?;
+    fn shard_done(&self, row: usize) -> CallResult<bool> {
+        self.check_process()?;
         Ok(self.task.shard_done(row))
     }
 
     /// Waits for that, at most `timeout` seconds; false at the timeout or if the row has failed.
-    fn wait_shard(&self, py: Python<'_>, row: usize, timeout: Option<f64>) -> PyResult<bool> {
-        self.check_process(py)?;
-        let limit = limit(py, timeout)?;
+    fn wait_shard(&self, py: Python<'_>, row: usize, timeout: Option<f64>) -> CallResult<bool> {
+        self.check_process()?;
+        let limit = limit(timeout)?;
         Ok(py.detach(|| {
             let limit = limit.map(|limit| self.clock.now().after(limit));
             self.task.wait_shard(&*self.clock, row, limit)
@@ -132,14 +128,14 @@ impl Task {
     }
 
     /// Loaded blocks by their tier; final when the load has finished.
-    fn served(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
-        self.check_process(py)?;
+    fn served(&self) -> CallResult<Vec<u64>> {
+        self.check_process()?;
         Ok(self.task.served().to_vec())
     }
 
     /// The failed rows, each with its exception.
-    fn failures<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        self.check_process(py)?;
+    fn failures<'py>(&self, py: Python<'py>) -> CallResult<Bound<'py, PyDict>> {
+        self.check_process()?;
         let failures = PyDict::new(py);
         for (row, error) in self.task.failures() {
             failures.set_item(row, exception(py, &error)?)?;
@@ -149,16 +145,16 @@ impl Task {
 }
 
 impl Task {
-    fn check_process(&self, py: Python<'_>) -> PyResult<()> {
-        same_process(py, self.pid)
+    fn check_process(&self) -> CallResult<()> {
+        same_process(self.pid)
     }
 }
 
 /// Refuses a task from before a fork, whose locks may be held for ever.
-pub(crate) fn same_process(py: Python<'_>, pid: u32) -> PyResult<()> {
+pub(crate) fn same_process(pid: u32) -> CallResult<()> {
     if pid == std::process::id() {
         return Ok(());
     }
     let text = "this was started before a fork; only the parent can wait for it";
-    Err(raise(py, &Error::new(ErrorKind::Forked, text)))
+    Err(Error::new(ErrorKind::Forked, text).into())
 }

@@ -2,11 +2,11 @@
 
 use pyo3::prelude::*;
 
-use crate::convert::to_py;
+use crate::convert::CallResult;
 
 /// Restricts threads that the core starts from now on to these processors, independent of the
 /// starting thread's own.
 #[pyfunction]
-pub(crate) fn run_threads_on(py: Python<'_>, processors: Vec<usize>) -> PyResult<()> {
-    to_py(py, ucm_infra::run_threads_on(&processors))
+pub(crate) fn run_threads_on(processors: Vec<usize>) -> CallResult<()> {
+    Ok(ucm_infra::run_threads_on(&processors)?)
 }

@@ -19,7 +19,7 @@ use ucm_device::{Device, DeviceSpan, Direction, HostSpan, Transfer, open_device}
 use ucm_infra::log::NOBODY;
 use ucm_infra::{Clock, MonotonicTime, SystemClock};
 
-use crate::convert::{raise, to_py};
+use crate::convert::CallResult;
 use crate::store::{Line, lines_of};
 use crate::task::{limit, same_process};
 
@@ -34,10 +34,10 @@ pub(crate) struct TransDevice {
 impl TransDevice {
     /// `name`: "host", "cuda:0".
     #[new]
-    fn new(py: Python<'_>, name: &str) -> PyResult<Self> {
-        let opened = py.detach(|| open_device(name, Transfer::Auto, SystemClock::shared()));
+    fn new(py: Python<'_>, name: &str) -> CallResult<Self> {
+        let device = py.detach(|| open_device(name, Transfer::Auto, SystemClock::shared()))?;
         let pid = std::process::id();
-        to_py(py, opened).map(|device| Self { device, pid })
+        Ok(Self { device, pid })
     }
 
     /// Its name, with its number.
@@ -53,10 +53,10 @@ impl TransDevice {
     }
 
     /// A stream with this copy method: auto, dma, sm or staging.
-    fn make_stream(&self, py: Python<'_>, transfer: &str) -> PyResult<TransStream> {
-        same_process(py, self.pid)?;
-        let transfer = to_py(py, Transfer::from_word(transfer))?;
-        let stream = to_py(py, py.detach(|| self.device.make_stream_by(transfer)))?;
+    fn make_stream(&self, py: Python<'_>, transfer: &str) -> CallResult<TransStream> {
+        same_process(self.pid)?;
+        let transfer = Transfer::from_word(transfer)?;
+        let stream = py.detach(|| self.device.make_stream_by(transfer))?;
         Ok(TransStream {
             copies: Mutex::new(Some(Copies::new(stream))),
             pid: self.pid,
@@ -64,8 +64,8 @@ impl TransDevice {
     }
 
     /// The source of buffers, without pools yet.
-    fn make_buffer(&self, py: Python<'_>) -> PyResult<TransBuffer> {
-        same_process(py, self.pid)?;
+    fn make_buffer(&self) -> CallResult<TransBuffer> {
+        same_process(self.pid)?;
         Ok(TransBuffer {
             pools: Pools::new(Arc::clone(&self.device), SystemClock::shared()),
             pid: self.pid,
@@ -83,10 +83,10 @@ pub(crate) struct TransBuffer {
 #[pymethods]
 impl TransBuffer {
     /// A buffer outside of pools; `place` is "device" or "host", as below.
-    fn make(&self, py: Python<'_>, place: &str, size: &Bound<'_, PyAny>) -> PyResult<TransMemory> {
-        let (place, size) = (self.place(py, place)?, count(size, "size")?);
-        let made = py.detach(|| self.pools.make(place, size));
-        to_py(py, made).map(|buffer| TransMemory::new(buffer, self.pid))
+    fn make(&self, py: Python<'_>, place: &str, size: &Bound<'_, PyAny>) -> CallResult<TransMemory> {
+        let (place, size) = (self.place(place)?, count(size, "size")?);
+        let buffer = py.detach(|| self.pools.make(place, size))?;
+        Ok(TransMemory::new(buffer, self.pid))
     }
 
     /// Adds to the pool of this size.
@@ -96,10 +96,10 @@ impl TransBuffer {
         place: &str,
         size: &Bound<'_, PyAny>,
         number: &Bound<'_, PyAny>,
-    ) -> PyResult<()> {
-        let place = self.place(py, place)?;
+    ) -> CallResult<()> {
+        let place = self.place(place)?;
         let (size, number) = (count(size, "size")?, count(number, "number")?);
-        to_py(py, py.detach(|| self.pools.fill(place, size, number)))
+        Ok(py.detach(|| self.pools.fill(place, size, number))?)
     }
 
     /// A buffer from a pool; waits at most `timeout` seconds.
@@ -109,12 +109,12 @@ impl TransBuffer {
         place: &str,
         size: &Bound<'_, PyAny>,
         timeout: Option<f64>,
-    ) -> PyResult<TransMemory> {
-        let (place, size) = (self.place(py, place)?, count(size, "size")?);
-        let limit = limit(py, timeout)?;
-        may_wait(py)?;
-        let got = py.detach(|| self.pools.get(place, size, until(limit)));
-        to_py(py, got).map(|buffer| TransMemory::new(buffer, self.pid))
+    ) -> CallResult<TransMemory> {
+        let (place, size) = (self.place(place)?, count(size, "size")?);
+        let limit = limit(timeout)?;
+        may_wait()?;
+        let buffer = py.detach(|| self.pools.get(place, size, until(limit)))?;
+        Ok(TransMemory::new(buffer, self.pid))
     }
 
     /// Pins memory of the caller.
@@ -123,33 +123,32 @@ impl TransBuffer {
         py: Python<'_>,
         address: &Bound<'_, PyAny>,
         size: &Bound<'_, PyAny>,
-    ) -> PyResult<()> {
-        same_process(py, self.pid)?;
+    ) -> CallResult<()> {
+        same_process(self.pid)?;
         let (address, size) = (number(address)?, count(size, "size")?);
         // SAFETY: the caller of `register_host_buffer` vouches that the memory stays mapped until
         // it is unregistered.
         let host = unsafe { HostSpan::new(address, size as u64) };
-        to_py(py, py.detach(|| self.pools.register(host)))
+        Ok(py.detach(|| self.pools.register(host))?)
     }
 
     /// Ends that.
-    fn unregister(&self, py: Python<'_>, address: &Bound<'_, PyAny>) -> PyResult<()> {
-        same_process(py, self.pid)?;
+    fn unregister(&self, py: Python<'_>, address: &Bound<'_, PyAny>) -> CallResult<()> {
+        same_process(self.pid)?;
         let address = number(address)?;
-        to_py(py, py.detach(|| self.pools.unregister(address)))
+        Ok(py.detach(|| self.pools.unregister(address))?)
     }
 }
 
 impl TransBuffer {
-    fn place(&self, py: Python<'_>, place: &str) -> PyResult<Place> {
-        same_process(py, self.pid)?;
+    fn place(&self, place: &str) -> CallResult<Place> {
+        same_process(self.pid)?;
         match place {
             "device" => Ok(Place::Device),
             "host" => Ok(Place::Host),
             _ => {
-                let unknown =
-                    Error::invalid("a place is \"device\" or \"host\"").with("place", place);
-                Err(raise(py, &unknown))
+                let unknown = Error::invalid("a place is \"device\" or \"host\"");
+                Err(unknown.with("place", place).into())
             }
         }
     }
@@ -166,18 +165,18 @@ pub(crate) struct TransMemory {
 impl TransMemory {
     /// The address of its first byte; an error after it was returned.
     #[getter]
-    fn address(&self, py: Python<'_>) -> PyResult<u64> {
-        self.held(py).map(|buffer| buffer.address())
+    fn address(&self) -> CallResult<u64> {
+        self.held().map(|buffer| buffer.address())
     }
 
     /// Usable bytes.
     #[getter]
-    fn size(&self, py: Python<'_>) -> PyResult<usize> {
-        self.held(py).map(|buffer| buffer.len())
+    fn size(&self) -> CallResult<usize> {
+        self.held().map(|buffer| buffer.len())
     }
 
-    fn __index__(&self, py: Python<'_>) -> PyResult<u64> {
-        self.address(py)
+    fn __index__(&self) -> CallResult<u64> {
+        self.address()
     }
 
     /// Returns it to its pool or frees it, when no copy and no view uses it any more; repeatable.
@@ -206,13 +205,12 @@ impl TransMemory {
         this: Bound<'_, Self>,
         view: *mut ffi::Py_buffer,
         flags: std::ffi::c_int,
-    ) -> PyResult<()> {
+    ) -> CallResult<()> {
         let py = this.py();
-        let buffer = this.get().held(py)?;
+        let buffer = this.get().held()?;
         if buffer.place() != Place::Host {
-            return Err(PyBufferError::new_err(
-                "the host cannot reach a buffer on the device",
-            ));
+            let wrong = PyBufferError::new_err("the host cannot reach a buffer on the device");
+            return Err(wrong.into());
         }
         let first = with_exposed_provenance_mut(buffer.address() as usize);
         let len = buffer.len() as ffi::Py_ssize_t;
@@ -220,7 +218,7 @@ impl TransMemory {
         // it keeps the buffer alive.
         unsafe {
             if ffi::PyBuffer_FillInfo(view, this.as_ptr(), first, len, 0, flags) != 0 {
-                return Err(PyErr::fetch(py));
+                return Err(PyErr::fetch(py).into());
             }
             (*view).internal = Arc::into_raw(buffer).cast_mut().cast();
         }
@@ -244,15 +242,10 @@ impl TransMemory {
         }
     }
 
-    fn held(&self, py: Python<'_>) -> PyResult<Arc<Buffer>> {
-        same_process(py, self.pid)?;
+    fn held(&self) -> CallResult<Arc<Buffer>> {
+        same_process(self.pid)?;
         let held = self.buffer.lock().clone();
-        held.ok_or_else(|| {
-            raise(
-                py,
-                &Error::new(ErrorKind::Closed, "this buffer was returned"),
-            )
-        })
+        held.ok_or_else(|| Error::new(ErrorKind::Closed, "this buffer was given back").into())
     }
 }
 
@@ -289,13 +282,13 @@ impl TransStream {
         size: &Bound<'_, PyAny>,
         number: Option<&Bound<'_, PyAny>>,
         wait: bool,
-    ) -> PyResult<()> {
+    ) -> CallResult<()> {
         let direction = if to_device {
             Direction::ToDevice
         } else {
             Direction::ToHost
         };
-        let job = job(py, shape, direction, [device, host], size, number)?;
+        let job = job(shape, direction, [device, host], size, number)?;
         self.with(py, move |copies| {
             if wait {
                 return copies.transfer(job.direction, &job.pairs);
@@ -306,15 +299,15 @@ impl TransStream {
 
     /// Calls a function on the stream's thread when all earlier work has ended, with true if all of
     /// it succeeded.
-    fn append_callback(&self, py: Python<'_>, call: Py<PyAny>) -> PyResult<()> {
+    fn append_callback(&self, py: Python<'_>, call: Py<PyAny>) -> CallResult<()> {
         self.with(py, |copies| {
             copies.callback(move |well| Callbacks::run(&call, well))
         })
     }
 
     /// Waits for all submitted work, at most `timeout` seconds.
-    fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        let limit = limit(py, timeout)?;
+    fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> CallResult<()> {
+        let limit = limit(timeout)?;
         self.with(py, |copies| copies.synchronize(until(limit)))
     }
 
@@ -332,14 +325,14 @@ impl TransStream {
         &self,
         py: Python<'_>,
         call: impl FnOnce(&mut Copies) -> ucm_core::Result<T> + Send,
-    ) -> PyResult<T> {
-        same_process(py, self.pid)?;
-        may_wait(py)?;
+    ) -> CallResult<T> {
+        same_process(self.pid)?;
+        may_wait()?;
         let result = py.detach(|| match self.copies.lock().as_mut() {
             Some(copies) => call(copies),
             None => Err(Error::new(ErrorKind::Closed, "this stream was closed")),
         });
-        to_py(py, result)
+        Ok(result?)
     }
 }
 
@@ -441,12 +434,12 @@ pub(crate) fn end_callbacks(py: Python<'_>) {
 }
 
 /// Refuses calls that wait in a callback, because their work may wait for the callback itself.
-fn may_wait(py: Python<'_>) -> PyResult<()> {
+fn may_wait() -> CallResult<()> {
     if !INSIDE.get() {
         return Ok(());
     }
     let inside = Error::invalid("a callback of a stream uses no stream and waits for no buffer");
-    Err(raise(py, &inside))
+    Err(inside.into())
 }
 
 fn until(limit: Option<Duration>) -> Option<MonotonicTime> {
@@ -454,27 +447,27 @@ fn until(limit: Option<Duration>) -> Option<MonotonicTime> {
 }
 
 /// A count or size: a whole number above zero.
-fn count(value: &Bound<'_, PyAny>, what: &'static str) -> PyResult<usize> {
+fn count(value: &Bound<'_, PyAny>, what: &'static str) -> CallResult<usize> {
     match value.extract::<usize>() {
         Ok(count) if count > 0 && !value.is_instance_of::<PyBool>() => Ok(count),
         _ => {
             let wrong =
                 Error::invalid("a size or number is a whole number above zero").with("what", what);
-            Err(raise(value.py(), &wrong.with("value", text(value))))
+            Err(wrong.with("value", text(value)).into())
         }
     }
 }
 
 /// An address, not null.
-fn number(value: &Bound<'_, PyAny>) -> PyResult<u64> {
+fn number(value: &Bound<'_, PyAny>) -> CallResult<u64> {
     if let Ok(memory) = value.cast::<TransMemory>() {
-        return memory.get().address(value.py());
+        return memory.get().address();
     }
     let address = value.extract::<u64>().ok().filter(|&address| address > 0);
     address.ok_or_else(|| {
         let wrong =
             Error::invalid("an address is a whole number above zero, or a buffer of ucm.trans");
-        raise(value.py(), &wrong.with("value", text(value)))
+        wrong.with("value", text(value)).into()
     })
 }
 
@@ -488,15 +481,15 @@ fn text(value: &Bound<'_, PyAny>) -> String {
 }
 
 /// An address of at least `size` bytes. A buffer of ours is checked and kept alive.
-fn one(value: &Bound<'_, PyAny>, size: usize, kept: &mut Vec<Arc<Buffer>>) -> PyResult<u64> {
+fn one(value: &Bound<'_, PyAny>, size: usize, kept: &mut Vec<Arc<Buffer>>) -> CallResult<u64> {
     let Ok(memory) = value.cast::<TransMemory>() else {
         return number(value);
     };
-    let buffer = memory.get().held(value.py())?;
+    let buffer = memory.get().held()?;
     if buffer.len() < size {
         let small = Error::invalid("the buffer is smaller than what is copied");
         let small = small.with("buffer", buffer.len()).with("copied", size);
-        return Err(raise(value.py(), &small));
+        return Err(small.into());
     }
     let address = buffer.address();
     kept.push(buffer);
@@ -509,42 +502,38 @@ fn many(
     size: usize,
     number: Option<usize>,
     kept: &mut Vec<Arc<Buffer>>,
-) -> PyResult<Vec<u64>> {
-    let py = value.py();
+) -> CallResult<Vec<u64>> {
     let mut addresses = if value.is_instance_of::<PyList>() || value.is_instance_of::<PyTuple>() {
         let items = value.try_iter()?;
         items
             .map(|item| one(&item?, size, kept))
-            .collect::<PyResult<Vec<_>>>()?
+            .collect::<CallResult<Vec<_>>>()?
     } else if value.is_instance_of::<PyUntypedArray>() {
         let array = value.extract::<PyReadonlyArray1<'_, u64>>().map_err(|_| {
             let wrong =
                 Error::invalid("an array of addresses has one dimension and the type uint64");
-            raise(py, &wrong)
+            wrong
         })?;
         array.as_array().iter().copied().collect()
     } else if value.is_instance_of::<PyInt>() {
         let Some(number) = number else {
             let unknown = "pass the number of addresses (number) with the address of an array";
-            return Err(raise(py, &Error::invalid(unknown)));
+            return Err(Error::invalid(unknown).into());
         };
         let array = self::number(value)?;
         // SAFETY: the caller vouches that the address is that of an array of `number` pointers; the
         // caller's code cannot write to it while this thread holds the GIL.
-        to_py(py, unsafe { addresses_at(array, number) })?
+        unsafe { addresses_at(array, number) }?
     } else {
         let wrong =
             "addresses are a NumPy array of uint64, a list, or the address of an array of pointers";
-        return Err(raise(py, &Error::invalid(wrong).with("value", text(value))));
+        return Err(Error::invalid(wrong).with("value", text(value)).into());
     };
     let number = number.unwrap_or(addresses.len());
     if number > addresses.len() {
         let few = Error::invalid("fewer addresses than the number says");
-        return Err(raise(
-            py,
-            &few.with("addresses", addresses.len())
-                .with("number", number),
-        ));
+        let few = few.with("addresses", addresses.len());
+        return Err(few.with("number", number).into());
     }
     addresses.truncate(number);
     Ok(addresses)
@@ -553,13 +542,12 @@ fn many(
 /// Parses the arguments of a copy: `shape` is "one" (an address on both sides), "batch" (many on
 /// both) or "together" (many on the device, one buffer on the host).
 fn job(
-    py: Python<'_>,
     shape: &str,
     direction: Direction,
     [device, host]: [&Bound<'_, PyAny>; 2],
     size: &Bound<'_, PyAny>,
     number: Option<&Bound<'_, PyAny>>,
-) -> PyResult<Job> {
+) -> CallResult<Job> {
     let size = count(size, "size")?;
     let number = number.map(|number| count(number, "number")).transpose()?;
     let mut kept = Vec::new();
@@ -577,7 +565,7 @@ fn job(
     };
     // SAFETY: the caller of a stream vouches for each address and its bytes until the copy has
     // ended; buffers of ours are kept alive until then.
-    let pairs = to_py(py, unsafe { pairs(&devices, sides, size) })?;
+    let pairs = unsafe { pairs(&devices, sides, size) }?;
     Ok(Job {
         direction,
         pairs,

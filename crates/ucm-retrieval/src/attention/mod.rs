@@ -371,7 +371,11 @@ unsafe fn put_together(job: &AttentionJob<'_>, place: usize, parts: *const f32, 
 type Kernel = unsafe fn(&AttentionJob<'_>, usize, Range<usize>, *mut f32);
 
 fn kernel(isa: Isa, element: Element) -> Kernel {
-    kernel!(isa, element, part(job: &AttentionJob<'_>, place: usize, tokens: Range<usize>, to: *mut f32))
+    kernel!(
+        isa,
+        element,
+        part(job: &AttentionJob<'_>, place: usize, tokens: Range<usize>, to: *mut f32)
+    )
 }
 
 /// See [`Kernel`].

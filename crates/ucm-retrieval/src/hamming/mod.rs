@@ -220,8 +220,8 @@ impl<'a> HammingJob<'a> {
         &self.spec.queries[self.row * len..(self.row + 1) * len]
     }
 
-    /// Scores the blocks of a range: `find` lowers the least distance of each head, given the codes of
-    /// the block, the number of its valid slots, and the address of the next block's codes.
+    /// Scores the blocks: `find` lowers the least distance of each head, given the codes of the
+    /// block, the number of its valid slots, and the address of the next block's codes.
     #[inline(always)]
     fn each_block(&self, mut find: impl FnMut(*const u8, usize, *const u8, &mut [u32])) {
         let mut least = vec![NONE; self.spec.heads];
