@@ -9,7 +9,6 @@
     reason = "maps, advises and unmaps memory; hands out disjoint ranges of it"
 )]
 
-use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -131,21 +130,10 @@ pub(crate) trait LetGo: Send + Sync {
     fn let_go(&self) -> bool;
 }
 
-/// The users that must release an arena before it is unmapped.
-#[derive(Default)]
-struct Kept(Option<Box<dyn LetGo>>);
-
-impl fmt::Debug for Kept {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Kept").field(&self.0.is_some()).finish()
-    }
-}
-
 /// One anonymous private mapping of host memory, cut into slots by slot pools.
-#[derive(Debug)]
 pub struct HostArena {
     /// The users of the mapping.
-    kept: Kept,
+    kept: Option<Box<dyn LetGo>>,
     mapping: ManuallyDrop<Mapping>,
     /// Start of the usable bytes in the mapping; page aligned, on huge pages aligned to those.
     offset: usize,
@@ -215,7 +203,7 @@ impl HostArena {
         // that into an error.
         mapping.advise(0, mapped, Advice::LinuxPopulateWrite).ok()?;
         Some(Self {
-            kept: Kept::default(),
+            kept: None,
             mapping: ManuallyDrop::new(mapping),
             offset: 0,
             len,
@@ -231,7 +219,7 @@ impl HostArena {
         let mapped = if try_huge { len + HUGE } else { len };
         let mapping = Mapping::new(mapped, MapFlags::empty(), options.node, origin)?;
         let mut arena = Self {
-            kept: Kept::default(),
+            kept: None,
             offset: 0,
             len,
             paging: Paging::Ordinary,
@@ -264,7 +252,7 @@ impl HostArena {
 
     /// Registers a user of the memory.
     pub(crate) fn keep(&mut self, kept: Box<dyn LetGo>) {
-        self.kept = Kept(Some(kept));
+        self.kept = Some(kept);
     }
 
     /// Usable bytes.
@@ -313,7 +301,7 @@ impl HostArena {
 
 impl Drop for HostArena {
     fn drop(&mut self) {
-        if self.kept.0.as_ref().is_none_or(|kept| kept.let_go()) {
+        if self.kept.as_ref().is_none_or(|kept| kept.let_go()) {
             // SAFETY: dropped here, once, and not used afterwards.
             unsafe { ManuallyDrop::drop(&mut self.mapping) };
         }
@@ -365,7 +353,7 @@ mod tests {
         assert!(HostArena::new(0).is_err());
         assert!(HostArena::new(usize::MAX).is_err());
         // A size within the address space but beyond any machine's memory.
-        let error = HostArena::new(1 << 60).unwrap_err();
+        let error = HostArena::new(1 << 60).err().unwrap();
         assert!(error.to_string().contains("lower its size"), "{error}");
     }
 

@@ -1,7 +1,6 @@
 //! Device memory allocated by ucm; the KV of a model is never of this kind.
 
 use std::any::Any;
-use std::fmt;
 
 /// Some bytes of a device, freed on drop. Nothing may use them at that time.
 pub struct DeviceMemory {
@@ -30,11 +29,5 @@ impl DeviceMemory {
     #[allow(clippy::len_without_is_empty, reason = "there is always at least one")]
     pub fn len(&self) -> usize {
         self.len
-    }
-}
-
-impl fmt::Debug for DeviceMemory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "DeviceMemory({} bytes at {:#x})", self.len, self.address)
     }
 }

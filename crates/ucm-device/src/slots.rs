@@ -9,7 +9,6 @@
     reason = "turns a leased range of the arena into a slice; the lease is unique"
 )]
 
-use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
@@ -169,16 +168,6 @@ impl SlotPool {
     }
 }
 
-impl fmt::Debug for SlotPool {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SlotPool")
-            .field("slot_len", &self.slot_len)
-            .field("capacity", &self.capacity)
-            .field("available", &self.available())
-            .finish_non_exhaustive()
-    }
-}
-
 /// The lease of one slot. It keeps its pool and the memory alive and returns the slot on drop.
 pub struct Slot {
     pool: Arc<SlotPool>,
@@ -236,17 +225,6 @@ impl Drop for Slot {
         if let Some(hook) = self.pool.on_release.get() {
             hook();
         }
-    }
-}
-
-impl fmt::Debug for Slot {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "Slot({:?} of {} bytes)",
-            self.place.get(),
-            self.pool.slot_len
-        )
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 
 use crate::common::{ALLOCATIONS, Driver, Memory, REGISTRATIONS, Random, open};
 use ucm_core::ErrorKind;
-use ucm_device::trans::{Buffer, Copies, Place, Pools, Sides, pairs};
+use ucm_device::trans::{Buffer, Copies, MemoryKind, Pools, Sides, pairs};
 use ucm_device::{DeviceSpan, Direction, HostSpan, Transfer};
 use ucm_infra::SystemClock;
 
@@ -62,7 +62,7 @@ fn neighbours_in_allocations_of_their_own_are_not_copied_as_one() {
         let device = open(transfer);
         let pools = Pools::new(Arc::clone(&device), SystemClock::shared());
         let mut copies = Copies::new(device.make_stream().unwrap());
-        let host = pools.make(Place::Host, 8 * 4096).unwrap();
+        let host = pools.make(MemoryKind::Host, 8 * 4096).unwrap();
         driver.side_by_side(true);
         let memories: Vec<Memory> = (0..8).map(|_| driver.memory(4096)).collect();
         driver.side_by_side(false);
@@ -106,14 +106,14 @@ fn pieces_in_several_arenas_and_in_none_are_one_transfer() {
         let mut random = Random::new(3 + number as u64);
         let mut copies = Copies::new(device.make_stream().unwrap());
         for size in [1, 7, 64, 1000, 4096, 20_000] {
-            let pinned = pools.make(Place::Host, 400_000).unwrap();
+            let pinned = pools.make(MemoryKind::Host, 400_000).unwrap();
             let mut plain = random.bytes(400_000);
             // SAFETY: the vector is not touched during copies.
             let raw =
                 unsafe { HostSpan::new(plain.as_mut_ptr().expose_provenance() as u64, 400_000) };
             let host = Pools::new(crate::common::open(transfer), SystemClock::shared());
             // of another device: not pinned for this one
-            let other = host.make(Place::Host, 400_000).unwrap();
+            let other = host.make(MemoryKind::Host, 400_000).unwrap();
             let stride = size + 13;
             let pairs = in_turns(&memory, [&pinned, &other], size, stride, 20);
             let before = random.bytes(memory.len);
@@ -197,7 +197,7 @@ fn a_failed_copy_is_told_at_the_next_wait_and_once() {
     let device = open(Transfer::Dma);
     let memory = driver.memory(4096);
     let pools = Pools::new(Arc::clone(&device), SystemClock::shared());
-    let host = Arc::new(pools.make(Place::Host, 4096).unwrap());
+    let host = Arc::new(pools.make(MemoryKind::Host, 4096).unwrap());
     // SAFETY: the copies below keep the buffer.
     let span = unsafe { HostSpan::new(host.address(), 4096) };
     let mut copies = Copies::new(device.make_stream().unwrap());
@@ -231,10 +231,10 @@ fn memory_of_a_device_is_freed_when_its_last_user_ends() {
     let device = open(Transfer::Auto);
     let before = driver.live(ALLOCATIONS);
     let pools = Pools::new(Arc::clone(&device), SystemClock::shared());
-    let alone = pools.make(Place::Device, 100).unwrap();
-    pools.fill(Place::Device, 1 << 20, 3).unwrap();
+    let alone = pools.make(MemoryKind::Device, 100).unwrap();
+    pools.fill(MemoryKind::Device, 1 << 20, 3).unwrap();
     assert_eq!(driver.live(ALLOCATIONS), before + 2);
-    let of_pool = pools.get(Place::Device, 1 << 20, None).unwrap();
+    let of_pool = pools.get(MemoryKind::Device, 1 << 20, None).unwrap();
     drop((alone, pools));
     assert_eq!(driver.live(ALLOCATIONS), before + 1);
     drop(of_pool);

@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 use ucm_core::{BlockId, Error, ExtraKey, HashMethod, IdMask, Part};
 
-use crate::convert::{Id, Ids, CallResult, Tokens, id_list};
+use crate::convert::{CallResult, Id, Ids, Tokens, id_list};
 
 /// Most tokens hashed with the GIL held: half a millisecond.
 const AT_ONCE: usize = 1 << 15;

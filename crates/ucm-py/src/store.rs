@@ -15,7 +15,7 @@ use ucm_store::builder::StoreSpec;
 use ucm_store::engine::{self, Engine, Hint, Pieces, Row, RowSides};
 use ucm_store::tiers::Priority;
 
-use crate::convert::{Ids, CallResult, id_list};
+use crate::convert::{CallResult, Ids, id_list};
 use crate::ffi::{Published, spans};
 use crate::task::{Sides, Task, limit, same_process};
 

@@ -14,7 +14,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyInt, PyList, PyTuple};
 use ucm_core::{Error, ErrorKind};
-use ucm_device::trans::{Buffer, Copies, Place, Pools, Sides, addresses_at, pairs};
+use ucm_device::trans::{Buffer, Copies, MemoryKind, Pools, Sides, addresses_at, pairs};
 use ucm_device::{Device, DeviceSpan, Direction, HostSpan, Transfer, open_device};
 use ucm_infra::log::NOBODY;
 use ucm_infra::{Clock, MonotonicTime, SystemClock};
@@ -83,7 +83,12 @@ pub(crate) struct TransBuffer {
 #[pymethods]
 impl TransBuffer {
     /// A buffer outside of pools; `place` is "device" or "host", as below.
-    fn make(&self, py: Python<'_>, place: &str, size: &Bound<'_, PyAny>) -> CallResult<TransMemory> {
+    fn make(
+        &self,
+        py: Python<'_>,
+        place: &str,
+        size: &Bound<'_, PyAny>,
+    ) -> CallResult<TransMemory> {
         let (place, size) = (self.place(place)?, count(size, "size")?);
         let buffer = py.detach(|| self.pools.make(place, size))?;
         Ok(TransMemory::new(buffer, self.pid))
@@ -141,11 +146,11 @@ impl TransBuffer {
 }
 
 impl TransBuffer {
-    fn place(&self, place: &str) -> CallResult<Place> {
+    fn place(&self, place: &str) -> CallResult<MemoryKind> {
         same_process(self.pid)?;
         match place {
-            "device" => Ok(Place::Device),
-            "host" => Ok(Place::Host),
+            "device" => Ok(MemoryKind::Device),
+            "host" => Ok(MemoryKind::Host),
             _ => {
                 let unknown = Error::invalid("a place is \"device\" or \"host\"");
                 Err(unknown.with("place", place).into())
@@ -208,7 +213,7 @@ impl TransMemory {
     ) -> CallResult<()> {
         let py = this.py();
         let buffer = this.get().held()?;
-        if buffer.place() != Place::Host {
+        if buffer.place() != MemoryKind::Host {
             let wrong = PyBufferError::new_err("the host cannot reach a buffer on the device");
             return Err(wrong.into());
         }

@@ -9,7 +9,6 @@
     reason = "lends the bytes of pinned slots, which are not written"
 )]
 
-use std::fmt;
 use std::ops::Deref;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
@@ -345,16 +344,6 @@ impl SharedRegion {
     }
 }
 
-impl fmt::Debug for SharedRegion {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SharedRegion")
-            .field("nonce", &format_args!("{:016x}", self.shape.nonce))
-            .field("slots", &self.shape.slots)
-            .field("records", &self.len())
-            .finish_non_exhaustive()
-    }
-}
-
 /// A slot being filled. Dropped without [`WriteLease::publish`] it is free again.
 pub struct WriteLease {
     pub(super) region: Arc<SharedRegion>,
@@ -445,11 +434,5 @@ impl Deref for Pinned {
 impl Drop for Pinned {
     fn drop(&mut self) {
         self.region.release(self.slot);
-    }
-}
-
-impl fmt::Debug for Pinned {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Pinned({} of {} bytes)", self.id, self.len)
     }
 }

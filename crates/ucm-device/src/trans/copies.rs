@@ -1,7 +1,6 @@
 //! A stream that reports failures of its asynchronous copies when it is synchronized.
 
 use std::any::Any;
-use std::fmt;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -72,13 +71,5 @@ impl Copies {
     pub fn synchronize(&mut self, deadline: Option<MonotonicTime>) -> Result<()> {
         self.stream.synchronize(deadline)?;
         self.failed.lock().take().map_or(Ok(()), Err)
-    }
-}
-
-impl fmt::Debug for Copies {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Copies")
-            .field("failed", &self.failed)
-            .finish_non_exhaustive()
     }
 }

@@ -2,14 +2,14 @@
 //! Python's `ucm.trans`.
 //!
 //! ```
-//! use ucm_device::trans::{Copies, Place, Pools, Sides, pairs};
+//! use ucm_device::trans::{Copies, MemoryKind, Pools, Sides, pairs};
 //! use ucm_device::{Direction, Transfer, open_device};
 //! use ucm_infra::SystemClock;
 //!
 //! let device = open_device("host", Transfer::Auto, SystemClock::shared()).unwrap();
 //! let pools = Pools::new(device.clone(), SystemClock::shared());
-//! pools.fill(Place::Device, 4096, 2).unwrap();
-//! let page = pools.get(Place::Device, 4096, None).unwrap();
+//! pools.fill(MemoryKind::Device, 4096, 2).unwrap();
+//! let page = pools.get(MemoryKind::Device, 4096, None).unwrap();
 //! let host = [7u8; 4096];
 //! let mut copies = Copies::new(device.make_stream().unwrap());
 //! // SAFETY: both outlive the copy, and nothing else uses them during it.
@@ -23,4 +23,4 @@ mod pools;
 
 pub use addresses::{Sides, addresses_at, pairs};
 pub use copies::Copies;
-pub use pools::{Buffer, Place, Pools};
+pub use pools::{Buffer, MemoryKind, Pools};

@@ -2,7 +2,6 @@
 
 use std::any::Any;
 use std::collections::{BTreeMap, HashMap};
-use std::fmt;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -20,7 +19,7 @@ const ALIGNED: usize = 256;
 
 /// Where a buffer is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Place {
+pub enum MemoryKind {
     /// In the device's memory.
     Device,
     /// In the host's, pinned.
@@ -56,14 +55,14 @@ struct Part {
 pub struct Buffer {
     part: Part,
     len: usize,
-    place: Place,
+    place: MemoryKind,
     pool: Option<Arc<Pool>>,
     origin: Origin,
 }
 
 impl Buffer {
     /// Where it is.
-    pub fn place(&self) -> Place {
+    pub fn place(&self) -> MemoryKind {
         self.place
     }
 
@@ -90,12 +89,6 @@ impl Drop for Buffer {
     }
 }
 
-impl fmt::Debug for Buffer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Buffer({} bytes at {:#x})", self.len, self.address())
-    }
-}
-
 impl Pools {
     /// No pools yet, for this device; waits use `clock`.
     pub fn new(device: Arc<dyn Device>, clock: Arc<dyn Clock>) -> Self {
@@ -109,7 +102,7 @@ impl Pools {
 
     /// A buffer of `size` bytes outside of pools. `InvalidInput` for zero, `NoSpace` or `Io`
     /// without enough memory.
-    pub fn make(&self, place: Place, size: usize) -> Result<Buffer> {
+    pub fn make(&self, place: MemoryKind, size: usize) -> Result<Buffer> {
         let memory = self.memory(place, size)?;
         Ok(Buffer {
             part: Part {
@@ -125,7 +118,7 @@ impl Pools {
 
     /// Adds `number` buffers of `size` bytes to the pool of that size. Errors as of
     /// [`Pools::make`]; then nothing was added.
-    pub fn fill(&self, place: Place, size: usize, number: usize) -> Result<()> {
+    pub fn fill(&self, place: MemoryKind, size: usize, number: usize) -> Result<()> {
         let stride = size
             .checked_next_multiple_of(ALIGNED)
             .filter(|_| size > 0 && number > 0);
@@ -153,7 +146,7 @@ impl Pools {
     /// large enough buffers.
     pub fn get(
         &self,
-        place: Place,
+        place: MemoryKind,
         size: usize,
         deadline: Option<MonotonicTime>,
     ) -> Result<Buffer> {
@@ -210,23 +203,15 @@ impl Pools {
         })
     }
 
-    fn memory(&self, place: Place, bytes: usize) -> Result<DeviceMemory> {
+    fn memory(&self, place: MemoryKind, bytes: usize) -> Result<DeviceMemory> {
         match place {
-            Place::Device => self.device.allocate(bytes),
-            Place::Host => {
+            MemoryKind::Device => self.device.allocate(bytes),
+            MemoryKind::Host => {
                 let arena = self.device.make_arena(bytes, ArenaOptions::default())?;
                 let address = arena.at(0).expose_provenance() as u64;
                 Ok(DeviceMemory::new(address, bytes, arena))
             }
         }
-    }
-}
-
-impl fmt::Debug for Pools {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Pools")
-            .field("device", &self.device.name())
-            .finish_non_exhaustive()
     }
 }
 
@@ -252,7 +237,7 @@ mod tests {
     #[test]
     fn a_pool_waits_to_its_deadline_and_never_grows() {
         let (pools, clock) = pools();
-        for place in [Place::Device, Place::Host] {
+        for place in [MemoryKind::Device, MemoryKind::Host] {
             pools.fill(place, 100, 2).unwrap();
             let (one, two) = (
                 pools.get(place, 100, None).unwrap(),
@@ -262,7 +247,7 @@ mod tests {
             assert_eq!((one.len(), two.len()), (100, 100));
             let now = Some(clock.now());
             assert_eq!(
-                pools.get(place, 100, now).unwrap_err().kind(),
+                pools.get(place, 100, now).err().unwrap().kind(),
                 ErrorKind::Timeout
             );
             let address = two.address();
@@ -274,42 +259,42 @@ mod tests {
     #[test]
     fn who_waits_gets_the_buffer_that_comes_back() {
         let (pools, clock) = pools();
-        pools.fill(Place::Host, 64, 1).unwrap();
-        let held = pools.get(Place::Host, 64, None).unwrap();
+        pools.fill(MemoryKind::Host, 64, 1).unwrap();
+        let held = pools.get(MemoryKind::Host, 64, None).unwrap();
         let address = held.address();
         let deadline = clock.now().after(Duration::from_secs(1));
         let waiting = Arc::clone(&pools);
-        let got = std::thread::spawn(move || waiting.get(Place::Host, 64, Some(deadline)));
+        let got = std::thread::spawn(move || waiting.get(MemoryKind::Host, 64, Some(deadline)));
         drop(held);
         assert_eq!(got.join().unwrap().unwrap().address(), address);
-        let held = pools.get(Place::Host, 64, None).unwrap();
+        let held = pools.get(MemoryKind::Host, 64, None).unwrap();
         let waiting = Arc::clone(&pools);
-        let got = std::thread::spawn(move || waiting.get(Place::Host, 64, Some(deadline)));
+        let got = std::thread::spawn(move || waiting.get(MemoryKind::Host, 64, Some(deadline)));
         clock.advance(Duration::from_secs(2));
-        assert_eq!(got.join().unwrap().unwrap_err().kind(), ErrorKind::Timeout);
+        assert_eq!(got.join().unwrap().err().unwrap().kind(), ErrorKind::Timeout);
         drop(held);
     }
 
     #[test]
     fn the_smallest_that_holds_it() {
         let (pools, _) = pools();
-        pools.fill(Place::Host, 4096, 1).unwrap();
-        pools.fill(Place::Host, 100, 1).unwrap();
-        pools.fill(Place::Host, 100, 1).unwrap();
-        let small = [100, 7].map(|size| pools.get(Place::Host, size, None).unwrap());
+        pools.fill(MemoryKind::Host, 4096, 1).unwrap();
+        pools.fill(MemoryKind::Host, 100, 1).unwrap();
+        pools.fill(MemoryKind::Host, 100, 1).unwrap();
+        let small = [100, 7].map(|size| pools.get(MemoryKind::Host, size, None).unwrap());
         assert_eq!(small.each_ref().map(Buffer::len), [100, 100]);
-        assert_eq!(pools.get(Place::Host, 101, None).unwrap().len(), 4096);
-        assert!(pools.get(Place::Host, 4097, None).is_err());
-        assert!(pools.get(Place::Host, 0, None).is_err());
-        assert!(pools.get(Place::Device, 1, None).is_err());
+        assert_eq!(pools.get(MemoryKind::Host, 101, None).unwrap().len(), 4096);
+        assert!(pools.get(MemoryKind::Host, 4097, None).is_err());
+        assert!(pools.get(MemoryKind::Host, 0, None).is_err());
+        assert!(pools.get(MemoryKind::Device, 1, None).is_err());
     }
 
     #[test]
     fn a_buffer_outlives_its_pools() {
         let (pools, _) = pools();
-        pools.fill(Place::Device, 64, 1).unwrap();
-        let held = pools.get(Place::Device, 64, None).unwrap();
-        let alone = pools.make(Place::Host, 10).unwrap();
+        pools.fill(MemoryKind::Device, 64, 1).unwrap();
+        let held = pools.get(MemoryKind::Device, 64, None).unwrap();
+        let alone = pools.make(MemoryKind::Host, 10).unwrap();
         drop(pools);
         assert_eq!((held.len(), alone.len()), (64, 10));
     }
@@ -317,9 +302,13 @@ mod tests {
     #[test]
     fn a_forked_child_gives_nothing_back() {
         let (pools, _) = pools();
-        pools.fill(Place::Host, 64, 1).unwrap();
-        let mut held = Some(pools.get(Place::Host, 64, None).unwrap());
-        let pool = Arc::clone(pools.pools.lock()[Place::Host as usize].get(&64).unwrap());
+        pools.fill(MemoryKind::Host, 64, 1).unwrap();
+        let mut held = Some(pools.get(MemoryKind::Host, 64, None).unwrap());
+        let pool = Arc::clone(
+            pools.pools.lock()[MemoryKind::Host as usize]
+                .get(&64)
+                .unwrap(),
+        );
         let locked = pool.free.lock(); // as another thread would hold it
         let status = in_child(|| held.take().is_some());
         drop(locked);
@@ -329,7 +318,7 @@ mod tests {
     #[test]
     fn impossible_buffers_are_errors() {
         let (pools, _) = pools();
-        for place in [Place::Device, Place::Host] {
+        for place in [MemoryKind::Device, MemoryKind::Host] {
             assert!(pools.make(place, 0).is_err());
             assert!(pools.make(place, usize::MAX).is_err());
             assert!(pools.fill(place, 0, 1).is_err());

@@ -13,7 +13,7 @@ mod calls;
 
 use std::cell::RefCell;
 use std::collections::HashMap;
-use std::ffi::{c_char, c_void};
+use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -38,38 +38,12 @@ const MAX_TASKS: usize = 65_536;
 /// Mark of a slot, which distinguishes it from other addresses.
 const MAGIC: u64 = u64::from_le_bytes(*b"UCMSTORE");
 
-type Lookup = unsafe extern "C" fn(*mut c_void, *const u8, usize, *mut u8) -> i32;
-type LookupOnPrefix = unsafe extern "C" fn(*mut c_void, *const u8, usize, *mut usize) -> i32;
-type Load = unsafe extern "C" fn(
-    *mut c_void,
-    *const u8,
-    *const u32,
-    *const u64,
-    usize,
-    usize,
-    u64,
-    *mut u64,
-) -> i32;
-type Dump = unsafe extern "C" fn(
-    *mut c_void,
-    *const u8,
-    *const u32,
-    *const u64,
-    usize,
-    usize,
-    *mut u64,
-) -> i32;
-type Check = unsafe extern "C" fn(*mut c_void, u64, u32, *mut u8) -> i32;
-type Wait = unsafe extern "C" fn(*mut c_void, u64, u32, u64) -> i32;
-type Failures =
-    unsafe extern "C" fn(*mut c_void, u64, *mut usize, *mut i32, usize, *mut usize) -> i32;
-type Release = unsafe extern "C" fn(*mut c_void, u64) -> i32;
-type Stats = unsafe extern "C" fn(*mut c_void, *mut c_char, usize, *mut usize) -> i32;
-type LastError = unsafe extern "C" fn(*mut c_char, usize) -> usize;
+/// A function of `calls`, which has the signature of the header.
+type Function = *const c_void;
 
 /// `struct ucm_store` of the header, field by field.
 #[repr(C)]
-pub(crate) struct Table {
+struct Table {
     version: u32,
     size: u32,
     store: *mut c_void,
@@ -78,20 +52,20 @@ pub(crate) struct Table {
     shards_per_block: u32,
     pieces_per_shard: u32,
     piece_sizes: *const u64,
-    lookup: Lookup,
-    lookup_on_prefix: LookupOnPrefix,
-    load: Load,
-    dump: Dump,
-    check: Check,
-    wait: Wait,
-    failures: Failures,
-    release: Release,
-    stats: Stats,
-    last_error: LastError,
+    lookup: Function,
+    lookup_on_prefix: Function,
+    load: Function,
+    dump: Function,
+    check: Function,
+    wait: Function,
+    failures: Function,
+    release: Function,
+    stats: Function,
+    last_error: Function,
 }
 
 /// The target of the field `store`.
-pub(crate) struct Slot {
+struct Slot {
     magic: u64,
     pid: u32,
     open: RwLock<Option<Arc<Open>>>,
@@ -165,16 +139,16 @@ impl Published {
             shards_per_block: geometry.shards(),
             pieces_per_shard: u32::try_from(pieces.len()).unwrap_or(u32::MAX),
             piece_sizes: Box::leak(pieces).as_ptr(),
-            lookup: calls::lookup,
-            lookup_on_prefix: calls::lookup_on_prefix,
-            load: calls::load,
-            dump: calls::dump,
-            check: calls::check,
-            wait: calls::wait,
-            failures: calls::failures,
-            release: calls::release,
-            stats: calls::stats,
-            last_error: calls::last_error,
+            lookup: calls::lookup as Function,
+            lookup_on_prefix: calls::lookup_on_prefix as Function,
+            load: calls::load as Function,
+            dump: calls::dump as Function,
+            check: calls::check as Function,
+            wait: calls::wait as Function,
+            failures: calls::failures as Function,
+            release: calls::release as Function,
+            stats: calls::stats as Function,
+            last_error: calls::last_error as Function,
         }));
         Ok(Self {
             address: std::ptr::from_ref(table).expose_provenance(),
