@@ -179,12 +179,9 @@ impl HostArena {
             None => Self::ordinary(len, options, origin).map_err(refused)?,
         };
         // Advice only: the arena also works on an old kernel that knows neither.
-        let _ = arena
-            .mapping
-            .advise(0, arena.mapping.len, Advice::LinuxDontFork);
-        let _ = arena
-            .mapping
-            .advise(0, arena.mapping.len, Advice::LinuxDontDump);
+        for advice in [Advice::LinuxDontFork, Advice::LinuxDontDump] {
+            let _ = arena.mapping.advise(0, arena.mapping.len, advice);
+        }
         if options.prefault {
             arena.prefault().map_err(refused)?;
         }
@@ -202,14 +199,18 @@ impl HostArena {
         // A cgroup may refuse reserved pages at the first touch, with SIGBUS; a touch here turns
         // that into an error.
         mapping.advise(0, mapped, Advice::LinuxPopulateWrite).ok()?;
-        Some(Self {
+        Some(Self::around(mapping, len, Paging::Reserved))
+    }
+
+    fn around(mapping: Mapping, len: usize, paging: Paging) -> Self {
+        Self {
             kept: None,
             mapping: ManuallyDrop::new(mapping),
             offset: 0,
             len,
-            paging: Paging::Reserved,
+            paging,
             claimed: Mutex::new(0),
-        })
+        }
     }
 
     /// On ordinary pages, which the kernel may join if it accepts the advice.
@@ -218,21 +219,11 @@ impl HostArena {
         // One huge page more, so that the usable part can be aligned to one.
         let mapped = if try_huge { len + HUGE } else { len };
         let mapping = Mapping::new(mapped, MapFlags::empty(), options.node, origin)?;
-        let mut arena = Self {
-            kept: None,
-            offset: 0,
-            len,
-            paging: Paging::Ordinary,
-            claimed: Mutex::new(0),
-            mapping: ManuallyDrop::new(mapping),
-        };
+        let mut arena = Self::around(mapping, len, Paging::Ordinary);
         if try_huge {
             arena.offset = arena.mapping.start.as_ptr().align_offset(HUGE);
-            if arena
-                .mapping
-                .advise(arena.offset, len, Advice::LinuxHugepage)
-                .is_ok()
-            {
+            let advised = (arena.mapping).advise(arena.offset, len, Advice::LinuxHugepage);
+            if advised.is_ok() {
                 arena.paging = Paging::Transparent;
             }
         }
@@ -241,10 +232,8 @@ impl HostArena {
 
     /// Touches every page; on an old kernel without the advice the first use does.
     fn prefault(&self) -> std::io::Result<()> {
-        match self
-            .mapping
-            .advise(self.offset, self.len, Advice::LinuxPopulateWrite)
-        {
+        let advice = Advice::LinuxPopulateWrite;
+        match self.mapping.advise(self.offset, self.len, advice) {
             Err(e) if e.kind() == std::io::ErrorKind::InvalidInput => Ok(()),
             other => other,
         }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::Clock;
 
-use crate::accelerator::{Accelerator, Places, Vendor};
+use crate::accelerator::{Accelerator, Places, Vendor, VendorLibrary};
 use crate::device::Device;
 use crate::host::HostDevice;
 use crate::queued::QueueOptions;
@@ -27,16 +27,8 @@ pub struct Platform {
     pub in_vllm: &'static [&'static str],
     /// The type of its devices in torch.
     pub in_torch: &'static str,
-    runtime: DeviceRuntime,
-}
-
-/// The implementation of a platform's devices.
-enum DeviceRuntime {
-    Host,
-    Cuda,
-    /// The calls of CUDA's runtime under another prefix.
-    CudaLike(Vendor),
-    Ascend,
+    /// `None`: memory of this process.
+    library: Option<VendorLibrary>,
 }
 
 /// Every platform, in the order in which `ucm.trans` tries them. torch for HIP and for MACA calls
@@ -47,14 +39,14 @@ pub static PLATFORMS: &[Platform] = &[
         spellings: &["simu", "cpu"],
         in_vllm: &["cpu"],
         in_torch: "cpu",
-        runtime: DeviceRuntime::Host,
+        library: None,
     },
     Platform {
         name: "cuda",
         spellings: &[],
         in_vllm: &["cuda"],
         in_torch: "cuda",
-        runtime: DeviceRuntime::Cuda,
+        library: Some(VendorLibrary::Cuda),
     },
     // AMD. All values and signatures: `driver_types.h` and `hip_runtime_api.h` of HIP 5.2.21153, in
     // Debian's `libamdhip64-dev` 5.2.3. The name with `.5` is Debian's; those with other numbers
@@ -64,7 +56,7 @@ pub static PLATFORMS: &[Platform] = &[
         spellings: &[],
         in_vllm: &["rocm"],
         in_torch: "cuda",
-        runtime: DeviceRuntime::CudaLike(Vendor {
+        library: Some(VendorLibrary::CudaLike(Vendor {
             prefix: "hip",
             library: Places {
                 known_by: Some("hipStreamCreateWithPriority"),
@@ -77,7 +69,7 @@ pub static PLATFORMS: &[Platform] = &[
                 below: None,
             },
             not_ready: &[600],
-        }),
+        })),
     },
     // Moore Threads. **Unverified**: no header of MUSA was available. Names and shapes are those
     // that public callers of it use, and the values are CUDA's. CUDA's own number for "not ready"
@@ -87,7 +79,7 @@ pub static PLATFORMS: &[Platform] = &[
         spellings: &[],
         in_vllm: &["musa"],
         in_torch: "musa",
-        runtime: DeviceRuntime::CudaLike(Vendor {
+        library: Some(VendorLibrary::CudaLike(Vendor {
             prefix: "musa",
             library: Places {
                 known_by: Some("musaStreamCreateWithPriority"),
@@ -95,7 +87,7 @@ pub static PLATFORMS: &[Platform] = &[
                 below: None,
             },
             not_ready: &[600, 34],
-        }),
+        })),
     },
     // MetaX. **Unverified**, as MUSA is; public callers open `lib/libmcruntime.so` below
     // `$MACA_PATH`.
@@ -104,7 +96,7 @@ pub static PLATFORMS: &[Platform] = &[
         spellings: &[],
         in_vllm: &["maca", "cuda"],
         in_torch: "cuda",
-        runtime: DeviceRuntime::CudaLike(Vendor {
+        library: Some(VendorLibrary::CudaLike(Vendor {
             prefix: "mc",
             library: Places {
                 known_by: Some("mcStreamCreateWithPriority"),
@@ -112,14 +104,14 @@ pub static PLATFORMS: &[Platform] = &[
                 below: Some(("MACA_PATH", "lib")),
             },
             not_ready: &[600, 34],
-        }),
+        })),
     },
     Platform {
         name: "ascend",
         spellings: &[],
         in_vllm: &["npu"],
         in_torch: "npu",
-        runtime: DeviceRuntime::Ascend,
+        library: Some(VendorLibrary::Ascend),
     },
 ];
 
@@ -136,14 +128,10 @@ impl Platform {
         transfer: Transfer,
         clock: Arc<dyn Clock>,
     ) -> Result<Arc<dyn Device>> {
-        match &self.runtime {
-            DeviceRuntime::Host => Ok(Arc::new(HostDevice::with(QueueOptions::on(clock))?)),
-            DeviceRuntime::Cuda => Accelerator::cuda(ordinal, transfer, clock),
-            DeviceRuntime::CudaLike(vendor) => {
-                Accelerator::vendor(self.name, vendor, ordinal, transfer, clock)
-            }
-            DeviceRuntime::Ascend => Accelerator::ascend(ordinal, transfer, clock),
-        }
+        let Some(library) = &self.library else {
+            return Ok(Arc::new(HostDevice::with(QueueOptions::on(clock))?));
+        };
+        Accelerator::open(self.name, library, ordinal, transfer, clock)
     }
 }
 

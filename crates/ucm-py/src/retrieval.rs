@@ -18,37 +18,19 @@ use crate::convert::CallResult;
 use crate::tensor::Tensor;
 
 /// Settings of a call: unscored blocks at the ends, threads, instruction set.
-pub(crate) struct Run {
-    init: usize,
-    local: usize,
-    threads: usize,
-    isa: String,
-}
-
-impl<'a, 'py> FromPyObject<'a, 'py> for Run {
-    type Error = PyErr;
-
-    fn extract(tuple: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        let (init, local, threads, isa) = tuple.extract()?;
-        Ok(Self {
-            init,
-            local,
-            threads,
-            isa,
-        })
-    }
-}
+#[derive(FromPyObject)]
+pub(crate) struct Run(usize, usize, usize, String);
 
 impl Run {
     fn windows(&self) -> Windows {
         Windows {
-            init: self.init,
-            local: self.local,
+            init: self.0,
+            local: self.1,
         }
     }
 
     fn how(&self) -> Result<(Isa, Team)> {
-        Ok((Isa::from_name(&self.isa)?, Team::new(self.threads)?))
+        Ok((Isa::from_name(&self.3)?, Team::new(self.2)?))
     }
 }
 
@@ -139,12 +121,11 @@ pub(crate) fn dot_scores(
             Some(scales) => {
                 scales.is("scales", "torch.float32")?;
                 let [scaled, scaled_reps, scaled_heads] = scales.sizes("scales")?;
-                if (scaled, scaled_reps, scaled_heads) != (reps.shape[0], count, heads) {
-                    return Err(scales.wrong(
-                        "scales",
-                        "there is one scale for each representation of a head",
-                    ));
-                }
+                scales.require(
+                    "scales",
+                    (scaled, scaled_reps, scaled_heads) == (reps.shape[0], count, heads),
+                    "there is one scale for each representation of a head",
+                )?;
                 // SAFETY: as above.
                 Some(unsafe { scales.blocks("scales", size_of::<f32>(), 1, count * heads)? })
             }
@@ -154,12 +135,11 @@ pub(crate) fn dot_scores(
         } else {
             queries
         };
-        if quest && count != 2 {
-            return Err(reps.wrong(
-                "reps",
-                "bounds are two for each block, the least key and the largest",
-            ));
-        }
+        reps.require(
+            "reps",
+            !quest || count == 2,
+            "bounds are two for each block, the least key and the largest",
+        )?;
         let spec = DotScores {
             rows,
             reps: Representations {
@@ -251,12 +231,11 @@ pub(crate) fn hash_encode(
         let [blocks, block_size, code_heads, code_len] = codes.sizes("codes")?;
         codes.is("codes", "torch.uint8")?;
         codes.packed("codes", 2)?;
-        if (code_heads, code_len) != (vectors.heads(), encoder.code_len()) {
-            return Err(codes.wrong(
-                "codes",
-                "the output of codes has another shape than the codes",
-            ));
-        }
+        codes.require(
+            "codes",
+            (code_heads, code_len) == (vectors.heads(), encoder.code_len()),
+            "the output of codes has another shape than the codes",
+        )?;
         let (base, strides) = (codes.at("codes")?, [codes.strides[0], codes.strides[1]]);
         let slots = slots.map(|(slots, _)| slots);
         // SAFETY: Python guarantees that only this call writes the codes, and that no slot is
@@ -391,12 +370,11 @@ pub(crate) fn hamming_scores(
         // `out`.
         unsafe {
             let rows = rows(&table, &tokens, block_size)?;
-            if (count, query_heads, query_len) != (rows.len(), heads, code_len) {
-                return Err(queries.wrong(
-                    "queries",
-                    "the codes of queries do not fit the rows or the codes of keys",
-                ));
-            }
+            queries.require(
+                "queries",
+                (count, query_heads, query_len) == (rows.len(), heads, code_len),
+                "the codes of queries do not fit the rows or the codes of keys",
+            )?;
             let queries = queries.slice::<u8>("queries")?;
             scored.score(rows, queries, per_head, room_for_scores(&out)?)
         }
@@ -579,9 +557,11 @@ pub(crate) fn paged_attention(
     computed(py, || {
         let (isa, team) = run.how()?;
         let [_, heads, block_size, both] = pages.sizes("pages")?;
-        if both % 2 != 0 {
-            return Err(pages.wrong("pages", "a page holds keys and values of the same size"));
-        }
+        pages.require(
+            "pages",
+            both % 2 == 0,
+            "a page holds keys and values of the same size",
+        )?;
         let element = pages.element("pages")?;
         let [_, out_heads, out_dim] = out.sizes("out")?;
         out.packed("out", 2)?;
@@ -600,9 +580,11 @@ pub(crate) fn paged_attention(
                 Output::from_raw(out_base, out_element, out.shape[0], strides),
             )
         };
-        if (out_heads, out_dim) != (queries.heads(), queries.dim()) {
-            return Err(out.wrong("out", "the result has the shape of the queries"));
-        }
+        out.require(
+            "out",
+            (out_heads, out_dim) == (queries.heads(), queries.dim()),
+            "the result has the shape of the queries",
+        )?;
         let pages = Pages {
             blocks,
             element,

@@ -78,22 +78,31 @@ impl Tensor {
         true
     }
 
-    pub(crate) fn packed(&self, name: &'static str, first: usize) -> Result<()> {
-        match self.packed_from(first) {
-            true => Ok(()),
-            false => Err(self
-                .wrong(name, "the last dimensions of a tensor have gaps")
-                .with("from", first)),
+    /// `what` is wrong unless something holds.
+    pub(crate) fn require(
+        &self,
+        name: &'static str,
+        holds: bool,
+        what: &'static str,
+    ) -> Result<()> {
+        if holds {
+            return Ok(());
         }
+        Err(self.wrong(name, what))
+    }
+
+    pub(crate) fn packed(&self, name: &'static str, first: usize) -> Result<()> {
+        let required = self.require(
+            name,
+            self.packed_from(first),
+            "the last dimensions of a tensor have gaps",
+        );
+        required.map_err(|error| error.with("from", first))
     }
 
     pub(crate) fn is(&self, name: &'static str, dtype: &'static str) -> Result<()> {
-        match self.dtype == dtype {
-            true => Ok(()),
-            false => Err(self
-                .wrong(name, "a tensor has another dtype")
-                .with("expected", dtype)),
-        }
+        let required = self.require(name, self.dtype == dtype, "a tensor has another dtype");
+        required.map_err(|error| error.with("expected", dtype))
     }
 
     pub(crate) fn element(&self, name: &'static str) -> Result<Element> {

@@ -64,6 +64,14 @@ impl Transfer {
     }
 }
 
+/// The library of a platform's devices.
+pub(crate) enum VendorLibrary {
+    Cuda,
+    /// The calls of CUDA's runtime under another prefix.
+    CudaLike(Vendor),
+    Ascend,
+}
+
 /// A device of an accelerator.
 pub(crate) struct Accelerator {
     name: String,
@@ -87,46 +95,25 @@ struct Shared {
 const OPEN_WITHIN: Duration = Duration::from_secs(30);
 
 impl Accelerator {
-    /// Device number `ordinal` of CUDA.
-    pub(crate) fn cuda(
+    /// Opens device number `ordinal` of a platform on a thread of its own. If the driver hangs, that
+    /// thread keeps everything it holds and this returns `Timeout`.
+    pub(crate) fn open(
+        platform: &'static str,
+        library: &'static VendorLibrary,
         ordinal: u32,
         transfer: Transfer,
         clock: Arc<dyn Clock>,
     ) -> Result<Arc<dyn Device>> {
-        let open = move || Ok(Arc::new(cuda::Cuda::open(ordinal)?) as _);
-        Self::over(format!("cuda:{ordinal}"), open, transfer, clock)
-    }
-
-    /// Device number `ordinal` of a vendor whose runtime has the shape of CUDA's.
-    pub(crate) fn vendor(
-        name: &'static str,
-        vendor: &'static Vendor,
-        ordinal: u32,
-        transfer: Transfer,
-        clock: Arc<dyn Clock>,
-    ) -> Result<Arc<dyn Device>> {
-        let open = move || Ok(Arc::new(vendor::Device::open(name, vendor, ordinal)?) as _);
-        Self::over(format!("{name}:{ordinal}"), open, transfer, clock)
-    }
-
-    /// Device number `ordinal` of Ascend.
-    pub(crate) fn ascend(
-        ordinal: u32,
-        transfer: Transfer,
-        clock: Arc<dyn Clock>,
-    ) -> Result<Arc<dyn Device>> {
-        let open = move || Ok(Arc::new(ascend::Ascend::open(ordinal)?) as _);
-        Self::over(format!("ascend:{ordinal}"), open, transfer, clock)
-    }
-
-    /// Opens a device on a thread of its own. If the driver hangs, that thread keeps everything it
-    /// holds and this returns `Timeout`.
-    fn over(
-        name: String,
-        open: impl FnOnce() -> Result<Arc<dyn Runtime>> + Send + 'static,
-        transfer: Transfer,
-        clock: Arc<dyn Clock>,
-    ) -> Result<Arc<dyn Device>> {
+        let name = format!("{platform}:{ordinal}");
+        let open = move || -> Result<Arc<dyn Runtime>> {
+            Ok(match library {
+                VendorLibrary::Cuda => Arc::new(cuda::Cuda::open(ordinal)?),
+                VendorLibrary::CudaLike(vendor) => {
+                    Arc::new(vendor::Device::open(platform, vendor, ordinal)?)
+                }
+                VendorLibrary::Ascend => Arc::new(ascend::Ascend::open(ordinal)?),
+            })
+        };
         let (opened, ended) = (Arc::new(Mutex::new(None)), Completion::new());
         let (tell, end) = (Arc::clone(&opened), Arc::clone(&ended));
         let opening = move || {

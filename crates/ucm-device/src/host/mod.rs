@@ -1,12 +1,17 @@
 //! The host platform: KV in ordinary memory of this process, as vLLM keeps it on a CPU.
+#![allow(
+    unsafe_code,
+    reason = "reads and writes the memory that device spans name; their maker vouched for it"
+)]
 
 use std::any::Any;
+use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
 use std::sync::Arc;
 
 use ucm_core::{Error, Result};
 
 use crate::arena::{ArenaOptions, HostArena};
-use crate::copy;
+use crate::copy::{check_host_pairs, check_pieces, check_registered};
 use crate::device::{Device, Event, Landed, Stream};
 use crate::memory::DeviceMemory;
 use crate::queued::{Copier, HostEvent, QueueOptions, QueuedStream};
@@ -46,10 +51,8 @@ impl Device for HostDevice {
     }
 
     fn make_stream(&self) -> Result<Box<dyn Stream>> {
-        Ok(Box::new(QueuedStream::new(
-            HostCopier,
-            self.options.clone(),
-        )))
+        let options = self.options.clone();
+        Ok(Box::new(QueuedStream::new(HostCopier, options)))
     }
 
     fn make_stream_by(&self, _transfer: Transfer) -> Result<Box<dyn Stream>> {
@@ -58,16 +61,13 @@ impl Device for HostDevice {
 
     fn allocate(&self, bytes: usize) -> Result<DeviceMemory> {
         let arena = HostArena::new(bytes)?;
-        Ok(DeviceMemory::new(
-            arena.at(0).expose_provenance() as u64,
-            bytes,
-            arena,
-        ))
+        let address = arena.at(0).expose_provenance() as u64;
+        Ok(DeviceMemory::new(address, bytes, arena))
     }
 
     /// The processor reaches all memory directly.
     fn register(&self, host: HostSpan) -> Result<Box<dyn Any + Send + Sync>> {
-        copy::check_registered(host)?;
+        check_registered(host)?;
         Ok(Box::new(()))
     }
 
@@ -84,16 +84,64 @@ impl Device for HostDevice {
 struct HostCopier;
 
 impl Copier for HostCopier {
+    /// Copies device pieces into the host buffer and reports each at once.
     fn gather(&mut self, src: &[Piece], dst: &mut [u8], landed: &mut Landed<'_>) -> Result<()> {
-        copy::gather(src, dst, landed)
+        check_pieces(src, dst.len())?;
+        for (piece, count) in src.iter().zip(1..) {
+            let to = &mut dst[piece.at..piece.at + piece.span.len() as usize];
+            // SAFETY: the maker of the span promised that it can be read until this operation ends;
+            // `to` is a slice of exactly that length; `copy` allows overlap, should the span name
+            // memory of the same arena.
+            unsafe {
+                std::ptr::copy(
+                    with_exposed_provenance::<u8>(piece.span.addr() as usize),
+                    to.as_mut_ptr(),
+                    to.len(),
+                );
+            }
+            landed(dst, count);
+        }
+        Ok(())
     }
 
+    /// Copies the host buffer into device pieces.
     fn scatter(&mut self, src: &[u8], dst: &[Piece]) -> Result<()> {
-        copy::scatter(src, dst)
+        check_pieces(dst, src.len())?;
+        for piece in dst {
+            let from = &src[piece.at..piece.at + piece.span.len() as usize];
+            // SAFETY: the maker of the span promised that it can be written until this operation ends
+            // and that no reference to it is in use; `from` has exactly its length.
+            unsafe {
+                std::ptr::copy(
+                    from.as_ptr(),
+                    with_exposed_provenance_mut::<u8>(piece.span.addr() as usize),
+                    from.len(),
+                );
+            }
+        }
+        Ok(())
     }
 
+    /// Copies pairs of device and host in one direction.
     fn transfer(&mut self, direction: Direction, pairs: &[(DeviceSpan, HostSpan)]) -> Result<()> {
-        copy::transfer(direction, pairs)
+        check_host_pairs(pairs)?;
+        for (device, host) in pairs {
+            let (from, to) = match direction {
+                Direction::ToDevice => (host.addr(), device.addr()),
+                Direction::ToHost => (device.addr(), host.addr()),
+            };
+            // SAFETY: the makers of both spans promised that they can be read and written until this
+            // operation ends, without interference; the lengths are equal; `copy` allows overlap,
+            // should both lie in one buffer.
+            unsafe {
+                std::ptr::copy(
+                    with_exposed_provenance::<u8>(from as usize),
+                    with_exposed_provenance_mut::<u8>(to as usize),
+                    device.len() as usize,
+                );
+            }
+        }
+        Ok(())
     }
 }
 

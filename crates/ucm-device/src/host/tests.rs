@@ -1,9 +1,4 @@
 //! The host platform against plain memory.
-#![allow(
-    unsafe_code,
-    reason = "device spans over the tests' own buffers, which outlive every operation"
-)]
-
 use std::sync::mpsc;
 use std::time::Duration;
 

@@ -271,7 +271,10 @@ mod tests {
         let waiting = Arc::clone(&pools);
         let got = std::thread::spawn(move || waiting.get(MemoryKind::Host, 64, Some(deadline)));
         clock.advance(Duration::from_secs(2));
-        assert_eq!(got.join().unwrap().err().unwrap().kind(), ErrorKind::Timeout);
+        assert_eq!(
+            got.join().unwrap().err().unwrap().kind(),
+            ErrorKind::Timeout
+        );
         drop(held);
     }
 
