@@ -7,6 +7,7 @@ use std::arch::x86_64::*;
 
 use super::stream::{self, Register};
 use super::{HammingJob, words};
+use crate::lanes::operations;
 
 /// See [`super::Kernel`].
 #[target_feature(enable = "avx2,popcnt")]
@@ -22,26 +23,20 @@ pub(super) unsafe fn score(job: HammingJob<'_>) {
 #[derive(Clone, Copy)]
 struct Avx2(__m256i);
 
-// Each operation is one instruction, or few; the caller vouches for the processor and for the
-// addresses.
-#[allow(clippy::undocumented_unsafe_blocks, reason = "the line above")]
 impl Register for Avx2 {
     const WIDTH: usize = 32;
 
-    #[inline(always)]
-    unsafe fn load(from: *const u8) -> Self {
-        unsafe { Self(_mm256_loadu_si256(from.cast())) }
+    operations! {
+        load(from: *const u8) -> Self = Self(_mm256_loadu_si256(from.cast()));
+        store(self, to: *mut u8) -> () = _mm256_storeu_si256(to.cast(), self.0);
+        splat(word: u64) -> Self = Self(_mm256_set1_epi64x(word.cast_signed()));
+        least(self, other: Self) -> Self = Self(_mm256_min_epu32(self.0, other.0));
+        prefetch(at: *const u8) -> () = _mm_prefetch::<_MM_HINT_T0>(at.cast());
     }
-    #[inline(always)]
-    unsafe fn store(self, to: *mut u8) {
-        unsafe { _mm256_storeu_si256(to.cast(), self.0) }
-    }
-    #[inline(always)]
-    unsafe fn splat(word: u64) -> Self {
-        unsafe { Self(_mm256_set1_epi64x(word.cast_signed())) }
-    }
+
     #[inline(always)]
     unsafe fn distances<const WORDS: usize>(self, query: Self) -> Self {
+        // SAFETY: the caller vouches for the processor.
         unsafe {
             let counts = _mm256_broadcastsi128_si256(_mm_setr_epi8(
                 0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4,
@@ -61,13 +56,5 @@ impl Register for Avx2 {
             }
             Self(found)
         }
-    }
-    #[inline(always)]
-    unsafe fn least(self, other: Self) -> Self {
-        unsafe { Self(_mm256_min_epu32(self.0, other.0)) }
-    }
-    #[inline(always)]
-    unsafe fn prefetch(at: *const u8) {
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
     }
 }

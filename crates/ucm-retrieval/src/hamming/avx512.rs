@@ -8,6 +8,7 @@ use std::arch::x86_64::*;
 
 use super::stream::{self, Register};
 use super::{HammingJob, words};
+use crate::lanes::operations;
 
 /// See [`super::Kernel`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vpopcntdq,popcnt")]
@@ -29,26 +30,20 @@ pub(super) unsafe fn score(job: HammingJob<'_>) {
 #[derive(Clone, Copy)]
 struct Avx512(__m512i);
 
-// Each operation is one instruction, or few; the caller vouches for the processor and for the
-// addresses.
-#[allow(clippy::undocumented_unsafe_blocks, reason = "the line above")]
 impl Register for Avx512 {
     const WIDTH: usize = 64;
 
-    #[inline(always)]
-    unsafe fn load(from: *const u8) -> Self {
-        unsafe { Self(_mm512_loadu_si512(from.cast())) }
+    operations! {
+        load(from: *const u8) -> Self = Self(_mm512_loadu_si512(from.cast()));
+        store(self, to: *mut u8) -> () = _mm512_storeu_si512(to.cast(), self.0);
+        splat(word: u64) -> Self = Self(_mm512_set1_epi64(word.cast_signed()));
+        least(self, other: Self) -> Self = Self(_mm512_min_epu32(self.0, other.0));
+        prefetch(at: *const u8) -> () = _mm_prefetch::<_MM_HINT_T0>(at.cast());
     }
-    #[inline(always)]
-    unsafe fn store(self, to: *mut u8) {
-        unsafe { _mm512_storeu_si512(to.cast(), self.0) }
-    }
-    #[inline(always)]
-    unsafe fn splat(word: u64) -> Self {
-        unsafe { Self(_mm512_set1_epi64(word.cast_signed())) }
-    }
+
     #[inline(always)]
     unsafe fn distances<const WORDS: usize>(self, query: Self) -> Self {
+        // SAFETY: the caller vouches for the processor.
         unsafe {
             let mut counts = _mm512_popcnt_epi64(_mm512_xor_si512(self.0, query.0));
             if WORDS >= 2 {
@@ -65,14 +60,6 @@ impl Register for Avx512 {
             }
             Self(counts)
         }
-    }
-    #[inline(always)]
-    unsafe fn least(self, other: Self) -> Self {
-        unsafe { Self(_mm512_min_epu32(self.0, other.0)) }
-    }
-    #[inline(always)]
-    unsafe fn prefetch(at: *const u8) {
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
     }
 }
 

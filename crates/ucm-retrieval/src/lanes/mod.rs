@@ -22,6 +22,20 @@ pub(crate) use avx512::Avx512;
 
 use crate::element::{Bf16, F16, Number};
 
+/// Operations of an instruction set, each one expression and inlined.
+macro_rules! operations {
+    ($($name:ident($($argument:tt)*) -> $result:ty = $value:expr;)*) => {
+        $(#[inline(always)]
+        #[allow(unused_unsafe, reason = "not every expression needs it")]
+        unsafe fn $name($($argument)*) -> $result {
+            // SAFETY: the instructions are there, and loads and stores are of as many elements as
+            // the trait says; the caller vouches for both.
+            unsafe { $value }
+        })*
+    };
+}
+pub(crate) use operations;
+
 /// Some singles in lanes.
 ///
 /// # Safety
@@ -135,73 +149,24 @@ impl Lanes for Scalar {
     const SUMS: usize = 1;
     const REGISTERS: usize = 1;
 
-    #[inline(always)]
-    unsafe fn splat(value: f32) -> Self {
-        Self(value)
+    operations! {
+        splat(value: f32) -> Self = Self(value);
+        load_f32(from: *const f32) -> Self = Self(from.read_unaligned());
+        load_bf16(from: *const Bf16) -> Self = Self(from.read_unaligned().to_f32());
+        load_f16(from: *const F16) -> Self = Self(from.read_unaligned().to_f32());
+        load_i8(from: *const i8) -> Self = Self(from.read_unaligned().to_f32());
+        store(self, to: *mut f32) -> () = to.write_unaligned(self.0);
+        add(self, other: Self) -> Self = Self(self.0 + other.0);
+        add_product(self, a: Self, b: Self) -> Self = Self(self.0 + a.0 * b.0);
+        add_product_exact(self, a: Self, b: Self) -> Self = Self(a.0.mul_add(b.0, self.0));
+        positive(self) -> u32 = u32::from(self.0 > 0.0);
+        max(self, other: Self) -> Self = Self(self.0.max(other.0));
+        round(self) -> Self = Self(self.0.round_ties_even());
+        scale_by_power(self, power: Self) -> Self = Self(self.0 * power.0.exp2());
+        sum(self) -> f32 = self.0;
+        most(self) -> f32 = self.0;
+        prefetch(_at: *const u8) -> () = ();
     }
-    #[inline(always)]
-    unsafe fn load_f32(from: *const f32) -> Self {
-        // SAFETY: as the caller vouches.
-        Self(unsafe { from.read_unaligned() })
-    }
-    #[inline(always)]
-    unsafe fn load_bf16(from: *const Bf16) -> Self {
-        // SAFETY: as the caller vouches.
-        Self(unsafe { from.read_unaligned() }.to_f32())
-    }
-    #[inline(always)]
-    unsafe fn load_f16(from: *const F16) -> Self {
-        // SAFETY: as the caller vouches.
-        Self(unsafe { from.read_unaligned() }.to_f32())
-    }
-    #[inline(always)]
-    unsafe fn load_i8(from: *const i8) -> Self {
-        // SAFETY: as the caller vouches.
-        Self(unsafe { from.read_unaligned() }.to_f32())
-    }
-    #[inline(always)]
-    unsafe fn add_product(self, a: Self, b: Self) -> Self {
-        Self(self.0 + a.0 * b.0)
-    }
-    #[inline(always)]
-    unsafe fn add(self, other: Self) -> Self {
-        Self(self.0 + other.0)
-    }
-    #[inline(always)]
-    unsafe fn add_product_exact(self, a: Self, b: Self) -> Self {
-        Self(a.0.mul_add(b.0, self.0))
-    }
-    #[inline(always)]
-    unsafe fn positive(self) -> u32 {
-        u32::from(self.0 > 0.0)
-    }
-    #[inline(always)]
-    unsafe fn store(self, to: *mut f32) {
-        // SAFETY: as the caller vouches.
-        unsafe { to.write_unaligned(self.0) }
-    }
-    #[inline(always)]
-    unsafe fn max(self, other: Self) -> Self {
-        Self(self.0.max(other.0))
-    }
-    #[inline(always)]
-    unsafe fn round(self) -> Self {
-        Self(self.0.round_ties_even())
-    }
-    #[inline(always)]
-    unsafe fn scale_by_power(self, power: Self) -> Self {
-        Self(self.0 * power.0.exp2())
-    }
-    #[inline(always)]
-    unsafe fn sum(self) -> f32 {
-        self.0
-    }
-    #[inline(always)]
-    unsafe fn most(self) -> f32 {
-        self.0
-    }
-    #[inline(always)]
-    unsafe fn prefetch(_: *const u8) {}
 }
 
 /// `e` to the power of each lane, for numbers up to 88, with a relative error below 2e-7; numbers
