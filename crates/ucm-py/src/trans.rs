@@ -515,9 +515,7 @@ fn many(
             .collect::<CallResult<Vec<_>>>()?
     } else if value.is_instance_of::<PyUntypedArray>() {
         let array = value.extract::<PyReadonlyArray1<'_, u64>>().map_err(|_| {
-            let wrong =
-                Error::invalid("an array of addresses has one dimension and the type uint64");
-            wrong
+            Error::invalid("an array of addresses has one dimension and the type uint64")
         })?;
         array.as_array().iter().copied().collect()
     } else if value.is_instance_of::<PyInt>() {

@@ -95,8 +95,8 @@ struct Shared {
 const OPEN_WITHIN: Duration = Duration::from_secs(30);
 
 impl Accelerator {
-    /// Opens device number `ordinal` of a platform on a thread of its own. If the driver hangs, that
-    /// thread keeps everything it holds and this returns `Timeout`.
+    /// Opens device number `ordinal` of a platform on a thread of its own. If the driver hangs,
+    /// that thread keeps everything it holds and this returns `Timeout`.
     pub(crate) fn open(
         platform: &'static str,
         library: &'static VendorLibrary,

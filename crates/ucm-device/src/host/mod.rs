@@ -109,8 +109,8 @@ impl Copier for HostCopier {
         check_pieces(dst, src.len())?;
         for piece in dst {
             let from = &src[piece.at..piece.at + piece.span.len() as usize];
-            // SAFETY: the maker of the span promised that it can be written until this operation ends
-            // and that no reference to it is in use; `from` has exactly its length.
+            // SAFETY: the maker of the span promised that it can be written until this operation
+            // ends and that no reference to it is in use; `from` has exactly its length.
             unsafe {
                 std::ptr::copy(
                     from.as_ptr(),
@@ -130,9 +130,9 @@ impl Copier for HostCopier {
                 Direction::ToDevice => (host.addr(), device.addr()),
                 Direction::ToHost => (device.addr(), host.addr()),
             };
-            // SAFETY: the makers of both spans promised that they can be read and written until this
-            // operation ends, without interference; the lengths are equal; `copy` allows overlap,
-            // should both lie in one buffer.
+            // SAFETY: the makers of both spans promised that they can be read and written until
+            // this operation ends, without interference; the lengths are equal; `copy` allows
+            // overlap, should both lie in one buffer.
             unsafe {
                 std::ptr::copy(
                     with_exposed_provenance::<u8>(from as usize),
