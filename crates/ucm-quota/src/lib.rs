@@ -181,10 +181,9 @@ impl Quota {
         }
     }
 
-    /// Room for a write of `bytes`, for [`Quota::ended`] or [`Quota::commit`]. `None` before the
-    /// first write of this writer while nothing that large is granted: see [`Quota::await_grant`].
-    /// After that a writer whose grant is spent is refused with `Busy`, and the agent has the grant
-    /// raised.
+    /// Room for a write of `bytes`, for [`Quota::ended`] or [`Quota::commit`]. `None` where the
+    /// limit has room that only has to be granted: see [`Quota::await_grant`]. `Busy` at once where
+    /// it has none, or a write has waited in vain; the agent has the grant raised.
     pub fn reserve(&self, bytes: u64) -> Result<Option<Reservation>> {
         let now = self.clock.now();
         let (had, wakes) = self.quota().reserve(bytes, now);
@@ -192,10 +191,12 @@ impl Quota {
         had
     }
 
-    /// Waits until a first grant holds `bytes`, or none is to be had now; `deadline` at the latest.
-    /// [`Quota::reserve`] is to be called again then.
+    /// Waits until a grant holds `bytes`, or none is to be had now: for a first grant, what lies
+    /// there is counted first; a later one takes the agent a turn, or the collector one. `deadline`
+    /// at the latest. [`Quota::reserve`] is to be called again then.
     pub fn await_grant(&self, bytes: u64, deadline: MonotonicTime) {
-        let until = self.clock.now().after(FIRST).min(deadline);
+        let patience = self.quota().patience();
+        let until = self.clock.now().after(patience).min(deadline);
         if !self.wait(bytes, until) {
             self.quota().asking.in_vain = true;
         }

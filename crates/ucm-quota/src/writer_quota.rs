@@ -9,7 +9,8 @@ use ucm_io::{ELOOP, EROFS};
 
 use crate::pause::Pause;
 
-/// How long the control path waits for room: a collector at rest looks up once a second.
+/// How long a write waits for a grant within the limit, and the control path for room: a collector
+/// at rest wakes once a second.
 pub(super) const PATIENCE: Duration = Duration::from_secs(2);
 /// How long a first write waits for a grant: what lies there is counted first, and a collector that
 /// stands still is followed. Within the time that a dump has, unless its deadline is another one.
@@ -57,7 +58,7 @@ pub(super) struct WriterQuota {
 pub(super) struct Asking {
     /// Threads that wait for one.
     pub(super) waiting: usize,
-    /// No first grant was to be had in time; until there is one no write waits.
+    /// No grant was to be had in time; until there is one no write waits.
     pub(super) in_vain: bool,
     /// When the quota agent was last notified.
     last: Option<MonotonicTime>,
@@ -212,8 +213,8 @@ impl WriterQuota {
         })
     }
 
-    /// Room for `bytes`, and whether the quota agent should look. `None` before the first write,
-    /// whose grant is still to come; after that what exceeds the grant is refused.
+    /// Room for `bytes`, and whether the quota agent should look. `None` where it only has to be
+    /// granted; what the limit has no room for is refused.
     pub(super) fn reserve(
         &mut self,
         bytes: u64,
@@ -228,16 +229,25 @@ impl WriterQuota {
             return (Ok(Some(reservation)), low && self.may_ask(now));
         }
         self.unit = self.unit.max(bytes);
-        if self.awaits_first() {
+        if self.may_be_granted(bytes) {
             return (Ok(None), true);
         }
         (Err(self.refusal()), self.may_ask(now))
     }
 
-    /// Whether a write waits for its grant: nothing was written yet, and it was not waited for in
-    /// vain.
-    fn awaits_first(&self) -> bool {
-        self.reserved == 0 && !self.asking.in_vain
+    /// Whether a write waits for its grant: it is the first one, or the limit has room for it, and
+    /// no write has waited in vain since the last grant.
+    fn may_be_granted(&self, bytes: u64) -> bool {
+        let fits = self.used().saturating_add(bytes) <= self.told.limit;
+        !self.asking.in_vain && (self.reserved == 0 || fits)
+    }
+
+    /// How long a write waits for its grant.
+    pub(super) fn patience(&self) -> Duration {
+        match self.reserved {
+            0 => FIRST,
+            _ => PATIENCE,
+        }
     }
 
     /// Whether a thread that waits for `bytes` has its answer, whatever that is.
@@ -340,9 +350,10 @@ impl WriterQuota {
         if let Some(trouble) = self.told.trouble.as_ref().filter(no_way) {
             return trouble.clone();
         }
-        let kind = match self.asking.in_vain {
-            true => ErrorKind::NoSpace,
-            false => ErrorKind::Busy,
+        // Nothing could ever be written, or only not now.
+        let kind = match self.reserved {
+            0 => ErrorKind::NoSpace,
+            _ => ErrorKind::Busy,
         };
         let text = match self.told.counted {
             true => {
@@ -397,15 +408,26 @@ mod tests {
     fn nothing_is_written_beyond_the_grant() {
         let mut quota = granted(100);
         ask(&mut quota, 60, at(0)).unwrap().unwrap();
-        assert_eq!(kind(ask(&mut quota, 60, at(0))), ErrorKind::Busy);
+        assert!(ask(&mut quota, 60, at(0)).is_none(), "its grant is raised");
         assert!(quota.is_low(100, at(0)) && quota.wanted() == 60);
         ask(&mut quota, 40, at(0)).unwrap().unwrap();
         quota.adopt(160);
         assert!(ask(&mut quota, 60, at(1)).unwrap().is_ok() && quota.reserved == 160);
+        assert!(ask(&mut quota, 60, at(2)).is_none());
+        quota.asking.in_vain = true;
+        assert_eq!(kind(ask(&mut quota, 60, at(3))), ErrorKind::Busy);
     }
 
     #[test]
-    fn only_the_first_write_waits_for_a_grant_and_not_in_vain_twice() {
+    fn a_write_that_the_limit_has_no_room_for_is_refused_at_once() {
+        let mut quota = granted(100);
+        ask(&mut quota, 60, at(0)).unwrap().unwrap();
+        quota.told.others = 900;
+        assert_eq!(kind(ask(&mut quota, 60, at(0))), ErrorKind::Busy);
+    }
+
+    #[test]
+    fn a_first_grant_is_waited_for_but_not_in_vain_twice() {
         let mut quota = WriterQuota::new(1, 40);
         quota.holds_until = at(300_000);
         assert!(ask(&mut quota, 40, at(0)).is_none());
@@ -419,7 +441,11 @@ mod tests {
             "nothing was written yet"
         );
         assert!(ask(&mut quota, 40, at(2)).unwrap().is_ok());
-        assert_eq!(kind(ask(&mut quota, 40, at(3))), ErrorKind::Busy);
+        assert_eq!(
+            kind(ask(&mut quota, 40, at(3))),
+            ErrorKind::Busy,
+            "no limit"
+        );
     }
 
     #[test]
@@ -469,8 +495,8 @@ mod tests {
     fn a_silent_writer_writes_no_more_and_comes_back_as_another() {
         let mut quota = granted(100);
         let old = ask(&mut quota, 40, at(0)).unwrap().unwrap();
-        let void = kind(ask(&mut quota, 10, at(300_000)));
-        assert_eq!(void, ErrorKind::Busy, "its grant is void");
+        let void = ask(&mut quota, 10, at(300_000));
+        assert!(void.is_none(), "its grant is void");
         assert!(quota.renew(at(300_000), || 2));
         assert_eq!((quota.writer, quota.reserved, quota.granted), (2, 0, 0));
         quota.ended(old, None, at(300_001));

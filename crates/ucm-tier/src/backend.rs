@@ -408,8 +408,8 @@ pub trait Backend: Send + Sync {
 
     /// Writes a record privately and publishes it whole, or returns a receipt for that. Returns by
     /// the deadline of `io`, unless a system call hangs: the slot stays with it then. Without room
-    /// it is refused at once with `Busy`; only before its first grant a writer waits. A record of a
-    /// newer version stays.
+    /// it is refused at once with `Busy`; it waits only for a grant that the limit has room for. A
+    /// record of a newer version stays.
     fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions) -> Result<Written>;
 
     /// Sets, once and before [`Backend::open`], what is called with the outcomes of receipts. A
