@@ -245,9 +245,9 @@ impl SegmentWriter {
     fn create(&self, io: &IoJob, needed: bool, room: u64) -> Result<Option<OpenSegment>> {
         let (shared, space) = (&self.shared, &self.shared.space);
         let reservation = loop {
-            io.still_wanted()?;
             let seen = self.seal_notify.seen();
             let marker = io.look(shared.layout.marker())?;
+            io.still_wanted()?; // before room is taken for a segment that stays empty
             shared
                 .check_root(marker)
                 .inspect_err(|_| shared.look_again())?;
