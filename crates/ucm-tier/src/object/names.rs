@@ -1,13 +1,17 @@
 //! Where things lie below the prefix in a bucket.
 //!
-//! ```text <prefix>/ucm-root.json                                        this prefix belongs to
-//! ucm: format, UUID, capacity <prefix>/ucm-space.json                                       who
-//! may write how much: changed by compare-and-swap <prefix>/uses/<16 hex>.json
-//! which segments one writer has used, and when <prefix>/<namespace>/manifest-<part>.json
-//! the identity in words, and the sizes of that part <prefix>/<namespace>/segments/<16 hex>-<16
-//! hex>-<16 hex>.seg  many records: when it was sealed, writer, sequence ``` A segment's name
-//! begins with its time (ns of Unix time, by its writer's clock), so that a listing can begin where
-//! the last one ended. Only names of exactly these patterns are read or removed.
+//! ```text
+//! <prefix>/ucm-root.json             this prefix belongs to ucm: format, UUID, capacity
+//! <prefix>/ucm-space.json            who may write how much: changed by compare-and-swap
+//! <prefix>/uses/<16 hex>.json        which segments one writer has used, and when
+//! <prefix>/<namespace>/
+//!     manifest-<part>.json           the identity in words, and the sizes of that part
+//!     segments/<16 hex>-<16 hex>-<16 hex>.seg
+//!                                    many records: when it was sealed, writer, sequence
+//! ```
+//! A segment's name begins with its time (ns of Unix time, by its writer's clock), so that a
+//! listing can begin where the last one ended. Only names of exactly these patterns are read or
+//! removed.
 
 use object_store::path::Path;
 use ucm_core::Part;
