@@ -1,5 +1,5 @@
 //! The way of one block through the code, from the job of a pool to the system call, by function.
-//! ARCHITECTURE.md shows it.
+//! The table of ARCHITECTURE.md names these functions.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
@@ -9,6 +9,18 @@ use crate::common::{Device, Layout, Setup, Store, directory, ids};
 
 /// Most functions of ours on the way out and on the way back, closures counted.
 const MOST: [usize; 2] = [14, 14];
+/// Functions on the way, from the job to the operation.
+const OUT: [&str; 8] = [
+    "dump_blocks",
+    "dump_block",
+    "write",
+    "write_here",
+    "write",
+    "write",
+    "append",
+    "write_at",
+];
+const BACK: [&str; 5] = ["read", "read", "read", "read_neighbours", "read_into"];
 
 /// The functions of ours in a backtrace, from the operation up to the job of a pool. Whose a
 /// function is, its file says.
@@ -35,10 +47,11 @@ fn the_way_of_a_block() {
         directory(),
         Setup {
             layout: Layout::segments(),
+            copy_threads: 2, // of which one writes what it copied, as on a machine with cores
             ..Setup::default()
         },
     );
-    let blocks = ids(1);
+    let blocks = ids(2); // neighbours, which one call reads
     let device = Device::filled(&setup, &blocks);
     let store = Store::open(dir.path(), setup.clone());
     for (number, kind) in [OpKind::WriteAt, OpKind::Read].into_iter().enumerate() {
@@ -52,7 +65,17 @@ fn the_way_of_a_block() {
         let traces = store.faults.traces();
         let way = way(&traces[0]);
         eprintln!("{kind:?}: {} functions\n  {}", way.len(), way.join("\n  "));
-        assert!(way.len() > 3, "{traces:?}");
+        let mut named = way.iter().rev();
+        for name in [&OUT[..], &BACK[..]][number] {
+            let name = format!("{name} (");
+            assert!(
+                named.any(|step| step
+                    .rsplit("::")
+                    .next()
+                    .is_some_and(|s| s.starts_with(&name))),
+                "{name} is missing, or not where ARCHITECTURE.md says: {way:#?}"
+            );
+        }
         assert!(
             way.len() <= MOST[number],
             "the way is longer than before: {way:#?}"
