@@ -45,7 +45,7 @@ fn open_on(device: &str, stages: &Value) -> ucm_core::Result<Engine> {
 /// Dumps two blocks, looks them up and loads them.
 fn check(engine: &Engine) {
     let setup = Setup::default();
-    // A dump waits two seconds for room, and there is none before the first count.
+    // A dump waits for its first grant, which follows the first count.
     eventually("it was counted", || engine.stats()["storage_counted"] == 1);
     let source = Device::filled(&setup, &ids(2));
     let dumped = engine.dump(source.rows(&ids(2))).unwrap();

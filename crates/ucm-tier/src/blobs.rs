@@ -1,8 +1,8 @@
 //! Named immutable bytes: the one shape that a directory and a bucket have in common.
 //!
 //! A medium that keeps segments implements [`Blobs`], which knows nothing of records. Reading,
-//! discovery and lookups stand once above it, in [`crate::segment`]. Every call blocks until its
-//! deadline at the latest. Names, clocks, retries and listings that lag are the medium's own.
+//! footers, index and lookups stand once above it, in [`crate::segment`]. Every call blocks until
+//! its deadline at the latest. Names, clocks, retries and listings that lag are the medium's own.
 
 use std::ops::Range;
 
