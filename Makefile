@@ -178,7 +178,7 @@ test-mooncake: $(if $(WHEEL),,$(RUN_ENV)) .tools/.stamp-mooncake ## test the sto
 
 # A new kind of tier from Python: with a core that contains the toy, beside the usual one.
 .PHONY: test-kinds
-test-kinds: $(VENV)/.stamp-dev ## test a new kind of tier from Python, with a core built for tests
+test-kinds: $(VENV)/.stamp-dev .tools/.stamp-mooncake ## test a new kind of tier from Python, with a core built for tests
 	@$(STAGE) "build ucm._core with a toy" cargo build --locked --quiet -p ucm-py --features extension-module,test-utils
 	@UCM_TEST_CORE=$(or $(CARGO_TARGET_DIR),$(CURDIR)/target)/debug/lib_core.so \
 		$(STAGE) "pytest kinds" $(BIN)/python -m pytest --quiet tests/kinds

@@ -1,5 +1,5 @@
 """The logger of ucm: one console handler, an optional rotating file, never the same handler
-twice."""
+twice; and sizes as people read them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ FILE_FORMAT = "[%(asctime)s] [%(levelname)s] [%(name)s] [%(filename)s:%(lineno)d
 #: A log file is rotated at this many bytes, and this many old ones are kept.
 MAX_FILE_BYTES = 100 * 1024 * 1024
 BACKUP_COUNT = 5
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 H = TypeVar("H", bound=logging.Handler)
 
@@ -70,6 +72,16 @@ def init_logger(
         path = os.path.abspath(os.path.expanduser(log_file))
         _add_file(logger, path, logging.Formatter(log_format or FILE_FORMAT))
     return logger
+
+
+def in_units(count: float) -> str:
+    """Bytes in the largest binary unit: ``1.5 GiB``."""
+    unit = 0
+    while count >= 1024 and unit < len(_UNITS) - 1:
+        count /= 1024
+        unit += 1
+    digits = 0 if unit == 0 or count >= 100 else 1
+    return f"{count:.{digits}f} {_UNITS[unit]}"
 
 
 def __getattr__(name: str) -> logging.Logger:

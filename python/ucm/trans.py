@@ -252,23 +252,23 @@ class Device:
                 "the number of a device is 0 or more", context={"device_id": device_id}
             )
         self._own = None
-        self._core = self._open(device_id)
+        self._core, why = self._open(device_id)
         self._hand_over_log()
-        logger.info("device %s", self._core.name)
+        logger.info("ucm %s: device %s%s", version, self._core.name, why)
 
-    def _open(self, device_id: int) -> TransDevice:
+    def _open(self, device_id: int) -> tuple[TransDevice, str]:
+        """The device, and why it is the host where no platform was named."""
         if self._platform is not None:
-            return TransDevice(_name(self._platform, device_id))
+            return TransDevice(_name(self._platform, device_id)), ""
         missing = []
         for platform in AUTOMATIC:
             try:
-                return TransDevice(_name(platform, device_id))
+                return TransDevice(_name(platform, device_id)), ""
             except UnsupportedError as error:
                 if "function" in error.context:  # a driver is there, and lacks this one
                     raise
                 missing.append(str(error))
-        logger.info("platform host, because: %s", "; ".join(missing))
-        return TransDevice("host")
+        return TransDevice("host"), f", because: {'; '.join(missing)}"
 
     def _device(self) -> TransDevice:
         if self._core is None:

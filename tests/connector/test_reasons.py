@@ -365,8 +365,8 @@ def test_one_line_per_request(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "ucm.vllm"):
         rig.scheduler.request_finished(request)
     said = (
-        "request a: 20 prompt tokens, 5 blocks asked, 3 hit, 2 loaded, missed: 2 absent, 1"
-        " truncated; 2 offered"
+        "request a: 20 prompt tokens, 5 blocks looked up, 3 hit, 2 loaded, missed: 2 absent,"
+        " 1 truncated; 2 offered"
     )
     assert [record.message for record in caplog.records if record.levelno == logging.DEBUG] == [
         said
@@ -379,8 +379,8 @@ def test_one_line_per_request_of_an_engine_that_is_off(caplog: pytest.LogCapture
     with caplog.at_level(logging.DEBUG, "ucm.vllm"):
         rig.scheduler.request_finished(rig.request("a", 5 * BLOCK))
     said = (
-        "request a: 20 prompt tokens, 5 blocks asked, 0 hit, 0 loaded, missed: 5 disabled; 0"
-        " offered"
+        "request a: 20 prompt tokens, 5 blocks looked up, 0 hit, 0 loaded, missed: 5 disabled;"
+        " 0 offered"
     )
     assert [record.message for record in caplog.records if record.levelno == logging.DEBUG] == [
         said
@@ -398,7 +398,7 @@ def test_a_summary_now_and_then_when_something_happened(caplog: pytest.LogCaptur
     rig.report(rig.ended(rig.step(request)))
 
     def said() -> list[str]:
-        lines = [record.message for record in caplog.records if "asked" in record.message]
+        lines = [record.message for record in caplog.records if "looked up" in record.message]
         caplog.clear()
         return lines
 
@@ -409,9 +409,8 @@ def test_a_summary_now_and_then_when_something_happened(caplog: pytest.LogCaptur
         rig.step()
         (line,) = said()
         assert (
-            line
-            == "4 blocks asked, 2 hit, 2 loaded (2.0 MiB); missed: 2 absent; 2 published (2.0 MiB),"
-            " 0 not"
+            line == "4 blocks looked up, 2 hit, 2 loaded (2.0 MiB); missed: 2 absent;"
+            " 2 published (2.0 MiB), 0 not"
         )
         rig.clock.now += SUMMARY_S
         rig.step()

@@ -12,6 +12,7 @@ mod id;
 mod identity;
 pub mod limits;
 mod miss;
+mod units;
 
 pub use crc::{CRC_PIECE, Crc32c, crc32c, crc32c_combine};
 pub use dtype::DType;
@@ -21,3 +22,4 @@ pub use hasher::{BlockHasher, ExtraKey, HashMethod};
 pub use id::{BlockId, IdMask, Part};
 pub use identity::{IDENTITY_KEYS, Identity, namespace_of};
 pub use miss::MissReason;
+pub use units::in_units;

@@ -51,7 +51,7 @@ use layout::{BLOCKS, Modes, record_name, shard_name};
 use state::SpaceState;
 use writer_quota::{PATIENCE, WriterQuota};
 
-pub use capacity::{Capacity, in_units};
+pub use capacity::Capacity;
 pub use grant_table::Snapshot;
 pub use pause::Pause;
 pub use remove::Rules;

@@ -370,17 +370,22 @@ fn failures_far_apart_do_not_open_it() {
 #[test]
 fn the_log_says_at_the_start_what_is_used() {
     let (dir, store, _clock) = opened(1, usize::MAX);
-    let mut said = store.said(); // a device has words of its own
-    said.retain(|line| line.starts_with("open: "));
-    assert_eq!(said.len(), 1, "{said:?}");
+    let mut said = store.said();
+    said.retain(|line| line.starts_with("ucm ") || line.starts_with("open: ")); // not the device's
+    assert_eq!(said.len(), 2, "{said:?}");
+    let first = concat!(
+        "ucm ",
+        env!("CARGO_PKG_VERSION"),
+        ": 16 staging slots of 8 KiB on "
+    );
+    assert!(said[0].starts_with(first), "{}", said[0]);
     let root = dir.path().display().to_string();
     for word in [
         &*root,
         "I/O threads",
         "buffered I/O",
-        "16 staging slots of 8192 bytes",
-        "1073741824 bytes",
+        "at most 1 GiB stored",
     ] {
-        assert!(said[0].contains(word), "{word}: {}", said[0]);
+        assert!(said[1].contains(word), "{word}: {}", said[1]);
     }
 }

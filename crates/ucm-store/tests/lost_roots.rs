@@ -7,10 +7,10 @@
 use std::path::Path;
 use std::time::Duration;
 
-use ucm_core::{BlockId, Error, ErrorKind};
+use ucm_core::{BlockId, Error, ErrorKind, in_units};
 use ucm_infra::{LANE_DUMP, SystemClock};
 use ucm_io::{IoJob, PsyncEngine};
-use ucm_quota::{Capacity, Rules, in_units};
+use ucm_quota::{Capacity, Rules};
 use ucm_store::breaker::BreakerConfig;
 use ucm_testkit::{Fault, OpKind, Rule};
 

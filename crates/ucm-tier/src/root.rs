@@ -10,11 +10,11 @@ use std::sync::atomic::Ordering;
 
 use serde::Deserialize;
 use tracing::warn;
-use ucm_core::{Error, ErrorKind, Result, limits};
+use ucm_core::{Error, ErrorKind, Result, in_units, limits};
 use ucm_infra::{LANE_LOAD, LANE_SPACE, MonotonicTime};
 use ucm_io::{EROFS, FileMeta, IoJob, Publish, ReadMode};
+use ucm_quota::Capacity;
 use ucm_quota::layout::{FORMAT, Manifest, Marker};
-use ucm_quota::{Capacity, in_units};
 
 use crate::layout_kind::RootLayout;
 use crate::shared::{MAKE_DIRS, MountPoint, Shared};
@@ -414,22 +414,20 @@ impl Shared {
         let fs = probe.fs.name();
         let direct = match (self.config.direct, probe.direct) {
             (true, Some(_)) => "direct I/O",
-            (true, None) => "buffered I/O (direct was asked for, this file system has none)",
+            (true, None) => "buffered I/O (io_direct is set, this file system has no direct I/O)",
             (false, Some(_)) => "buffered I/O (io_direct would be possible)",
             (false, None) => "buffered I/O",
         };
         let rings = match &probe.rings {
             None => String::new(),
             Some(Ok(memory)) => {
-                let mib = memory >> 20;
-                format!(
-                    ", records through the rings of 3FS, which have {mib} MiB of memory at most"
-                )
+                let memory = in_units(*memory as u64);
+                format!(", records through the rings of 3FS, which have {memory} of memory at most")
             }
             Some(Err(why)) => format!(", no rings of 3FS ({why})"),
         };
-        let limit = self.space.usage().capacity;
-        format!("{root} on {fs}, {io} I/O threads, {direct}{rings}, at most {limit} bytes stored")
+        let limit = in_units(self.space.usage().capacity);
+        format!("{root} on {fs}, {io} I/O threads, {direct}{rings}, at most {limit} stored")
     }
 
     pub(crate) fn read_marker(&self, deadline: MonotonicTime) -> Result<Option<Marker>> {

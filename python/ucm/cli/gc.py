@@ -28,6 +28,7 @@ from ucm.cli.roots import (
     pick_each,
 )
 from ucm.errors import ConfigError
+from ucm.logger import in_units
 
 if TYPE_CHECKING:
     from ucm.config.fields import Capacity
@@ -290,10 +291,10 @@ def _share(name: str, inside: Contents, removals: list[Found]) -> dict[str, Any]
 
 
 def _show(result: dict[str, Any]) -> None:
-    limit = f"limit {terminal.size(result['limit'])}" if result["limit"] else "no limit"
-    click.echo(f"root {result['root']}: {terminal.size(result['used_bytes'])} used, {limit}")
+    limit = f"limit {in_units(result['limit'])}" if result["limit"] else "no limit"
+    click.echo(f"root {result['root']}: {in_units(result['used_bytes'])} used, {limit}")
     if result["target_bytes"] is not None:
-        click.echo(f"  to come down to {terminal.size(result['target_bytes'])}")
+        click.echo(f"  to come down to {in_units(result['target_bytes'])}")
     if not result["planned"] and not result["namespaces_removed"]:
         click.echo("  nothing to remove")
     terminal.table(
@@ -313,7 +314,7 @@ def _show(result: dict[str, Any]) -> None:
                 space["records"],
                 space["segments"],
                 space["private"],
-                terminal.size(space["bytes"]),
+                in_units(space["bytes"]),
                 terminal.ago(space["oldest_use"]),
                 terminal.ago(space["newest_use"]),
                 space["records_left"],
@@ -327,11 +328,11 @@ def _show(result: dict[str, Any]) -> None:
     what = terminal.many(result["planned"], "file")
     if result["dry_run"]:
         if result["planned"]:
-            size = terminal.size(result["planned_bytes"])
+            size = in_units(result["planned_bytes"])
             click.echo(f"dry run: {what}, {size} would be removed; --yes removes them")
         return
     what = terminal.many(result["removed"], "file")
-    click.echo(f"removed {what}, {terminal.size(result['removed_bytes'])}")
+    click.echo(f"removed {what}, {in_units(result['removed_bytes'])}")
     if result["interrupted"]:
         click.echo("  interrupted: the rest stays")
     if result["skipped"]:

@@ -37,6 +37,7 @@ from ucm.cli.records import (
 from ucm.cli.roots import LOW, MARKER, AnyRoot, Contents, Foreigners, Found, Root, open_root
 from ucm.cli.terminal import scheme_of
 from ucm.errors import UcmError
+from ucm.logger import in_units
 
 #: Headers read of each namespace.
 HEADERS = 64
@@ -255,10 +256,10 @@ def _layout(kept: dict[str, Any] | None) -> str:
 def _show_root(root: dict[str, Any]) -> None:
     click.echo(f"root {root['root']}")
     created = root["created"]
-    used = terminal.size(root["used_bytes"])
+    used = in_units(root["used_bytes"])
     if root["storage_capacity"]:
         share = "" if root["used_share"] is None else f" ({root['used_share']:.1%})"
-        limit = terminal.size(root["storage_capacity"])
+        limit = in_units(root["storage_capacity"])
         used += f" of {limit}{share}, storage_capacity as it was at the first start"
     else:
         used += ", no limit is known"
@@ -288,7 +289,7 @@ def _show_root(root: dict[str, Any]) -> None:
             (
                 space["namespace"],
                 space["records"],
-                terminal.size(space["bytes"]),
+                in_units(space["bytes"]),
                 terminal.ago(space["oldest_use"]),
                 terminal.ago(space["newest_use"]),
                 " ".join(space["parts_present"]) or "-",
@@ -312,7 +313,7 @@ def _show_root(root: dict[str, Any]) -> None:
     if "tenants" in root:
         click.echo("\ntenants")
         tags = [
-            (one["tenant"] or "none", one["records"], terminal.size(one["bytes"]))
+            (one["tenant"] or "none", one["records"], in_units(one["bytes"]))
             for one in root["tenants"]
         ]
         terminal.table(("tag", "records", "bytes"), tags)
@@ -321,7 +322,7 @@ def _show_root(root: dict[str, Any]) -> None:
         terminal.table(
             ("path", "what", "bytes"),
             [
-                (f["path"], _foreign(f), terminal.size(f["bytes"]))
+                (f["path"], _foreign(f), in_units(f["bytes"]))
                 for f in root["foreign_files"][:_SHOWN]
             ],
         )
@@ -332,7 +333,7 @@ def _show_root(root: dict[str, Any]) -> None:
 def _free(root: dict[str, Any]) -> list[tuple[str, object]]:
     """What is free of the file system; nothing where there is none."""
     size, free = root["file_system_bytes"], root["file_system_free_bytes"]
-    return [] if size is None else [("free", f"{terminal.size(free)} of {terminal.size(size)}")]
+    return [] if size is None else [("free", f"{in_units(free)} of {in_units(size)}")]
 
 
 def _show_differences(root: dict[str, Any]) -> None:
@@ -371,7 +372,7 @@ def _foreign(found: dict[str, Any]) -> str:
 
 
 def _amount(count: int, size: int) -> str:
-    return f"{count}, {terminal.size(size)}" if count else "none"
+    return f"{count}, {in_units(size)}" if count else "none"
 
 
 #: Longer than every header.

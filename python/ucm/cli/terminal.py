@@ -133,7 +133,6 @@ def together(command: str, documents: list[dict[str, Any]]) -> dict[str, Any]:
     return documents[0] if len(documents) == 1 else {"command": command, "roots": documents}
 
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _SPANS = (("day", 86400), ("hour", 3600), ("minute", 60), ("second", 1))
 #: A number or a size, which stand on the right of their column.
 _NUMBER = re.compile(r"-|[0-9][0-9.]*(?: [KMGTPE]?i?B)?")
@@ -142,16 +141,6 @@ _NUMBER = re.compile(r"-|[0-9][0-9.]*(?: [KMGTPE]?i?B)?")
 def wall_ns() -> int:
     """Nanoseconds since 1970; the one clock of the command line."""
     return time.time_ns()
-
-
-def size(count: float) -> str:
-    """Bytes in the largest binary unit: ``1.5 GiB``."""
-    unit = 0
-    while count >= 1024 and unit < len(_UNITS) - 1:
-        count /= 1024
-        unit += 1
-    digits = 0 if unit == 0 or count >= 100 else 1
-    return f"{count:.{digits}f} {_UNITS[unit]}"
 
 
 def span(seconds: float) -> str:

@@ -34,6 +34,7 @@ from ucm.cli.records import (
 from ucm.cli.roots import AnyRoot, Found, Kind, open_root, pick_each
 from ucm.cli.terminal import Rate
 from ucm.errors import ConfigError
+from ucm.logger import in_units
 
 #: Bad records shown to people.
 _SHOWN = 20
@@ -279,7 +280,7 @@ def _show(result: dict[str, Any]) -> None:
     sampled = (
         "" if result["sample_percent"] >= 100 else f", a sample of {result['sample_percent']:g}%"
     )
-    click.echo(f"root {result['root']}: {what}, {terminal.size(result['bytes'])}{sampled}")
+    click.echo(f"root {result['root']}: {what}, {in_units(result['bytes'])}{sampled}")
     rows: list[tuple[str, object]] = [("reader", f"{result['reader']}, {way}")]
     if result["compressed"]:
         how = "decoded and verified by the checksums of the result"
@@ -296,8 +297,8 @@ def _show(result: dict[str, Any]) -> None:
         alone = f", {result['sides_alone']} of them alone" if result["sides_alone"] else ""
         rows.append(("side shards", f"{result['sides']}{alone}, {len(result['bad_sides'])} bad"))
     took = result["seconds"]
-    rate = f", {terminal.size(result['bytes_read'] / took)}/s" if took > 0 else ""
-    rows.append(("read", f"{terminal.size(result['bytes_read'])} in {terminal.span(took)}{rate}"))
+    rate = f", {in_units(result['bytes_read'] / took)}/s" if took > 0 else ""
+    rows.append(("read", f"{in_units(result['bytes_read'])} in {terminal.span(took)}{rate}"))
     rows += [(state, result[state]) for state in ("good", "bad", "unreadable", "newer", "removed")]
     terminal.pairs(rows)
     if result["bad_records"]:

@@ -200,7 +200,7 @@ class EngineSettings(StoreSettings):
 
     @property
     def label(self) -> str:
-        """What stands before its messages in the log."""
+        """What stands before its messages in the log, unless they name the directory."""
         found = STORES[self.store_name]
         placed = (found.kind.needs_directory or found.kind.schemes) and self.storage_backends
         return ":".join(map(without_login, self.storage_backends)) if placed else found.word
@@ -772,9 +772,10 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         for level, message, fields in self._core.take_log():
             if level >= logging.WARNING:
                 self._last_warning = message
-            self._logger.log(
-                level, "%s: %s", self.settings.label, message, extra={"fields": fields}
-            )
+            places = map(without_login, self.settings.storage_backends)
+            named = any(place in message for place in places)
+            text = message if named else f"{self.settings.label}: {message}"
+            self._logger.log(level, "%s", text, extra={"fields": fields})
 
 
 def _handle(task: Any) -> CoreTask:

@@ -25,7 +25,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use ucm_core::{BlockId, Error, ErrorKind, Geometry, MissReason, Result};
+use ucm_core::{BlockId, Error, ErrorKind, Geometry, MissReason, Result, in_units};
 use ucm_device::{ArenaOptions, Device, Event, KvLayout, SlotPool};
 use ucm_infra::{Clock, MonotonicTime, WorkerPool};
 use ucm_record::{RecordLayout, SideSpec};
@@ -123,8 +123,8 @@ impl Engine {
         let staging = match slots.capacity() {
             few if few < LEAST_SLOTS => "lookups only".to_owned(),
             count => format!(
-                "{count} staging slots of {slot_len} bytes on {pages}, {reserved_slots} of them \
-                 kept for loads"
+                "{count} staging slots of {} on {pages}, {reserved_slots} of them kept for loads",
+                in_units(slot_len)
             ),
         };
         let below = TiersConfig {

@@ -171,27 +171,29 @@ impl Probes {
         }
     }
 
-    /// Names the tiers in use in the log, once, as soon as one is usable.
+    /// Names the version, the slots and each tier in the log, once, as soon as a tier is usable.
     fn announce(&self) {
         if !self.table.is_ready() || self.announced.swap(true, Ordering::AcqRel) {
             return;
         }
-        let only = self.table.tiers.len() == 1;
-        let describe = |number: usize| {
-            let tier = &self.table.tiers[number];
+        let (store, version) = (self.store, env!("CARGO_PKG_VERSION"));
+        info!(store, "ucm {version}: {}", self.staging);
+        for tier in &self.table.tiers {
             let (name, policy) = (tier.health.name(), tier.policy.name());
+            let description = tier.description.lock().clone();
             match tier.health.is_ready() {
-                true if only => tier.description.lock().clone(),
-                true => format!("{name} (written {policy}): {}", tier.description.lock()),
-                false => format!("{name} (written {policy}): not usable yet"),
+                true if self.table.tiers.len() == 1 => info!(store, "open: {description}"),
+                true => info!(
+                    store,
+                    tier = name,
+                    "open: {name} (written {policy}): {description}"
+                ),
+                false => info!(
+                    store,
+                    tier = name,
+                    "not usable yet: {name} (written {policy})"
+                ),
             }
-        };
-        let levels = self.table.levels.iter();
-        let levels = levels.map(|level| {
-            let beside: Vec<_> = level.members().map(describe).collect();
-            beside.join("; beside it ")
-        });
-        let tiers = levels.collect::<Vec<_>>().join("; below it ");
-        info!(store = self.store, "open: {tiers}; {}", self.staging);
+        }
     }
 }

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
-use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, limits};
+use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, in_units, limits};
 use ucm_device::{Pinned, RegionOptions, SharedRegion, WriteLease};
 use ucm_infra::Clock;
 use ucm_quota::Usage;
@@ -428,10 +428,10 @@ impl Tier {
     pub(super) fn words(&self) -> String {
         match &self.region {
             Some(region) => format!(
-                "memory for {} records of {} bytes, {} bytes in all, eviction {}",
+                "memory for {} records of {}, {} in all, eviction {}",
                 region.capacity(),
-                region.stride(),
-                region.bytes(),
+                in_units(region.stride() as u64),
+                in_units(region.bytes() as u64),
                 self.config.policy.name()
             ),
             None => "memory of other processes only".to_owned(),

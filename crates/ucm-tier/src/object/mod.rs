@@ -32,7 +32,7 @@ mod writer;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ucm_core::{BlockId, ErrorKind, Result};
+use ucm_core::{BlockId, ErrorKind, Result, in_units};
 use ucm_device::Slot;
 use ucm_infra::{Clock, MonotonicTime};
 use ucm_io::{IoJob, IoPool};
@@ -152,9 +152,9 @@ impl Objects {
         let index = &self.cache.index;
         let (blocks, segments) = (index.blocks(), index.segments());
         let how = if config.scope.lookup_only || self.space.may_write() {
-            let (size, age) = (self.room(), config.age.as_secs_f64());
+            let (size, age) = (in_units(self.room()), config.age.as_secs_f64());
             let bound = self.space.bound();
-            format!("segments of {size} bytes put after {age} s, {bound}")
+            format!("segments of {size} put after {age} s, {bound}")
         } else {
             "only read, since the keys may not write".to_owned()
         };

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use tracing::{info, warn};
-use ucm_core::{Error, ErrorKind, Result};
+use ucm_core::{Error, ErrorKind, Result, in_units};
 use ucm_infra::{MonotonicTime, Notify};
 use ucm_io::IoJob;
 use ucm_quota::space_document::{HOLDS, Silence, SpaceDocument, Use};
@@ -125,7 +125,7 @@ impl Space {
             .map(|age| format!("segments go when not used for {} s", age.as_secs()));
         let limit = self
             .limit()
-            .map(|limit| format!("at most {limit} bytes stored"));
+            .map(|limit| format!("at most {} stored", in_units(limit)));
         let both: Vec<String> = limit.into_iter().chain(expiry).collect();
         both.join(", ")
     }

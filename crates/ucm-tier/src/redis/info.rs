@@ -1,6 +1,7 @@
 //! The fields of `INFO` that are used here.
 
 use redis::Value;
+use ucm_core::in_units;
 
 /// Of a cluster, sizes are those of all its nodes together.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -57,7 +58,7 @@ impl ServerInfo {
     /// How much the server keeps, as a text.
     pub(super) fn bound(&self) -> String {
         match self.limit {
-            Some(limit) => format!("at most {limit} bytes ({})", self.policy),
+            Some(limit) => format!("at most {} ({})", in_units(limit), self.policy),
             None => "no maxmemory".to_owned(),
         }
     }
@@ -83,7 +84,7 @@ mod tests {
         let at = |port| Value::SimpleString(format!("h:{port}"));
         let all = ServerInfo::parse(&Value::Map(vec![(at(1), node.clone()), (at(2), node)]));
         assert_eq!((all.used, all.limit), (2000, Some(10_000)));
-        assert_eq!(all.bound(), "at most 10000 bytes (allkeys-lru)");
+        assert_eq!(all.bound(), "at most 9.8 KiB (allkeys-lru)");
         let none = ServerInfo::parse(&Value::SimpleString("maxmemory:0\nrole:slave\n".to_owned()));
         assert_eq!((none.limit, none.is_replica), (None, true));
     }

@@ -39,7 +39,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use ucm_core::{BlockId, Error, ErrorKind, Result};
+use ucm_core::{BlockId, Error, ErrorKind, Result, in_units};
 use ucm_device::Slot;
 use ucm_infra::{Clock, Lane, MonotonicTime, WorkerPool};
 use ucm_io::{IoJob, IoPool};
@@ -199,7 +199,7 @@ impl Segments {
 
     /// What is used and why, for the log.
     fn words(&self) -> String {
-        let (size, age) = (self.room(), self.config.age.as_secs_f64());
+        let (size, age) = (in_units(self.room()), self.config.age.as_secs_f64());
         let (known, blocks, words) = (
             self.index.segments(),
             self.index.blocks(),
@@ -210,7 +210,7 @@ impl Segments {
             more => format!(", {more} more do not fit the index and are misses"),
         };
         format!(
-            "{words}, segments of {size} bytes sealed after {age} s; {blocks} blocks in {known} of \
+            "{words}, segments of {size} sealed after {age} s; {blocks} blocks in {known} of \
              them found{left_out}"
         )
     }

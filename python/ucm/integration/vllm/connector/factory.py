@@ -16,6 +16,7 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ucm import __version__
 from ucm._core import run_threads_on
 from ucm.config import UcmConfig
 from ucm.config.words import DISABLE_VARIABLE
@@ -233,7 +234,7 @@ def make_scheduler(
     world = parallel.world_size
     platform = _served_platform(config)
     origin = "configured" if config.platform else "what vLLM runs on"
-    logger.info("the KV lies on %s (%s)", platform.word, origin)
+    logger.info("ucm %s: the KV lies on %s (%s)", __version__, platform.word, origin)
     stores = engine_stores(config, parallel, platform.word, _step_tokens(vllm_config))
     readiness = Readiness(
         own_identity=identity_without_weights(own),

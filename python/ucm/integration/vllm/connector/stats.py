@@ -32,6 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from ucm.integration.vllm.connector.guard import harmless, logger
+from ucm.logger import in_units
 from ucm.reasons import MissReason
 from ucm.sparse.base import SparseStats
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
@@ -79,8 +80,8 @@ class Tally:
     def __str__(self) -> str:
         missed = format_counts(self.missed) if self.missed else "none"
         return (
-            f"{self.asked} blocks asked, {self.hit} hit, {self.loaded} loaded, missed: {missed};"
-            f" {self.offered} offered"
+            f"{self.asked} blocks looked up, {self.hit} hit, {self.loaded} loaded, missed:"
+            f" {missed}; {self.offered} offered"
         )
 
 
@@ -198,15 +199,14 @@ class MissStats:
         missed = {name[len(MISSED) :]: n for name, n in recent.items() if name.startswith(MISSED)}
         loaded, published = recent[LOADED], recent[PUBLISHED]
         logger.info(
-            "%d blocks asked, %d hit, %d loaded (%.1f MiB); missed: %s; %d published (%.1f MiB),"
-            " %d not",
+            "%d blocks looked up, %d hit, %d loaded (%s); missed: %s; %d published (%s), %d not",
             recent[ASKED],
             recent[HIT],
             loaded,
-            loaded * block_bytes / (1 << 20),
+            in_units(loaded * block_bytes),
             format_counts(missed) if missed else "none",
             published,
-            published * block_bytes / (1 << 20),
+            in_units(published * block_bytes),
             recent[UNPUBLISHED],
         )
 

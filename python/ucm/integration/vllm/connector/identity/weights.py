@@ -47,6 +47,7 @@ from ucm._core import QuietSha256
 from ucm.errors import ConfigError, NotFoundError, UcmError, UnsupportedError
 from ucm.integration.vllm.connector.guard import logger
 from ucm.integration.vllm.connector.stores import RootFile
+from ucm.logger import in_units
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -725,10 +726,10 @@ class _Work:
 
     def _log(self, seconds: float) -> None:
         logger.info(
-            "hashing the weights: %.1f of %.1f GB in %.0f s; requests are computed as usual until"
-            " it is done",
-            self._done_bytes / 1e9,
-            self._total / 1e9,
+            "hashing the weights: %s of %s in %.0f s; requests are computed as usual until it is"
+            " done",
+            in_units(self._done_bytes),
+            in_units(self._total),
             seconds,
         )
 

@@ -727,7 +727,12 @@ class UCMConnectorScheduler:
 
     def shutdown(self) -> None:
         """Close the scheduler's own store and end the background threads; joins none of them."""
-        logger.info("scheduler side: %s", self.stats())
+        logger.info(
+            "in all: %s; %d published, %d not",
+            self.miss_stats.total,
+            self.dumps.published_blocks,
+            self.dumps.failed_blocks,
+        )
         if self.readiness.store is not None:
             self.readiness.store.close()
         for close in self._closers:

@@ -39,6 +39,7 @@ from ucm.integration.vllm.connector.guard import logger
 from ucm.integration.vllm.connector.identity.engine_identity import layer_specs
 from ucm.integration.vllm.connector.stats import SparseCounts
 from ucm.integration.vllm.connector.worker.transfers import layer_bytes
+from ucm.logger import in_units
 from ucm.sparse.base import UcmSparseRole
 from ucm.sparse.method import BlockSparse
 from ucm.sparse.state import get_ucm_sparse, has_ucm_sparse, set_ucm_sparse
@@ -205,15 +206,15 @@ class SparseWorker:
         kv = cache.numel() * cache.element_size() * count
         logger.info(
             "sparse attention: %s over %s, attention over chosen blocks by %s kernel; %d of %d"
-            " layers choose blocks; their representations take %.1f MiB beside %.1f MiB of KV"
+            " layers choose blocks; their representations take %s beside %s of KV"
             " (%.1f %%)",
             method.settings.algorithm,
             backend,
             "ucm's" if host.uses_own_kernel else "vLLM's",
             len(method.store.layers),
             len(layers),
-            method.store.nbytes / 2**20,
-            kv / 2**20,
+            in_units(method.store.nbytes),
+            in_units(kv),
             100 * method.store.share(kv),
         )
 
