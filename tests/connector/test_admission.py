@@ -90,7 +90,7 @@ def whole(tokens: int, tier: int = 0) -> Cut:
     return Cut(tokens, {tier: tokens})
 
 
-def test_what_is_not_known_accepts() -> None:
+def test_unknown_speeds_accept_a_hit() -> None:
     engine = Engine()
     assert engine.decide(100) == Verdict.LOAD  # neither is
     engine.load(100, 0.9)
@@ -125,7 +125,9 @@ def test_a_deadline_that_was_configured_holds_for_first_loads() -> None:
     ("share", "seconds", "verdict"),
     [(0.8, 0.79, "load"), (0.8, 0.81, "decline"), (0.5, 0.6, "decline")],
 )
-def test_a_share_of_what_computing_takes(share: float, seconds: float, verdict: str) -> None:
+def test_a_load_may_take_a_share_of_the_compute_time(
+    share: float, seconds: float, verdict: str
+) -> None:
     engine = Engine(share=share)
     engine.computes()
     engine.load(1000, seconds)
@@ -156,7 +158,7 @@ def test_loads_that_wait_count() -> None:
     assert engine.decide(1000) == Verdict.LOAD
 
 
-def test_a_load_that_is_behind_says_so_before_it_ends() -> None:
+def test_a_late_load_counts_before_it_ends() -> None:
     engine = Engine()
     engine.computes()
     engine.load(1000, 0.1)
@@ -288,7 +290,7 @@ def test_a_step_under_way_is_waited_for() -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_fixed_part_and_rate_are_told_apart() -> None:
+def test_fixed_part_and_rate_are_distinguished() -> None:
     rate = LoadRate()
     for size in (10, 1000, 400, 5000):
         rate.add_sample(size, 0.5 + size / 100, 0.5 + size / 100)
@@ -453,7 +455,7 @@ def test_a_load_given_up_is_a_slow_one_and_one_that_failed_otherwise_says_nothin
         assert known == (None if name == "a" else pytest.approx(2.0))
 
 
-def test_a_load_of_a_request_that_is_gone_counts() -> None:
+def test_a_load_of_an_ended_request_counts() -> None:
     rig = Rig()
     request = rig.request("a", 6 * BLOCK + 1)
     rig.stored(request, 6)
@@ -531,7 +533,7 @@ def test_a_hit_is_cut_where_the_slow_tier_begins() -> None:
     ]
 
 
-def test_what_came_up_while_a_request_waits_is_judged_anew() -> None:
+def test_blocks_promoted_while_a_request_waits_are_decided_again() -> None:
     rig = Rig()
     slow_tier(rig)
     rig.admission._tiers[1], rig.admission._tiers[0] = (
@@ -565,7 +567,7 @@ def test_a_store_that_does_not_know_its_tiers_has_one() -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_what_pays_is_the_sum_over_the_tiers() -> None:
+def test_the_savings_of_the_tiers_are_added() -> None:
     engine = Engine()
     engine.computes()
     engine.load(1000, 0.1, tier=0)

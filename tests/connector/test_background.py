@@ -56,7 +56,7 @@ def test_threads_start_when_there_is_work_for_them() -> None:
     background.close()
 
 
-def test_a_full_queue_refuses_and_a_failing_job_harms_nobody() -> None:
+def test_a_full_queue_refuses_and_a_failing_job_affects_no_other() -> None:
     background, gate, running, done = (
         Background("test", threads=1, capacity=1),
         *(threading.Event() for _ in "abc"),

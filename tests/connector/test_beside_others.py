@@ -149,9 +149,7 @@ def test_of_a_request_computed_on_an_invalid_block_only_what_lies_before_is_offe
     assert blocks_of(rig.step()) == []
 
 
-def test_whoever_shared_the_block_in_that_step_or_finds_it_later_offers_nothing_from_there_on() -> (
-    None
-):
+def test_requests_that_share_the_block_offer_nothing_from_there_on() -> None:
     rig = Rig()
     first, second = rig.request("a", 5 * BLOCK), rig.request("b", 6 * BLOCK)
     filled_by_another(rig, first, 3)

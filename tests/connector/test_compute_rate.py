@@ -62,7 +62,7 @@ def test_idle_time_and_loads_alone_say_nothing() -> None:
     assert steps.compute_rate.step_under_way(steps.now) == 0.0
 
 
-def test_the_overhead_of_a_step_is_no_ones_saving() -> None:
+def test_the_overhead_of_a_step_is_not_saved() -> None:
     """What a hit saves is the part of its tokens, and a step only where it saves a whole one."""
     steps = Steps(step_tokens=1000)
     for _ in range(8):
@@ -129,7 +129,7 @@ def remembered(overhead: float, cost: float) -> ComputeRate:
     return pace
 
 
-def test_what_an_earlier_process_knew_is_believed_until_it_is_measured_anew() -> None:
+def test_a_remembered_speed_is_used_until_it_is_measured() -> None:
     steps = Steps()
     steps.compute_rate = remembered(0.5, 0.001)
     assert steps.compute_rate.seconds(900, rest=100) == pytest.approx(0.9)

@@ -165,7 +165,7 @@ def test_nothing_is_held_that_is_stored_already() -> None:
     assert not rig.scheduler.has_pending_push_work
 
 
-def test_items_of_every_request_that_begins_are_told_of() -> None:
+def test_items_of_every_new_request_are_reported() -> None:
     """Also of those that are left alone, whose data before the first computed token play no
     part."""
     told: list[tuple[Any, int]] = []
@@ -211,7 +211,7 @@ def unstored(rig: Rig) -> dict[str, int]:
     return {name.removeprefix(UNSTORED): counted[name] for name in mine}
 
 
-def test_what_found_no_room_is_offered_after_its_request_has_ended() -> None:
+def test_a_block_without_room_is_offered_after_its_request_ended() -> None:
     rig, plan = with_little_room(7)
     assert rig.scheduler.has_pending_push_work
     assert offered(rig.step()) == [], "there is no room yet"
@@ -260,7 +260,7 @@ def test_an_engine_waits_no_longer_than_a_second_for_room(room: str) -> None:
         assert offered(rig.step()) == []
 
 
-def test_only_so_many_blocks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_waiting_blocks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dumps, "MOST_BLOCKS", 3)
     rig, plan = with_little_room(7)
     stored(rig, plan, free=10)

@@ -134,7 +134,7 @@ def test_other_files_are_another_identity_and_the_first_again_the_first() -> Non
             rig.scheduler.request_finished(request)
 
 
-def test_what_was_computed_before_is_never_offered() -> None:
+def test_blocks_of_an_earlier_generation_are_never_offered() -> None:
     """One request ended before vLLM emptied its cache and one was preempted by it; a third kept
     what it has."""
     rig = Rig()
@@ -158,7 +158,7 @@ def test_what_was_computed_before_is_never_offered() -> None:
     assert {dump.request for dump in rig.step(preempted, kept).dumps} == {"p"}
 
 
-def test_nothing_is_offered_before_the_ranks_have_looked() -> None:
+def test_nothing_is_offered_before_the_ranks_checked_their_weights() -> None:
     rig = Rig()
     empty(rig)
     short = rig.request("a", BLOCK)  # nothing to load, so it does not wait
@@ -172,7 +172,7 @@ def test_nothing_is_offered_before_the_ranks_have_looked() -> None:
     assert [dump.request for dump in rig.step(short).dumps] == ["a"]
 
 
-def test_an_engine_whose_cache_is_empty_is_asked_whenever_it_was_idle() -> None:
+def test_an_idle_engine_with_an_empty_cache_is_checked_again() -> None:
     """vLLM needs no reset to be right then."""
     rig = Rig()
     empty(rig)
@@ -188,7 +188,7 @@ def test_an_engine_whose_cache_is_empty_is_asked_whenever_it_was_idle() -> None:
     assert all(word.unchanged for word in rig.named.words)
 
 
-def test_where_memory_cannot_be_looked_at_a_reset_is_a_change() -> None:
+def test_without_readable_memory_a_reset_is_a_change() -> None:
     rig = Rig()
     rig.named.after = {A: B}
     empty(rig)

@@ -51,7 +51,7 @@ def missed(rig: Rig) -> dict[str, int]:
     return dict(rig.scheduler.miss_stats.total.missed)
 
 
-def test_no_hits_while_a_rank_is_unhealthy_and_hits_again_when_it_says_so() -> None:
+def test_no_hits_while_a_rank_reports_unhealthy() -> None:
     rig = Rig(ranks=2)
     request = rig.request("a", 5 * BLOCK + 1)
     rig.stored(request, 4)
@@ -68,7 +68,7 @@ def test_no_hits_while_a_rank_is_unhealthy_and_hits_again_when_it_says_so() -> N
     assert rig.scheduler.get_num_new_matched_tokens(second, 0) == (4 * BLOCK, True)
 
 
-def test_a_cache_that_no_rank_can_use_is_not_said_to_be_open(
+def test_a_cache_that_no_rank_can_use_is_not_logged_as_open(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The store retries by itself, so it counts as opened. Until then the log has one warning."""
@@ -88,7 +88,7 @@ def test_a_cache_that_no_rank_can_use_is_not_said_to_be_open(
     assert caplog.text.count("the cache is open on 1 rank(s)") == 1
 
 
-def test_a_cache_that_the_scheduler_side_cannot_look_up_in_is_not_said_to_be_open(
+def test_a_cache_without_lookups_is_not_logged_as_open(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, logger="ucm")
@@ -112,7 +112,7 @@ def test_nothing_is_offered_while_a_rank_is_unhealthy_and_all_of_it_afterwards()
     assert [len(dump.blocks) for dump in rig.step(request).dumps] == [3]
 
 
-def test_after_an_idle_time_the_ranks_are_asked_once_more() -> None:
+def test_after_an_idle_time_the_ranks_are_checked_again() -> None:
     rig = Rig()
     rig.report(RankReport(0, ready=True, healthy=False))
     rig.clock.now += STALE_S + 1  # nobody asked for anything, so nobody stepped
@@ -128,7 +128,7 @@ def test_after_an_idle_time_the_ranks_are_asked_once_more() -> None:
 
 
 @pytest.mark.parametrize("answered", [True, False])
-def test_nobody_waits_for_a_rank_that_stays_unhealthy_or_says_nothing(answered: bool) -> None:
+def test_a_rank_that_stays_unhealthy_or_silent_is_not_waited_for(answered: bool) -> None:
     rig = Rig()
     rig.report(RankReport(0, ready=True, healthy=False))
     rig.clock.now += STALE_S + 1
@@ -146,7 +146,7 @@ def test_nobody_waits_for_a_rank_that_stays_unhealthy_or_says_nothing(answered: 
     assert missed(rig) == {"unhealthy": 3}
 
 
-def test_the_log_says_once_that_it_ends_and_that_it_begins_again(
+def test_the_end_and_the_return_of_the_cache_are_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     rig = Rig()
@@ -204,7 +204,9 @@ def test_a_rank_asks_its_store_when_something_failed_and_tells_until_it_is_well(
     ("error", "healthy"),
     [(BusyError("full"), False), (UnhealthyError("of another"), True), (ValueError("bug"), True)],
 )
-def test_a_dump_that_failed_says_nothing_by_itself(error: Exception, healthy: bool) -> None:
+def test_a_failed_dump_alone_does_not_make_a_store_unhealthy(
+    error: Exception, healthy: bool
+) -> None:
     watches = Watches()
     worker, store = worker_with(watches)
     store.refusal, store.healthy = error, lambda: healthy
@@ -212,7 +214,7 @@ def test_a_dump_that_failed_says_nothing_by_itself(error: Exception, healthy: bo
     assert watches == []
 
 
-def test_a_store_that_opens_unhealthy_is_told_so() -> None:
+def test_a_store_that_opens_unhealthy_is_reported() -> None:
     def unhealthy(config: dict[str, Any]) -> Any:
         store = worker.make(config)
         store.healthy = lambda: False  # type: ignore[method-assign]
@@ -269,7 +271,7 @@ def test_a_watch_that_cannot_begin_begins_later() -> None:
     assert health.healthy
 
 
-def test_a_store_that_cannot_be_asked_is_not_left_alone_for_ever() -> None:
+def test_a_store_whose_health_check_fails_is_checked_again() -> None:
     watches, store = Watches(), Moody()
     store.well = False
     health = StoreHealth(pause=0.0, spawn=watches)
@@ -294,5 +296,5 @@ def test_a_thread_watches_by_itself() -> None:
     worker.connector.shutdown()
 
 
-def test_a_store_written_in_python_is_healthy_unless_it_says_otherwise() -> None:
+def test_a_store_written_in_python_is_healthy_by_default() -> None:
     assert Memory().healthy()

@@ -33,7 +33,7 @@ def claimed_blocks(rig: Rig, name: str, length: int) -> int:
 
 
 @pytest.mark.parametrize("has_thread", [False, True])
-def test_what_one_rank_names_goes_on_where_the_published_prefix_stops(has_thread: bool) -> None:
+def test_ids_named_by_one_rank_extend_the_published_prefix(has_thread: bool) -> None:
     rig = Rig()
     rig.store.questions = [] if has_thread else None
     request = rig.request("a", 6 * BLOCK)

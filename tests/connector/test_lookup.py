@@ -20,7 +20,7 @@ from ucm.errors import BusyError, ClosedError
 from ucm.integration.vllm.connector.scheduler.lookup import AT_ONCE_TOKENS
 
 
-def test_a_store_that_answers_from_memory_is_asked_at_once() -> None:
+def test_a_store_that_answers_from_memory_is_called_at_once() -> None:
     rig = Rig()
     rig.store.at_once = True
     stored = rig.request("a", 3 * BLOCK + 1)
@@ -31,7 +31,7 @@ def test_a_store_that_answers_from_memory_is_asked_at_once() -> None:
     assert rig.scheduler.stats()["put_off"] == 0
 
 
-def test_a_store_that_has_a_thread_is_asked_there() -> None:
+def test_a_store_with_a_thread_is_called_there() -> None:
     rig = Rig()
     rig.store.questions = []
     request = rig.request("a", 3 * BLOCK + 1)
@@ -48,7 +48,7 @@ def test_a_store_that_has_a_thread_is_asked_there() -> None:
     )
 
 
-def test_what_a_thread_of_the_store_says_may_be_late_or_an_error() -> None:
+def test_an_answer_of_the_stores_thread_may_be_late_or_an_error() -> None:
     rig = Rig()
     rig.store.questions = []
     late, wrong = rig.request("late", 3 * BLOCK + 1), rig.request("wrong", 3 * BLOCK + 1, seed=1)
@@ -91,7 +91,7 @@ def test_a_question_ends_with_its_request() -> None:
         gc.enable()
 
 
-def test_a_store_that_refuses_a_question_is_not_asked() -> None:
+def test_a_refused_lookup_is_a_miss_at_once() -> None:
     rig = Rig()
 
     def busy(block_ids: Any) -> None:
@@ -103,7 +103,7 @@ def test_a_store_that_refuses_a_question_is_not_asked() -> None:
     assert rig.later.jobs == []
 
 
-def test_what_could_take_long_is_done_on_a_thread() -> None:
+def test_a_long_lookup_runs_on_a_thread() -> None:
     rig = Rig()
     rig.store.at_once = True
     long = Request("long", [1] * (AT_ONCE_TOKENS + 1), SamplingParams(max_tokens=1), None)

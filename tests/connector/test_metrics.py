@@ -50,7 +50,7 @@ def sample(name: str, **labels: str) -> float:
     return value
 
 
-def test_the_scheduler_tells_what_is_new_and_nothing_when_nothing_is() -> None:
+def test_the_scheduler_reports_new_counts_only() -> None:
     rig = Rig()
     half = connector(scheduler=rig.scheduler, miss_stats=rig.scheduler.miss_stats)
     assert half.get_kv_connector_stats() is None
@@ -184,7 +184,7 @@ def test_speeds_are_the_newest_and_exported_as_gauges() -> None:
     assert sample("ucm_load_bytes_per_second", model_name="gauged", engine="0") == 7.0
 
 
-def test_times_that_nobody_asks_for_are_bounded() -> None:
+def test_times_that_are_not_read_are_bounded() -> None:
     account = MissStats(BLOCK, 0.0)
     for _ in range(TIMES + 1):
         account.looked_up(0.5)
@@ -196,7 +196,7 @@ def test_times_that_nobody_asks_for_are_bounded() -> None:
     assert len(stats.data["load_seconds"]) == 4 * TIMES
 
 
-def test_the_time_of_a_lookup_is_told_once_and_only_of_one_that_was_answered() -> None:
+def test_the_time_of_an_answered_lookup_is_reported_once() -> None:
     rig = Rig()
     request = rig.request("a", 2 * BLOCK + 1)
     rig.clock.now += 0.25

@@ -98,7 +98,7 @@ def wanted(prefetch: Prefetch | None) -> list[tuple[str, list[bytes]]]:
     return [(priority, split_keys(keys)) for priority, keys in prefetch.wanted]
 
 
-def test_what_vllm_does_not_ask_for_yet_is_looked_for_all_the_same() -> None:
+def test_a_waiting_request_is_looked_up_before_vllm_requests_it() -> None:
     rig = tiered()
     rig.store.questions = []
     request = waiting(rig, "a", 3, seed=1)
@@ -107,7 +107,7 @@ def test_what_vllm_does_not_ask_for_yet_is_looked_for_all_the_same() -> None:
     assert wanted(hints(rig)) == [("urgent", rig.keys_of(request))]
 
 
-def test_who_waits_is_asked_for_by_its_place_in_line_and_once() -> None:
+def test_waiting_requests_are_prefetched_once_in_their_order() -> None:
     rig = tiered()
     line = [waiting(rig, f"r{number}", 3, number + 1, below=2) for number in range(6)]
     below = [rig.keys_of(request)[1:3] for request in line]
@@ -140,7 +140,7 @@ def test_a_request_that_is_admitted_reads_for_itself() -> None:
     assert (split_keys(plan.prefetch.cancelled), plan.prefetch.wanted) == (keys, [])
 
 
-def test_what_two_requests_wait_for_is_asked_for_as_long_as_one_does() -> None:
+def test_a_shared_prefetch_lasts_until_its_last_request() -> None:
     rig = tiered()
     one, other = waiting(rig, "a", 3, 1), waiting(rig, "b", 3, 1)
     keys = rig.keys_of(one)[:3]
@@ -174,7 +174,7 @@ def test_never_more_than_every_rank_has_room_for() -> None:
     assert len(rig.scheduler._rank_hints.prefetches._held) == 5
 
 
-def test_only_the_next_in_line_are_looked_at() -> None:
+def test_only_the_next_requests_are_prefetched() -> None:
     rig = tiered(room=1000)
     for number in range(IN_LINE + 3):
         waiting(rig, f"r{number}", 1, number + 1)
@@ -182,7 +182,7 @@ def test_only_the_next_in_line_are_looked_at() -> None:
 
 
 @pytest.mark.parametrize("room", [0, 100])
-def test_a_store_of_one_tier_is_asked_for_nothing(room: int) -> None:
+def test_a_store_of_one_tier_gets_no_prefetch(room: int) -> None:
     rig = Rig()
     rig.report(RankReport(0, ready=True, prefetch_room=room))
     request = rig.request("a", 4 * BLOCK)
@@ -192,7 +192,7 @@ def test_a_store_of_one_tier_is_asked_for_nothing(room: int) -> None:
     assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (3 * BLOCK, True)
 
 
-def test_ranks_that_have_no_room_are_asked_for_nothing() -> None:
+def test_ranks_without_room_get_no_prefetch() -> None:
     rig = tiered(room=0)
     waiting(rig, "a", 3, 1)
     assert hints(rig) is None
@@ -211,7 +211,7 @@ def test_the_last_token_and_what_failed_is_not_brought_up() -> None:
     assert wanted(hints(rig)) == [("urgent", rig.keys_of(request)[:1])]
 
 
-def test_where_blocks_are_is_asked_again_while_a_request_waits() -> None:
+def test_the_tiers_of_blocks_are_read_again_while_a_request_waits() -> None:
     rig = tiered()
     request = waiting(rig, "a", 3, 1)
     hints(rig)
@@ -250,7 +250,7 @@ def test_a_request_touches_its_whole_prefix_in_every_ranks_memory() -> None:
     assert rig.step().touched == []
 
 
-def test_ranks_whose_stores_go_by_nothing_of_their_own_are_not_told() -> None:
+def test_ranks_whose_stores_use_no_touches_get_none() -> None:
     rig = tiered(wanted=False)
     request = rig.request("a", 6 * BLOCK + 1)
     rig.stored(request, 5)

@@ -165,7 +165,7 @@ def test_an_identity_that_never_will_be_known() -> None:
     assert balance(rig) == {"identity_unknown": 2}
 
 
-def test_requests_and_engines_that_are_left_alone() -> None:
+def test_requests_and_engines_that_are_not_cached() -> None:
     rig = Rig()
     request = rig.request("a", 2 * BLOCK)
     request.skip_reading_prefix_cache = True
@@ -206,7 +206,7 @@ def test_a_hit_that_is_too_short_and_what_lies_behind_it() -> None:
     assert balance(rig) == {"too_short": 2, "absent": 3}
 
 
-def test_what_is_on_the_device_is_not_asked_for() -> None:
+def test_blocks_on_the_device_are_not_looked_up() -> None:
     rig = Rig()
     request = rig.request("a", 5 * BLOCK + 1)
     rig.stored(request, 4)
@@ -313,7 +313,7 @@ def test_a_refused_record_is_no_hit_for_others() -> None:
     assert balance(rig) == {"foreign_id": 1, "load_failed": 2, "refused": 3, "absent": 2}
 
 
-def test_after_a_preemption_blocks_are_asked_for_again_and_the_failed_load_is_remembered() -> None:
+def test_after_a_preemption_blocks_are_looked_up_again_and_a_failed_load_counts() -> None:
     rig = Rig()
     request = rig.request("a", 4 * BLOCK + 1)
     rig.stored(request, 4)

@@ -87,7 +87,7 @@ def test_approximate_blocks_are_not_in_the_store_because_exact_ones_of_their_tok
     assert list(case.tracker.stored_keys(case.known, PROMPT)) == case.real[:PROMPT]
 
 
-def test_what_a_rank_finds_gone_has_not_been_stored() -> None:
+def test_a_block_that_a_rank_does_not_find_counts_as_not_stored() -> None:
     """Neither for the request whose block it was, nor for others with the same tokens."""
     rig = Rig()
     told: list[Request] = []

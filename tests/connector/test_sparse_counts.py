@@ -18,7 +18,7 @@ from ucm.sparse.base import SparseStats
 TYPES: Any = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
 
 
-def test_what_is_new_is_told_once_and_seldom() -> None:
+def test_new_counts_are_reported_once_and_rarely() -> None:
     now = 0.0
     counts, stats = SparseCounts(lambda: now), SparseStats()
     assert counts.take(stats) == {}

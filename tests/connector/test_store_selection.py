@@ -238,7 +238,7 @@ def test_a_constructor_that_hangs_costs_its_deadline_once() -> None:
     assert rig.readiness.phase == OPEN
 
 
-def test_what_came_too_late_is_closed() -> None:
+def test_a_store_that_opened_too_late_is_closed() -> None:
     late = Memory()
     rig = opening(lambda config: late, Memory)
     hanging, rig.later.jobs = rig.later.jobs, []
@@ -345,7 +345,7 @@ def test_memory_is_divided_among_the_ranks_of_one_host(
         )
 
 
-def test_every_store_of_ours_is_told_of_the_engine() -> None:
+def test_every_store_of_ours_gets_the_engines_settings() -> None:
     config = load({"storage_backends": "/d"}, {})
     (one,) = engine_stores(config, SimpleNamespace(world_size=2), step_tokens=8192)
     assert (one.config["processes"], one.config["step_tokens"]) == (2, 8192)
@@ -363,7 +363,7 @@ def test_every_store_of_ours_is_told_of_the_engine() -> None:
     assert (told["staging_bytes"], told["step_bytes"]) == (None, 171 * 8192)
 
 
-def test_a_store_of_the_users_is_left_alone_on_an_accelerator_unless_it_serves_one(
+def test_a_users_store_is_refused_on_an_accelerator_unless_it_serves_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It would take the device's addresses for the host's, and the engine's process would end."""
@@ -378,7 +378,7 @@ def test_a_store_of_the_users_is_left_alone_on_an_accelerator_unless_it_serves_o
     assert one.make({}).config == {"platform": "cuda"}
 
 
-def test_a_store_of_the_core_is_told_the_platform() -> None:
+def test_a_store_of_the_core_gets_the_platform() -> None:
     ours = {"ucm_connector_name": "UcmPosixStore", "storage_backends": "/d"}
     theirs = {"ucm_connector_name": "Theirs", "ucm_connector_module_path": "theirs"}
     for keys, told in ((ours, "cuda"), (theirs, None)):
@@ -420,7 +420,7 @@ def test_a_directory_that_cannot_be_made_is_not_available(tmp_path: Path) -> Non
             assert why_unavailable(store) == ""
 
 
-def test_a_store_whose_health_cannot_be_asked_is_not_available() -> None:
+def test_a_store_whose_health_check_fails_is_not_available() -> None:
     store = Memory()
     store.healthy = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]
     assert "division by zero" in why_unavailable(store)

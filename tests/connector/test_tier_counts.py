@@ -40,7 +40,7 @@ def tier(name: str, **told: Any) -> dict[str, Any]:
     return dict.fromkeys((*TIER_COUNTERS, *TIER_GAUGES), 0) | {"name": name, "healthy": True} | told
 
 
-def test_what_is_new_is_told_once_and_seldom_asked_for() -> None:
+def test_new_counts_are_reported_once_and_rarely_read() -> None:
     now = 0.0
     counts = TierCounts(lambda: now, "3")
     memory, posix = tier("memory", hits=2), tier("posix", used_bytes=10)
@@ -62,7 +62,7 @@ def test_what_is_new_is_told_once_and_seldom_asked_for() -> None:
     assert counts.take(store) == {}
 
 
-def test_a_store_without_tiers_is_asked_once() -> None:
+def test_a_store_without_tiers_is_read_once() -> None:
     now = 0.0
     counts, store = TierCounts(lambda: now, "0"), Store()
     for _ in range(3):

@@ -245,13 +245,13 @@ def test_dumps_wait_for_the_event_of_the_platform_and_are_refused_without_one() 
     assert store.events == [7]
 
 
-def test_kv_on_another_device_than_the_platforms_is_said() -> None:
+def test_kv_on_another_device_than_the_platforms_is_reported() -> None:
     worker = Worker(platform=Platform("toy", (), "cuda", PLATFORMS[0].mark))
     assert worker.connector.handshake().problem == "the KV lies on cpu, not on cuda as for toy"
 
 
 @pytest.mark.parametrize("answer", [(1, 2), None])
-def test_where_the_blocks_of_a_load_came_from_is_told_with_its_end(
+def test_the_end_of_a_load_reports_the_tiers_of_its_blocks(
     answer: tuple[int, ...] | None,
 ) -> None:
     worker = Worker()
@@ -280,7 +280,7 @@ def test_where_the_blocks_of_a_load_came_from_is_told_with_its_end(
     assert worker.step()[2] is None
 
 
-def test_a_rank_says_whether_it_goes_by_touches_and_passes_hints_on() -> None:
+def test_a_rank_reports_whether_it_uses_touches_and_forwards_hints() -> None:
     class Told(Scripted):
         has_own_memory = True
 
@@ -352,7 +352,7 @@ def test_the_tag_of_a_tenant_goes_to_a_store_that_takes_one() -> None:
         )
 
 
-def test_a_record_of_a_newer_version_or_another_key_is_told_apart() -> None:
+def test_a_record_of_a_newer_version_or_another_key_is_distinguished() -> None:
     worker = Worker()
     store = worker.open()
     worker.step(loads=[load("r", [2, 3, 4])])
@@ -411,7 +411,7 @@ def test_a_store_that_was_opened_and_not_yet_used_is_closed_when_another_is_trie
     assert worker.connector._store is made[1] and not made[1]._closed
 
 
-def test_a_store_that_cannot_be_told_where_the_kv_lies_is_closed_and_passed_by() -> None:
+def test_a_store_that_rejects_the_kv_layout_is_closed_and_skipped() -> None:
     class Blind(Scripted):
         def register_kv(self, layout: Any) -> None:
             raise ValueError("no such pieces")
@@ -480,7 +480,7 @@ def test_a_store_that_names_its_failures_wrongly_ends_the_load(failures: Any) ->
     assert worker.step() == (set(), set(), None)
 
 
-def test_check_that_fails_for_now_is_asked_again_and_for_good_ends() -> None:
+def test_check_is_called_again_after_a_temporary_failure_only() -> None:
     worker = Worker()
     store = worker.open()
     worker.step(dumps=[dump(1, [1])])
@@ -540,7 +540,7 @@ def test_a_load_that_is_refused_at_once_says_why(error: Exception, reason: str) 
     assert report.ranks[0].load_failures[0].reasons == (reason, reason)
 
 
-def test_bytes_of_this_rank_are_told_once() -> None:
+def test_bytes_of_this_rank_are_reported_once() -> None:
     worker = Worker()
     store = worker.open()
     worker.step(dumps=[dump(1, [1, 2])])
@@ -603,7 +603,7 @@ def test_dumps_vllm_did_not_ask_for_in_their_step_begin_with_the_next_one() -> N
     assert [(result.job, result.failed) for result in report.ranks[0].done] == [(1, ()), (2, ())]
 
 
-def test_free_slots_are_told_while_few() -> None:
+def test_free_slots_are_reported_while_few() -> None:
     worker = Worker()
     store = worker.open()
     store.slots = 3
@@ -613,7 +613,7 @@ def test_free_slots_are_told_while_few() -> None:
     assert worker.step()[2] is None
 
 
-def test_a_store_that_does_not_open_is_told() -> None:
+def test_a_store_that_does_not_open_is_reported() -> None:
     worker = Worker(stores=[configured_store("Broken", lambda config: 1 / 0)])
     report = worker.step(setup=StoreSetup("{}", {}))[2]
     # the first one is the handshake, with it or without
@@ -623,7 +623,7 @@ def test_a_store_that_does_not_open_is_told() -> None:
 
 
 @pytest.mark.parametrize("wanted", [BLOCK, 2 * TOKENS * SIZE * 4])
-def test_block_size_may_be_said_in_tokens_or_bytes(wanted: int) -> None:
+def test_block_size_may_be_given_in_tokens_or_bytes(wanted: int) -> None:
     assert (
         Worker(wanted_block_size=wanted).connector.handshake().shapes["block_size"]
         == 2 * TOKENS * SIZE * 4
@@ -673,7 +673,7 @@ def test_dumps_that_are_overtaken_are_read_before_the_step_begins() -> None:
     assert sorted(result.job for result in report.ranks[0].done) == [1, 2, 3]
 
 
-def test_a_rank_asked_about_its_weights_answers_with_the_step() -> None:
+def test_a_rank_answers_a_weights_check_with_the_step() -> None:
     worker = Worker()
     worker.open()
     report = worker.step(check_weights=3)[2]

@@ -218,7 +218,7 @@ def test_a_working_set_that_fits_hits_as_without_the_rule(
         assert run(limit, order, blocks) == run(limit, order, blocks, rule=False)
 
 
-def test_what_is_asked_for_most_is_hit_as_without_the_rule() -> None:
+def test_the_most_requested_prompts_hit_as_without_the_rule() -> None:
     """Some prompts come often and fit, others are evicted between their turns."""
     source = random.Random(5)
     order = [min(int(source.paretovariate(0.7)) - 1, 99) for _ in range(600)]
@@ -275,7 +275,7 @@ def test_a_block_stored_after_the_lookup_began_was_not_evicted() -> None:
     assert not any(rig.scheduler._block_tracker.is_evicted(key) for key in keys)
 
 
-def test_the_log_says_how_much_is_asked_for_and_how_much_fits(
+def test_the_log_names_the_working_set_and_the_limit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     store = Limited(25)

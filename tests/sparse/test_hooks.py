@@ -119,7 +119,7 @@ def test_every_hook_has_a_default_that_changes_nothing() -> None:
 @pytest.mark.parametrize(
     "hook", [*CHANGING_HOOKS, "attention_finished", "execute_finished", "request_begin"]
 )
-def test_what_a_hook_may_have_changed_is_stored_for_nobody(hook: str) -> None:
+def test_blocks_that_a_hook_may_have_changed_are_not_stored(hook: str) -> None:
     """One after attention may write into its output, of which the KV of the next layer is made."""
     own = type("Own", (UcmSparseBase,), {hook: lambda self, *args, **kwargs: None})
     changes = hook not in ("execute_finished", "request_begin")

@@ -316,7 +316,7 @@ def test_kernels_choose_what_torch_chooses(
             assert torch.equal(a, b)
 
 
-def test_layers_may_be_told_their_slots_by_tensors_of_their_own() -> None:
+def test_layers_may_get_their_slots_as_tensors_of_their_own() -> None:
     """And two parts of a batch may be written in turns, layer by layer."""
     method, engine = method_of("Quest"), Engine(None)
     method.setup(GEOMETRY, engine.names, 64)
@@ -356,7 +356,7 @@ def test_generated_blocks_become_candidates() -> None:
 
 
 @pytest.mark.parametrize("lag", [0, 2])
-def test_between_choices_the_set_stays_and_what_comes_is_kept(lag: int) -> None:
+def test_between_choices_the_set_stays_and_new_blocks_are_kept(lag: int) -> None:
     engine = engine_of("Oracle", stride=4, lag=lag, **({"retrieval_ms": 60_000} if lag else {}))
     engine.run("a", PROMPT, 12)
     chosen = {step: set(engine.kept["a", step, 0]) for step in range(1, 13)}
@@ -396,7 +396,7 @@ def test_dense_layers_and_layers_that_take_a_choice_over() -> None:
     assert any(engine.kept["a", step, 1] != engine.kept["a", step, 2] for step in range(1, 4))
 
 
-def test_a_layer_that_is_none_of_the_methods_is_left_alone() -> None:
+def test_a_layer_that_the_method_does_not_select_is_dense() -> None:
     method = method_of("Oracle")
     Engine(method).run("a", PROMPT, 1)
     method.bind_sparse_metadata(SparseBatch([SparseRow("a", PROMPT + 2, PROMPT, PROMPT)]))
@@ -416,7 +416,7 @@ def test_layers_are_numbered_by_their_names() -> None:
     assert method.store.layers == [10]
 
 
-def test_attentions_of_one_layer_are_told_apart() -> None:
+def test_attentions_of_one_layer_are_distinguished() -> None:
     """Their representations, and what they choose, are their own."""
     method = method_of("Oracle")
     names = [

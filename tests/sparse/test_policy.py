@@ -122,6 +122,6 @@ def test_which_layers_choose() -> None:
         ({"reuse_from": {3: 2}, "dense_layers": frozenset({3})}, "layer 3"),
     ],
 )
-def test_what_is_wrong_is_named(wrong: dict[str, Any], named: str) -> None:
+def test_an_error_names_the_wrong_key(wrong: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         Policy(**wrong)

@@ -101,7 +101,7 @@ def test_a_full_queue_refuses_or_gives_up_what_is_less_urgent() -> None:
     engine.shutdown()
 
 
-def test_a_request_that_asks_again_gets_what_it_asked_last() -> None:
+def test_a_second_prefetch_of_a_request_replaces_the_first() -> None:
     held = Held()
     engine = PrefetchEngine({"prefetch_workers": 1}, load=held)
     first = engine.submit_prefetch("a", names(1))
@@ -144,7 +144,7 @@ def test_what_is_kept_is_bounded() -> None:
     engine.shutdown()
 
 
-def test_a_failure_is_told_and_the_thread_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_is_reported_and_the_thread_continues(caplog: pytest.LogCaptureFixture) -> None:
     def load(blocks: Sequence[Any]) -> Any:
         if blocks[0] == names(1)[0]:
             raise StoreIOError("the disk is gone")
@@ -215,7 +215,7 @@ def test_blocks_come_from_a_store(tmp_path: Path, sizes: dict[str, Any]) -> None
         assert np.array_equal(store_loader(store)([ids[1]])[0], blocks[1])
 
 
-def test_what_is_remembered_of_prefetches_that_do_not_come_is_bounded() -> None:
+def test_the_memory_of_unused_prefetches_is_bounded() -> None:
     """Of requests that nobody cancels; the last ones are still told from those that were never
     asked for."""
 

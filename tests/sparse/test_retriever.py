@@ -193,7 +193,7 @@ def test_the_waits_of_a_step_share_one_bound() -> None:
     assert waited[0] <= 0.05 and all(seconds <= 0 for seconds in waited[1:])
 
 
-def test_what_fails_is_dense_counted_and_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_request_is_dense_counted_and_repeated(caplog: pytest.LogCaptureFixture) -> None:
     broken = [True]
 
     def find(layer: int, rows: Rows) -> list[Middle]:

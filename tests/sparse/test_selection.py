@@ -82,7 +82,7 @@ def test_a_larger_budget_keeps_the_same_blocks_and_more(
 
 @FEW
 @given(scores_of, st.integers(1, 10))
-def test_what_is_beyond_the_blocks_or_in_the_windows_is_never_looked_at(
+def test_scores_beyond_the_blocks_or_in_the_windows_are_never_read(
     scores: list[float], beyond: int
 ) -> None:
     policy, n = Policy(init=2, local=2, ratio=0.4), len(scores)
@@ -220,7 +220,7 @@ def test_other_rows_of_the_batch_stay_as_they_are() -> None:
     assert table.tolist() == torch.arange(15).view(3, 5).tolist() and lens.tolist() == [20, 18, 7]
 
 
-def test_nothing_that_came_in_is_written_to() -> None:
+def test_arguments_are_not_written_to() -> None:
     table, lens = (
         torch.arange(12, dtype=torch.int32).view(1, 12),
         torch.tensor([45], dtype=torch.int32),

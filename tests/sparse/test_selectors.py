@@ -549,7 +549,7 @@ def planted(seed: int, *, common: float = 0.0, outlier: float = 1.0) -> tuple[Te
     ],
 )
 @pytest.mark.parametrize("trap", [{}, {"common": 0.3}, {"outlier": 8.0}])
-def test_a_key_that_is_asked_for_is_found(
+def test_the_key_of_the_query_is_found(
     algorithm: str, given: dict[str, Any], trap: dict[str, float]
 ) -> None:
     """Among the best four of forty blocks, in 30 of 30 prompts, with a common mean and with an

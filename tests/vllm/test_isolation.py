@@ -97,7 +97,7 @@ def test_store_by_name_without_prefix_caching_and_with_adapters(
     assert retrained.tokens != with_red.tokens, "the retraining changes nothing"
 
 
-def test_more_than_one_kv_group_is_left_alone(host: EngineHost, work: Path) -> None:
+def test_an_engine_with_several_kv_groups_is_not_cached(host: EngineHost, work: Path) -> None:
     """No hits, no dumps, one log line; the model runs as without ucm."""
     disk = new_disk(work, "hybrid")
     spec = EngineSpec(
@@ -121,7 +121,7 @@ def test_more_than_one_kv_group_is_left_alone(host: EngineHost, work: Path) -> N
     assert len(said) == 1, said
 
 
-def test_an_engine_that_pools_whole_prompts_is_left_alone(
+def test_an_engine_that_pools_whole_prompts_is_not_cached(
     host: EngineHost, model: Path, work: Path
 ) -> None:
     """A prompt may not continue from stored blocks there: sent twice, it gets the same answer and

@@ -132,7 +132,9 @@ def test_a_request_holds_few_blocks_and_answers_the_same(engine: Engine, long_mo
     assert state["free_blocks"] == state["total_blocks"]
 
 
-def test_a_preempted_request_gives_all_back_and_goes_on(engine: Engine, long_model: Path) -> None:
+def test_a_preempted_request_frees_its_blocks_and_continues(
+    engine: Engine, long_model: Path
+) -> None:
     """Its answer so far is computed again, densely, like a part of the prompt."""
     case = Case(prompt(89, 900), 70)
     (name,) = engine.submit(case.ask())

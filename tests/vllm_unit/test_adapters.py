@@ -142,7 +142,7 @@ def test_a_vanished_adapter_counts_as_changed(tmp_path: Path) -> None:
     assert looked(digests, clock, lora(path)) is False
 
 
-def test_only_a_look_that_began_afterwards_says_what_was_computed(
+def test_only_a_check_that_began_afterwards_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, clock = make_adapter(tmp_path / "a"), HandClock()
@@ -199,7 +199,7 @@ def test_an_adapter_being_hashed_holds_up_no_look_at_another(
     go.set()
 
 
-def test_a_look_that_takes_long_says_that_nothing_is_known(
+def test_a_check_that_takes_long_reports_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, clock = make_adapter(tmp_path / "a"), HandClock()

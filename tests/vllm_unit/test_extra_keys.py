@@ -268,7 +268,7 @@ def test_rows_that_tokens_replace_do_not_count(extra: ExtraKeys) -> None:
         st.tuples(st.integers(0, 30), st.integers(1, 12), st.sampled_from([A, B])), max_size=4
     ),
 )
-def test_items_are_told_apart_wherever_they_touch_a_full_block(
+def test_items_are_distinguished_wherever_they_touch_a_full_block(
     one: list[tuple[int, int, str]], other: list[tuple[int, int, str]]
 ) -> None:
     extra = ExtraKeys(SIZE)
@@ -355,7 +355,7 @@ def test_an_adapter_changes_what_an_encoder_makes_of_an_item_only_where_it_is_ap
         assert extra.current(plain, 0.0) is not adapted
 
 
-def test_what_cannot_be_described_is_left_alone(extra: ExtraKeys, adapter: Path) -> None:
+def test_a_request_that_cannot_be_described_is_not_cached(extra: ExtraKeys, adapter: Path) -> None:
     with pytest.raises(UnkeyableError, match="adapters"):
         ExtraKeys(SIZE).of(request(lora_request=LoRARequest("x", 1, str(adapter))))
     assert (

@@ -142,7 +142,7 @@ def test_a_name_is_not_known_until_its_contents_are_hashed() -> None:
     assert items.current([first]) is False, "for good"
 
 
-def test_data_that_are_gone_unhashed_spoil_their_name() -> None:
+def test_data_freed_before_hashing_invalidate_their_name() -> None:
     items, first = Items(lambda job: False), item(a=ones(2))
     items.digest(first)
     items.used([first])

@@ -96,7 +96,7 @@ def test_other_files_are_named_once() -> None:
     assert watched.memory.compare(2).named is None
 
 
-def test_a_model_that_is_gone_says_nothing() -> None:
+def test_a_freed_model_reports_unknown() -> None:
     watched = Watched()
     attention = watched.model.attention
     watched.memory = ModelMemory(lambda: [attention], lambda: watched.source)
@@ -106,7 +106,7 @@ def test_a_model_that_is_gone_says_nothing() -> None:
     assert watched.memory.compare(1).unchanged is None
 
 
-def test_a_weight_that_nothing_shows_says_nothing() -> None:
+def test_a_weight_that_cannot_be_read_reports_unknown() -> None:
     watched = Watched()
     del watched.model.packed.linear
     assert fingerprint([watched.model]) is None
@@ -116,7 +116,7 @@ def test_a_weight_that_nothing_shows_says_nothing() -> None:
     assert watched.memory.compare(3).unchanged is True
 
 
-def test_a_rank_without_the_layers_says_nothing() -> None:
+def test_a_rank_without_the_layers_reports_unknown() -> None:
     memory = ModelMemory(lambda: [][0], lambda: WeightSource("/a"))
     memory.remember()
     assert memory.compare(1).unchanged is None

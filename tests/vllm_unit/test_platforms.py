@@ -77,7 +77,7 @@ def test_the_platform_is_the_one_vllm_runs_on(
         (None, Unwilling(), "ZeroDivisionError"),
     ],
 )
-def test_anything_else_is_named_and_left_alone(
+def test_an_unknown_platform_is_named_and_not_cached(
     wanted: str | None, running: Any, named: str
 ) -> None:
     why = platform_of(wanted, running)

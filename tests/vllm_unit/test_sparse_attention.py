@@ -200,7 +200,7 @@ def test_a_choice_for_each_kv_head(config: Any, kernel: str) -> None:
         assert close(found[:, head], expected)
 
 
-def test_rows_are_told_apart_by_the_block_they_write_to(config: Any) -> None:
+def test_rows_are_distinguished_by_the_block_they_write_to(config: Any) -> None:
     rig = Rig(config, windows(), Rows.of([300, 40, 200], [1, 1, 7]))
     rows = in_order(rig.plan(), rig.metadata)
     assert rows is not None
@@ -481,7 +481,7 @@ def test_measuring_counts_what_choosing_takes_beside_the_model(
     method.close()
 
 
-def test_what_else_runs_for_a_while_does_not_say_that_choosing_does_not_pay(
+def test_other_load_for_a_while_does_not_end_selection(
     config: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -936,7 +936,7 @@ def test_a_method_without_these_hooks_hangs_none() -> None:
     assert len(torch.nn.modules.module._global_forward_pre_hooks) == before
 
 
-def test_the_active_host_is_the_last_one_and_gone_when_it_is_closed(config: Any) -> None:
+def test_the_active_host_is_the_last_one_until_it_is_closed(config: Any) -> None:
     rig = Rig(config, Blocked(), Rows.of([70], [1]))
     assert active_host() is rig.host
     assert rig.host is not None

@@ -261,7 +261,7 @@ def test_the_configuration_is_found_inside_a_connector_of_several(
     assert sparse_config(SimpleNamespace(kv_transfer_config=None)) is None
 
 
-def test_layers_that_weigh_keys_by_their_place_are_left_alone() -> None:
+def test_layers_that_weigh_keys_by_position_stay_dense() -> None:
     def layer(**changed: Any) -> Any:
         impl = SimpleNamespace(
             alibi_slopes=changed.pop("alibi_slopes", None), attn_type=changed.pop("kind", "decoder")

@@ -307,9 +307,7 @@ def test_a_step_waits_no_longer_than_its_bound(config: Any, rows: Rows) -> None:
     assert len(rig.pages.loaded) == 1, "it was loaded by then"
 
 
-def test_a_late_load_is_waited_for_before_its_blocks_are_somebody_elses(
-    config: Any, rows: Rows
-) -> None:
+def test_a_late_load_is_waited_for_before_its_blocks_are_reused(config: Any, rows: Rows) -> None:
     rig = Offloaded(config, rows)
     rig.pages.hangs = True
     rig.attend(rig.leaves())
@@ -345,7 +343,7 @@ def test_without_a_choice_what_is_there_is_attended_to(
     assert torch.allclose(rig.attend(), rows.attended([kept, None, None]), atol=1e-5)
 
 
-def test_rows_that_cannot_all_be_told_apart(config: Any, rows: Rows) -> None:
+def test_rows_that_cannot_all_be_distinguished(config: Any, rows: Rows) -> None:
     """Nothing is chosen then; what has left is not read all the same."""
     rig = Offloaded(config, rows)
     plan = rig.leaves()
@@ -482,7 +480,7 @@ def test_blocks_that_others_hold_too_leave_only_where_that_frees_more_than_hot_b
     assert leaving(HOT + 1, more=BLOCK) == range(LEFT.start, LEFT.stop + 1)
 
 
-def test_representations_have_so_many_rows() -> None:
+def test_the_number_of_rows_of_representations() -> None:
     planned = Planned(spare=7)
     request = planned.begins()
     request.num_tokens, request.num_output_tokens = TOKENS, 1

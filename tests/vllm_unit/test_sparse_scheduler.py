@@ -66,7 +66,7 @@ def test_what_is_learnt_while_a_step_is_planned_holds_from_the_next_on() -> None
         assert sparse.plan(step(), settled=True).break_even == 1000
 
 
-def test_what_has_left_is_told_with_the_next_plan_where_one_fails() -> None:
+def test_removed_blocks_are_reported_with_the_next_plan_after_a_failure() -> None:
     sparse = scheduler(offload=True, min_tokens=0)
     assert sparse.offload is not None
     sparse._requests["a"] = Request()  # type: ignore[assignment]
@@ -81,7 +81,7 @@ def test_what_has_left_is_told_with_the_next_plan_where_one_fails() -> None:
     assert [(change.request, change.hot) for change in plan.offloaded] == [("a", [7])]
 
 
-def test_ranks_that_were_not_asked_to_measure_as_a_plan_failed_are_asked_with_the_next(
+def test_a_measurement_lost_with_a_failed_plan_is_requested_with_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sparse = scheduler(offload=True)
@@ -99,7 +99,7 @@ def test_ranks_that_were_not_asked_to_measure_as_a_plan_failed_are_asked_with_th
     assert sparse.measuring()
 
 
-def test_a_users_method_is_told_that_it_is_not_asked_how_much_it_holds(
+def test_a_warning_names_a_users_hook_that_is_not_called(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Slots(UcmSparseBase):
@@ -114,7 +114,7 @@ def test_a_users_method_is_told_that_it_is_not_asked_how_much_it_holds(
     assert "estimate_num_slots_sparsed of Slots is not called" in caplog.text
 
 
-def test_blocks_that_a_request_is_given_are_told_once() -> None:
+def test_blocks_of_a_request_are_reported_once() -> None:
     """When it is admitted, and not again when a load of it has ended: it has filled them by
     then."""
     sparse, request = scheduler(), Request()

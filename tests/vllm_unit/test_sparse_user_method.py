@@ -426,7 +426,7 @@ def test_every_hook_is_called_in_its_order(start: Callable[..., Engine]) -> None
     assert active_host() is None
 
 
-def test_hooks_of_a_worker_are_handed_what_they_ask_for(start: Callable[..., Engine]) -> None:
+def test_hooks_of_a_worker_get_their_arguments(start: Callable[..., Engine]) -> None:
     engine = start("Recording")
     _, worker = engine.methods
     engine.scheduler.add_request(engine.request(list(range(3, 73)), "a", max_tokens=2))
@@ -476,7 +476,7 @@ def test_hooks_of_a_worker_are_handed_what_they_ask_for(start: Callable[..., Eng
 
 
 @pytest.mark.parametrize(("answer", "leave"), [(7 * BLOCK, 21 - 4), (INVALID_SLOT, 0)])
-def test_how_much_stays_on_the_device_is_asked_of_a_users_method_with_offload(
+def test_with_offload_a_users_method_decides_how_much_stays_on_the_device(
     start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, answer: int, leave: int
 ) -> None:
     """By vLLM's manager, through the planner that our connector gives it, once its prompt is

@@ -121,7 +121,7 @@ def test_above_the_table_there_is_one_warning(
     assert "0.30 to 0.33" in said[0]
 
 
-def test_the_block_size_is_asked_for_in_the_form_of_the_version(
+def test_the_block_size_is_read_in_the_form_of_the_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """vLLM 0.30 and 0.31 take two arguments, later ones the specs too."""

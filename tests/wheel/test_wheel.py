@@ -201,7 +201,7 @@ print(ucm.UcmError.__name__)
     assert run(clean_python, clean_env, program, tmp_path) == "UcmError"
 
 
-def test_without_a_library_of_a_vendor_the_host_is_taken_and_said(
+def test_without_a_library_of_a_vendor_the_host_is_used_and_logged(
     clean_python: Path, clean_env: dict[str, str], tmp_path: Path
 ) -> None:
     libraries = ["cuda", "amdhip64", "musart", "mcruntime", "ascendcl"]
