@@ -183,18 +183,18 @@ class Task:
         """Whether the level was reached or failed; never waits."""
 
     def wait(self, level: str, timeout: float | None) -> bool:
-        """Waits for the level, at most ``timeout`` seconds; false if that came first."""
+        """Waits for the level, at most ``timeout`` seconds; false if that time passed first."""
 
     def shard_done(self, row: int) -> bool:
         """Whether a row of a load has arrived, verified, perhaps before the rest of its block;
         never waits."""
 
     def wait_shard(self, row: int, timeout: float | None) -> bool:
-        """Waits for that, at most ``timeout`` seconds; false if that came first, or the row will
-        never arrive."""
+        """Waits for that, at most ``timeout`` seconds; false if that time passed first, or the row
+        will never arrive."""
 
     def served(self) -> list[int]:
-        """Blocks of a load that arrived, by the stage they came from; final once it is finished."""
+        """Loaded blocks of a load by the stage that had them; final once it is finished."""
 
     def failures(self) -> dict[int, Any]:
         """The rows that failed, each with its exception."""
@@ -314,7 +314,7 @@ class Store:
         them."""
 
     def clear_bad(self, block_ids: Sequence[bytes]) -> None:
-        """Another rank replaces these records: what was refused of them is forgotten."""
+        """Another rank replaces these records: their refusals are forgotten."""
 
     def touch(self, block_ids: Sequence[bytes], first: int = 0) -> None:
         """These blocks, in chain order from ordinal ``first`` on, were used."""
@@ -446,7 +446,7 @@ class TransStream:
         """Waits for everything submitted, at most ``timeout`` seconds."""
 
     def close(self) -> None:
-        """Takes no more; what was submitted is still done, and no one waits for it. Repeatable."""
+        """Accepts no more jobs; submitted ones are still done, without a wait. Repeatable."""
 
 def end_callbacks() -> None:
     """From now on no stream calls into Python; returns when the callbacks that run have ended."""

@@ -1,4 +1,4 @@
-"""What these tests put around a scheduler side: background work done when told, a store in memory,
+"""What these tests put around a scheduler side: background work done on request, a store in memory,
 a manual clock."""
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Tables:
 
 
 class Named:
-    """The engine's identity: its text, and what became of it when the ranks had looked at their
+    """The engine's identity: its text, and what became of it when the ranks had checked their
     weights."""
 
     def __init__(self) -> None:
@@ -310,7 +310,7 @@ class Rig:
         unchanged: bool | None = True,
         named: WeightSource | None = None,
     ) -> None:
-        """Every rank has looked at its weights, as a plan asks."""
+        """Every rank has checked its weights, as a plan requests."""
         assert plan.check_weights is not None
         word = WeightsReport(plan.check_weights, unchanged, named, 0)
         self.report(
@@ -334,7 +334,7 @@ class Rig:
         adapter: LoRARequest | None = None,
         salt: str | None = None,
     ) -> Request:
-        """A new request of so many tokens, of the tenant with this salt."""
+        """A new request of ``tokens`` tokens, of the tenant with this salt."""
         tokens = [(seed * 131 + index) % 1000 for index in range(length)]
         request = Request(
             name,
@@ -385,7 +385,7 @@ class Rig:
         return plan
 
     def admit(self, request: Request) -> None:
-        """vLLM's first steps with a request nobody has anything of."""
+        """vLLM's first steps with a request of which nothing is stored."""
         self.later.run()
         assert self.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
         self.scheduler.update_state_after_alloc(

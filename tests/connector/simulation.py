@@ -40,7 +40,7 @@ class Tier:
     free_at: float = 0.0
 
     def begin(self, now: float, size: int) -> float:
-        """When a load of that size will have ended, if nobody gives it up; loads queue for the
+        """When a load of that size will have ended, unless it is given up; loads queue for the
         bandwidth."""
         start = max(now + self.latency(now), self.free_at)
         self.free_at = start + size / self.bandwidth(start)
@@ -108,7 +108,7 @@ def spread(arrivals: Sequence[Arrival], seed: int = 0) -> list[Arrival]:
 
 @dataclass
 class Outcome:
-    """Times to the first token in order of arrival, and what became of the hits."""
+    """Times to the first token in order of arrival, and the outcome of the hits."""
 
     first: list[float]
     loaded: int
@@ -273,8 +273,8 @@ class Simulation:
         return parts + ([(self.lower, live.below)] if live.below and self.lower is not None else [])
 
     def _seconds(self, tokens: int) -> float:
-        """A step's time. One that only looks for loads to end lasts until the next thing happens,
-        at least 1 ms."""
+        """A step's time. One that only polls for the end of loads lasts until the next event, at
+        least 1 ms."""
         if not tokens:
             soonest = min((min(live.ends, live.deadline) for live in self.loading), default=0.0)
             return min(max(soonest - self.rig.clock.now, 0.001), 0.010)

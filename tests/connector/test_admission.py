@@ -51,7 +51,7 @@ class Engine:
     def load(
         self, size: int, seconds: float, name: str = "r", tier: int = 0, late: bool = False
     ) -> None:
-        """A load of so many bytes that takes so long."""
+        """A load of ``size`` bytes that takes ``seconds``."""
         self.loads(whole(size, tier), seconds, name, late=late)
 
     def loads(
@@ -62,7 +62,7 @@ class Engine:
         served: tuple[int, ...] = (),
         late: bool = False,
     ) -> None:
-        """A load that may come from several tiers; ``served``: what the rank says of that."""
+        """A load that may come from several tiers; ``served``: what the rank reports of that."""
         self.admission.began(name, cut, 1)
         self.clock.now += seconds
         self.admission.step_ended()  # what is seen next ended since
@@ -76,8 +76,8 @@ class Engine:
         return self.admission.decide([whole(tokens, tier)], 1)[1]
 
     def cut(self, above: int, below: int) -> tuple[int, Verdict]:
-        """A hit of which so many bytes are in the upper tier and those behind them in the lower
-        one: how many of its tokens are loaded."""
+        """A hit of which ``above`` bytes are in the upper tier and ``below`` after them in the
+        lower one: how many of its tokens are loaded."""
         both = Cut(above + below, {0: above, 1: below})
         taken, verdict = self.admission.decide(
             [whole(above), both] if above else [whole(below, 1)], 1
@@ -132,7 +132,7 @@ def test_a_load_may_take_a_share_of_the_compute_time(
     engine.computes()
     engine.load(1000, seconds)
     assert engine.decide(1000).value == verdict
-    assert engine.decide(500).value == verdict  # nothing tells a fixed part: both are half
+    assert engine.decide(500).value == verdict  # nothing shows a fixed part: both are half
 
 
 def test_the_modes_that_do_not_measure() -> None:
@@ -369,7 +369,7 @@ def test_a_few_loads_outweigh_what_is_remembered() -> None:
 
 
 def admit(rig: Rig, request: Request) -> int:
-    """vLLM asks and admits; the tokens that are to be loaded."""
+    """vLLM calls the lookup and admits; returns the tokens that are to be loaded."""
     rig.later.run()
     tokens, _ = rig.scheduler.get_num_new_matched_tokens(request, 0)
     assert tokens is not None

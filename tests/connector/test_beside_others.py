@@ -191,7 +191,7 @@ def share(rig: Rig, owner: Request, other: Request, blocks: int) -> None:
 
 @dataclass
 class TheirHandshake(KVConnectorHandshakeMetadata):
-    """What another connector's worker says of itself."""
+    """The statistics of another connector's worker."""
 
 
 class Other:

@@ -24,7 +24,7 @@ class Steps:
         self.now = 0.0
 
     def run(self, seconds: float, *tokens: int) -> None:
-        """A step of requests with so many tokens each."""
+        """A step of requests with these numbers of tokens."""
         self.compute_rate.planned({f"r{i}": n for i, n in enumerate(tokens)}, sum(tokens), self.now)
         self.now += seconds
         self.compute_rate.ended(self.now)

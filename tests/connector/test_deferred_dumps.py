@@ -26,7 +26,7 @@ from ucm.integration.vllm.connector.stats import UNSTORED
 
 
 class Looks(AdapterDigests):
-    """Adapters whose files are looked at when a test says so."""
+    """Adapters whose files are checked when a test requests it."""
 
     def __init__(self) -> None:
         self.looked: float | None = None

@@ -1,5 +1,5 @@
-"""What the scheduler side does when the weights in memory may be others: it asks, forgets, and goes
-on."""
+"""The scheduler side when the weights in memory may have changed: it checks, forgets and
+continues."""
 
 from __future__ import annotations
 

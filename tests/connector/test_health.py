@@ -115,7 +115,7 @@ def test_nothing_is_offered_while_a_rank_is_unhealthy_and_all_of_it_afterwards()
 def test_after_an_idle_time_the_ranks_are_checked_again() -> None:
     rig = Rig()
     rig.report(RankReport(0, ready=True, healthy=False))
-    rig.clock.now += STALE_S + 1  # nobody asked for anything, so nobody stepped
+    rig.clock.now += STALE_S + 1  # no request, so no step
     request = rig.request("a", 3 * BLOCK + 1)
     rig.stored(request, 3)
     rig.later.run()
@@ -174,7 +174,7 @@ def worker_with(watches: Watches) -> tuple[Worker, Any]:
 
 
 def word(report: UCMConnectorWorkerMetadata | None) -> bool | None:
-    """What the rank says about its health, None if it says nothing."""
+    """The health that the rank reports, None without a report."""
     return None if report is None else report.ranks[0].healthy
 
 
@@ -190,7 +190,7 @@ def test_a_rank_asks_its_store_when_something_failed_and_tells_until_it_is_well(
     watches = Watches()
     worker, store = worker_with(watches)
     refuse(store, healthy=False)
-    assert word(worker.step()[2]) is None  # nothing failed, so nobody asked
+    assert word(worker.step()[2]) is None  # nothing failed, so no check
     assert word(worker.step(**plan)[2]) is False
     # so that its word is never old
     assert [word(worker.step()[2]) for _ in range(3)] == [False] * 3
@@ -234,7 +234,7 @@ def test_a_watch_asks_the_store_until_it_is_well() -> None:
     assert (health.healthy, watches, store.asked) == (True, [], 0)
     store.well, store.asks = False, 3
     health.check(store)
-    assert (health.healthy, store.asked) == (False, 0)  # nobody waits here
+    assert (health.healthy, store.asked) == (False, 0)  # without a wait
     watches.pop()()
     assert (health.healthy, store.asked) == (True, 3)
     store.well, store.asks = False, 1

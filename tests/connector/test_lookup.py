@@ -1,4 +1,4 @@
-"""Asking the store how much of a prompt it has: at once, on a thread of its own, or on one of
+"""Lookups in the store: at once, on a thread of its own, or on one of
 ours."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What vLLM is told through its hooks for statistics, and what it makes of it."""
+"""The statistics that vLLM gets through its hooks, and its metrics from them."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_prometheus_has_every_reason_from_the_start_and_counts_per_engine() -> N
     asked = sample("ucm_asked_blocks_total", **one)
     metrics.observe({"asked": 4, MISSED + MissReason.TIMEOUT: 3, "a newer name": 1}, 1)
     again.observe({"asked": 1}, 1)
-    metrics.observe({"asked": 9}, 7)  # an engine that nobody announced
+    metrics.observe({"asked": 9}, 7)  # an engine that was not announced
     assert sample("ucm_asked_blocks_total", **one) == asked + 5
     after = {reason: sample(missed, **one, reason=reason) for reason in MissReason}
     assert {
@@ -144,7 +144,7 @@ def test_prometheus_has_every_reason_from_the_start_and_counts_per_engine() -> N
         for reason in MissReason
         if after[reason] != before[reason]
     } == {MissReason.TIMEOUT: 3}
-    metrics.observe({"asked": "many"}, 1)  # told to the log, not to vLLM
+    metrics.observe({"asked": "many"}, 1)  # logged, not passed to vLLM
 
 
 def test_times_are_put_together_logged_as_means_and_exported_as_histograms() -> None:

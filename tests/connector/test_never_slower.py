@@ -245,7 +245,7 @@ def all_stored(order: int = 0, gap: float = 3.0) -> list[Arrival]:
 
 
 def earlier(engine: Engine, make_tier: Callable[[], Tier]) -> Any:
-    """What a life of the engine before this one left."""
+    """The memory of an engine that ran before this one."""
     life = Simulation(engine, make_tier(), traffic(200, 0.5))
     life.run()
     return life.rig.admission.known()

@@ -1,4 +1,4 @@
-"""Hints: what waits in line is brought up, what is in use is told, bounded, and nothing depends on
+"""Hints: waiting blocks are prefetched, used ones are reported, bounded, and nothing depends on
 it."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MASK = part_mask(0, 0, 0)
 
 
 class Recorder(Memory):
-    """A store that notes what it is told."""
+    """A store that records its hints."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def test_never_more_than_every_rank_has_room_for() -> None:
     keys = [rig.keys_of(request)[:4] for request in requests]
     assert wanted(hints(rig)) == [("urgent", keys[0]), ("next_batch", keys[1][:1])]
     assert hints(rig) is None
-    # What came up makes room for what is next.
+    # A completed prefetch makes room for the next.
     rig.store.lower -= set(record_ids(keys[0], MASK))
     rig.clock.now += RELOCATE_S
     hints(rig)
@@ -223,7 +223,7 @@ def test_the_tiers_of_blocks_are_read_again_while_a_request_waits() -> None:
     hints(rig)
     rig.later.run()
     assert tracker.lookup.tiers == b"\0\0\0"
-    # What is gone by then stays where it was: its load fails as ever.
+    # A block removed by then is not promoted: its load fails as usual.
     rig.store.ids.clear()
     rig.clock.now += RELOCATE_S
     hints(rig)

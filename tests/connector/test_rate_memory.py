@@ -233,7 +233,7 @@ def test_it_is_written_now_and_then_on_a_thread_of_its_own_and_only_when_it_is_n
     pauses = []
     for _ in range(10):
         life.memory.keep(life.memory.due)
-        assert not (root / MEMORY_NAME).exists()  # not by whoever called
+        assert not (root / MEMORY_NAME).exists()  # not by the calling thread
         pauses.append(life.memory.due - life.clock.now)
         life.clock.now = life.memory.due
     assert pauses[-1] == RARELY_S

@@ -24,7 +24,7 @@ from ucm.reasons import MissReason
 
 
 def admit(rig: Rig, request: Request, computed: int = 0) -> int:
-    """vLLM asks and admits; the blocks that are to be loaded."""
+    """vLLM calls the lookup and admits; returns the blocks that are to be loaded."""
     rig.later.run()
     tokens, _ = rig.scheduler.get_num_new_matched_tokens(request, computed)
     assert tokens is not None
@@ -347,7 +347,7 @@ def test_a_request_that_ends_first(loading: bool) -> None:
     assert sum(balance(rig).values()) == 4
 
 
-# What is told
+# What is logged and counted
 # -------------------------------------------------------------------------------------------------
 
 

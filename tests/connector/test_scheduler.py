@@ -41,7 +41,7 @@ def test_the_stored_prefix_is_claimed_and_loaded_into_the_blocks_allocated() -> 
     assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (
         None,
         False,
-    )  # nobody has looked yet, and nobody waits
+    )  # not looked up yet, and no wait
     rig.later.run()
     assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (3 * BLOCK, True)
     # one is on the device
@@ -89,7 +89,7 @@ def test_a_step_is_not_given_for_less_than_it_costs() -> None:
     rig.admission.compute_rate.seconds = lambda tokens, rest=1: 0.001 * tokens  # type: ignore[method-assign]
     request = rig.request("a", 8 * BLOCK + 1)
     rig.stored(request, 8)
-    # nobody else computes
+    # no other request computes
     assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (
         None,
         False,
@@ -268,7 +268,7 @@ def test_a_block_that_a_record_is_in_the_way_of_is_not_offered_at_every_request(
     offered = [(dump.first, len(dump.blocks)) for dump in plan.dumps]
     assert offered == [(3, 2)], "others are stored as ever"
     rig.report(rig.ended(plan))
-    # It is gone, by its age: what is behind it is offered again too.
+    # It was evicted, oldest first: the blocks behind it are offered again too.
     rig.store.ids.clear()
     third = rig.request("c", 3 * BLOCK + 1)
     rig.admit(third)

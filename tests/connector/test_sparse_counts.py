@@ -1,4 +1,4 @@
-"""What vLLM is told of sparse attention."""
+"""The statistics of sparse attention that vLLM gets."""
 
 from __future__ import annotations
 

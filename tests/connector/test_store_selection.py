@@ -282,7 +282,7 @@ def test_a_single_store_that_cannot_be_opened_is_off() -> None:
 
 
 def answer(worker: Worker, setup: StoreSetup) -> RankReport:
-    """What the rank says about a setup, once its thread is through."""
+    """The rank's report about a setup, once its thread has ended."""
     report = worker.step(setup=setup)[2]
     while report is None or not (report.ranks[0].ready or report.ranks[0].unavailable):
         report = worker.step()[2]

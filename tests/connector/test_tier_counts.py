@@ -1,4 +1,4 @@
-"""What vLLM is told of the tiers of a store."""
+"""The statistics of a store's tiers that vLLM gets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TYPES: Any = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
 
 
 class Store:
-    """Counts how often it is asked, and says what the test wants."""
+    """Counts its calls and returns what the test sets."""
 
     def __init__(self, *tiers: dict[str, Any]) -> None:
         self.tiers, self.asked = tiers, 0

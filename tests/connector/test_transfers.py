@@ -48,7 +48,7 @@ TOKENS, SIZE, BLOCKS = BLOCK, 8, 6
 
 
 class Scripted(UcmKVStoreBaseV1):
-    """Keeps blocks in memory; a test says when tasks end, how, and what is refused."""
+    """Keeps blocks in memory; a test sets when tasks end, how, and what is refused."""
 
     has_staged_level = True
 

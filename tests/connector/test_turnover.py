@@ -298,7 +298,7 @@ def test_the_log_names_the_working_set_and_the_limit(
 def run_tenants(
     tenants: dict[str, int], rounds: int, quota: int, limit: int | None = 400, rule: bool = True
 ) -> tuple[Limited, dict[str, int]]:
-    """The store and the hits of each tenant. Each has one prompt of so many blocks, and a quota."""
+    """The store and the hits of each tenant. ``tenants``: the blocks of the one prompt of each."""
     store = Limited(limit, rule, quota)
     engine, hits = Engine(store, store.write), dict.fromkeys(tenants, 0)
     for _ in range(rounds):

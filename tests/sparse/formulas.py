@@ -139,8 +139,8 @@ class Engine:
         )
 
     def step(self, counts: dict[str, int], content: str = "text") -> dict[str, list[Tensor]]:
-        """Compute so many tokens of each request; the attention outputs of the last token of each,
-        by layer."""
+        """Compute these numbers of tokens of each request; the attention outputs of the last token
+        of each, by layer."""
         size, rows, slots, positions = self.geometry.block_size, [], [], []
         for name, count in counts.items():
             request = self.requests[name]

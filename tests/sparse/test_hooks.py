@@ -26,7 +26,7 @@ from ucm.sparse.state import (
 
 
 class Meta(UcmSparseMetadata):
-    """What a user's scheduler side tells a user's worker side."""
+    """What a user's scheduler side sends to a user's worker side."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale

@@ -156,7 +156,7 @@ def test_a_failure_is_reported_and_the_thread_continues(caplog: pytest.LogCaptur
     assert failed.state == "failed" and isinstance(failed.error, StoreIOError)
     assert not engine.wait_for_completion("a", 0)
     assert engine.submit_prefetch("b", names(2)).wait(LONG)
-    assert caplog.text == ""  # a store's own errors are told by the store
+    assert caplog.text == ""  # a store logs its own errors
     engine.shutdown()
 
 

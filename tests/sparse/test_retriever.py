@@ -40,7 +40,7 @@ def echo(layer: int, rows: Rows) -> list[Middle]:
 
 
 class Later(Executor):
-    """Runs what it is given when it is told to."""
+    """Runs its jobs on request."""
 
     def __init__(self) -> None:
         self.waiting: list[Callable[[], Any]] = []
@@ -56,7 +56,7 @@ class Later(Executor):
 
 
 class AtOnce(Later):
-    """Has done it by the time it is asked for, as a thread that is fast enough."""
+    """Has done a job before its result is read, like a fast thread."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         fn(*args, **kwargs)

@@ -129,7 +129,7 @@ class InProcess(Child):
         return [request["id"] for request in requests]
 
     async def step(self, steps: int) -> None:
-        """Runs so many steps."""
+        """Runs ``steps`` steps."""
         for _ in range(steps):
             for output in self.engine.step():
                 self.outputs[output.request_id] = output

@@ -68,7 +68,7 @@ class EngineProcess:
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
-        """The same, once it ended; ``subprocess.TimeoutExpired`` after so many seconds."""
+        """The same, once it ended; ``subprocess.TimeoutExpired`` after ``timeout`` seconds."""
         wait([self._status], timeout)
         if (code := self.poll()) is None:
             raise subprocess.TimeoutExpired(f"engine {self.pid}", timeout or 0.0)

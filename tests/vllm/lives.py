@@ -55,8 +55,8 @@ class Disk:
 
 
 def over_device() -> dict[str, str]:
-    """What a store is told of where the KV lies, in a run over the software driver: small pieces go
-    by its kernels."""
+    """The settings of a store for the device of the KV, in a run over the software driver: small
+    pieces go by its kernels."""
     return {"platform": "cuda", "transfer": "staging"} if IN_USE else {}
 
 

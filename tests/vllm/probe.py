@@ -78,7 +78,7 @@ def _probe_eval(core: Any, expression: str) -> str:
     """``repr`` of an expression over ``scheduler`` and ``connector`` (its scheduler side), for
     debugging."""
     names = {"scheduler": core.scheduler, "connector": core.scheduler.connector}
-    return repr(eval(expression, names))  # noqa: S307 - written by whoever debugs a test
+    return repr(eval(expression, names))  # noqa: S307 - written by the developer who debugs a test
 
 
 class Probe:

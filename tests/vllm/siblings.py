@@ -119,7 +119,7 @@ class Sibling(KVConnectorBase_V1):  # type: ignore[misc]
         self._caches = list(kv_caches.values())
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Does what the plan says."""
+        """Executes the plan."""
         plan = self._get_connector_metadata()
         self._stalled |= plan.stalled
         self._failed |= set(plan.failing)

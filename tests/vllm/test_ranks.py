@@ -111,7 +111,7 @@ class TestTwoRanks:
         ask_until_reused(ranks, STORED["long"], reference["long"])
 
     def test_shutdown_while_loading(self, ranks: Engine, host: EngineHost, cold: Life) -> None:
-        """An engine that is told to end in the middle of a load ends, and nothing of it is left
+        """An engine that is stopped in the middle of a load ends, and nothing of it is left
         running.
 
         vLLM lets the load end first, as it does by its deadline if by nothing else."""

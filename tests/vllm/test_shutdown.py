@@ -1,4 +1,4 @@
-"""The end of an engine: what was full when it was told to end is on the disk when it has ended."""
+"""The end of an engine: full blocks at its stop are on the disk when it has ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specs import Result
 def test_shutdown_publishes_what_is_under_way(
     warm: Engine, host: EngineHost, cold: Life, reference: dict[str, Result]
 ) -> None:
-    """Dumps are held until the engine was told to end; every one of them is published all the
+    """Dumps are held until the engine was stopped; every one of them is published all the
     same."""
     warm.wait_idle()  # what the test before dumped is there
     case, before = FRESH["drained"], len(cold.disk.files())

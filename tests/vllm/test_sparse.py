@@ -40,7 +40,7 @@ CODES = {
     "min_tokens": GATE,
     "stride": 2,
 }
-#: Never asked before. One begins in the middle of a prompt that is stored.
+#: New prompts. One begins in the middle of a prompt that is stored.
 NEW = {
     "alone": Case(prompt(70, 700), 10),
     "turns_sparse": Case(prompt(71, 300), 60),  # gets long enough while it is decoded
@@ -50,7 +50,7 @@ NEW = {
 }
 #: Together more than the pool holds when each is as long as the gate, and not before.
 CROWDED = {f"crowded_{i}": Case(prompt(80 + i, 280), 60) for i in range(4)}
-#: Asked of the engine with codes alone, of which the next tests are.
+#: Prompts for the engine with codes alone, of which the next tests are.
 CODED = {"alone": Case(prompt(101, 700), 20), "turns_sparse": Case(prompt(102, 300), 60)}
 
 

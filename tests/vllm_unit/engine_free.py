@@ -65,7 +65,7 @@ def engine_config(model: Path | str, **args: Any) -> Any:
 
 
 def layer_specs(config: Any, layers: range | None = None) -> dict[str, Any]:
-    """What the attention layers of this model ask of the KV cache, by layer name."""
+    """The KV cache specs of this model's attention layers, by layer name."""
     from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
     from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 

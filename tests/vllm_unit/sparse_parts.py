@@ -141,7 +141,7 @@ def paged(
 
 
 class Layer:
-    """As much of vLLM's attention layer as an implementation asks for."""
+    """The part of vLLM's attention layer that an implementation uses."""
 
     _k_scale_float = _v_scale_float = 1.0
     sliding_window = kv_sharing_target_layer_name = None
@@ -248,7 +248,8 @@ class Rig:
             self.host.end_step()
 
     def plan(self, prefilled: Sequence[int] | None = None) -> SparsePlan:
-        """The step as the scheduler side tells it, its requests in another order than the rows."""
+        """The step as the scheduler side describes it, its requests in another order than the
+        rows."""
         plan = SparsePlan(BLOCK, 0)
         for row in reversed(range(len(self.rows.lengths))):
             tokens, count = self.rows.lengths[row], self.rows.counts[row]
@@ -305,7 +306,7 @@ def sparse_engine(engines: Any, tiny: Path, tmp_path: Path, **extra: Any) -> Any
 
 
 class SparseEngine:
-    """What the processes of an engine with sparse attention make their halves of: its
+    """What the processes of an engine with sparse attention make their sides of: its
     configuration, and its KV cache as the scheduler sees it and as its worker does."""
 
     def __init__(self, engines: Any, tiny: Path, tmp_path: Path, **keys: Any) -> None:

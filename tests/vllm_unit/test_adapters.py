@@ -26,7 +26,7 @@ ALWAYS = 1 << 62
 
 
 class HandClock:
-    """Seconds that pass when told to."""
+    """Seconds that pass on request."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -47,7 +47,7 @@ def lora(path: Path, number: int = 1, **args: Any) -> LoRARequest:
 
 
 def settle(digests: AdapterDigests) -> None:
-    """Until everything asked of the threads so far is done."""
+    """Until all jobs of the threads so far are done."""
     for worker in (digests._hashing, digests._looking):
         done = threading.Event()
         worker.submit(done.set)
@@ -125,7 +125,7 @@ def test_a_change_while_the_engine_runs_takes_the_name_away(tmp_path: Path) -> N
     assert looked(digests, clock, lora(path))
     make_adapter(path, content=b"retrain")
     clock.now += keys.RECHECK_S
-    assert digests.payload(lora(path)) == before  # asks for another look, and does not wait for it
+    assert digests.payload(lora(path)) == before  # starts another check, and does not wait for it
     settle(digests)
     assert digests.current(lora(path), 0.0) is False
     with pytest.raises(UnkeyableError, match="changed while the engine runs"):

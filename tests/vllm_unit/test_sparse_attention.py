@@ -38,7 +38,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 class PlainBase(UcmKVStoreBaseV1):
-    """A store that is asked for side shards alone."""
+    """A store of which only side shards are read."""
 
     def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
         return [False] * len(block_ids)

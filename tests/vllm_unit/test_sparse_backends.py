@@ -310,7 +310,7 @@ def write(rows: Rows) -> Tensor:
 
 
 class Kernel:
-    """Stands for a kernel: computes by torch what it is told to, and notes that down."""
+    """Stands for a kernel: computes by torch and records its arguments."""
 
     def __init__(self) -> None:
         self.given: dict[str, Any] = {}

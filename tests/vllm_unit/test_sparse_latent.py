@@ -92,7 +92,9 @@ def latent_kernel(
 
 
 LATENT = ["CPU_MLA", "AMX_MLA", "TRITON_MLA", "FLASHMLA"]
-PROMPT = 5  # tokens of a prompt behind the rows of one token, in block 0, which nobody else has
+PROMPT = (
+    5  # tokens of a prompt behind the rows of one token, in block 0, which no other request has
+)
 
 
 class LatentRig:

@@ -131,7 +131,7 @@ class Offloaded(Rig):
         self.host.offload = self.offload
 
     def leaves(self) -> SparsePlan:
-        """The step with which they leave; their pages are somebody else's from here on."""
+        """The step with which they leave; their pages belong to others from here on."""
         for cache in self.pages.caches:
             cache[self.gone] = torch.nan
         plan = self.plan()

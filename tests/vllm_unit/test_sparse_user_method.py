@@ -67,7 +67,7 @@ BEGIN, END = (
 
 @dataclass
 class Planned(UcmSparseMetadata):
-    """What the scheduler's side tells the worker's."""
+    """What the scheduler side sends to the worker side."""
 
     step: int
     requests: list[str]
@@ -88,11 +88,11 @@ class Looking(UcmSparseBase):
         input_batch: Any = None,
         attn_metadata: Any = None,
     ) -> Planned:
-        """The number of the step, and who is alive."""
+        """The number of the step, and the live requests."""
         return Planned(self.names().count("build_sparse_meta"), list(requests))
 
     def exact_tokens(self, prefill_tokens: int) -> int:
-        """It only looks on."""
+        """It changes nothing."""
         return ALL_TOKENS
 
     def names(self) -> list[str]:
@@ -134,7 +134,7 @@ class Slots(Quest):
         self.asked: list[Any] = []
 
     def estimate_num_slots_sparsed(self, request: Any) -> int:
-        """What the test says."""
+        """What the test sets."""
         self.asked.append(request)
         return self.answer
 
@@ -166,7 +166,7 @@ class WritingAnswers(Writing):
 
 
 class Watching(Writing):
-    """One that says that it only looks on."""
+    """One that declares that it changes nothing."""
 
     def exact_tokens(self, prefill_tokens: int) -> int:
         """All."""

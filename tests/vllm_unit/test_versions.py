@@ -1,4 +1,4 @@
-"""Versions of vLLM: which are served, what is said of others, and calls whose form differs between
+"""Versions of vLLM: which are served, the message for others, and calls whose form differs between
 them."""
 
 from __future__ import annotations

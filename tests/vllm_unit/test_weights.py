@@ -85,7 +85,7 @@ def test_a_root_that_does_not_answer_is_not_waited_for(
     model = engines.make_model(tmp_path / "m")
     right = text_of(model)
     memo = root / MEMORY_NAME
-    os.mkfifo(memo)  # who opens it to read waits for one who writes
+    os.mkfifo(memo)  # opening it to read waits for a writer
     try:
         for _ in range(stores.MOST_HANGING + 1):
             assert text_of(model, root=root) == right
@@ -264,7 +264,7 @@ def test_a_change_while_the_engine_runs_makes_them_unknown_for_good(
     content = file.read_bytes()
     replacement = tmp_path / "new"
     replacement.write_bytes(content)
-    # same bytes, but nobody can know what another process loaded in between
+    # same bytes, but it is unknown what another process loaded in between
     replacement.rename(file)
     state = digest.recheck(LONG)
     assert state.kind == "unknown"

@@ -2,7 +2,7 @@
  * ucm_store.h: a store of ucm for native callers, without Python in between.
  *
  * In Python, `store.cc_store()` gives the address of a `struct ucm_store` as an integer, or 0 where a store has none.
- * A native program casts it to `const struct ucm_store *`, looks at `version` and calls the functions it points to,
+ * A native program casts it to `const struct ucm_store *`, reads `version` and calls the functions it points to,
  * with the field `store` as their first argument:
  *
  *     const struct ucm_store *s = (const struct ucm_store *)address;
@@ -112,7 +112,7 @@ struct ucm_store {
 
     /*
      * Waits for a level, at most `timeout_ns`. UCM_OK: reached, every row is well. UCM_PENDING: not within that time.
-     * An error: it came that far, and this is what went wrong with the first of the rows that failed. Repeatable.
+     * An error: the level was reached, and this is the error of the first failed row. Repeatable.
      */
     int32_t (*wait)(void *store, uint64_t task, uint32_t until, uint64_t timeout_ns);
 

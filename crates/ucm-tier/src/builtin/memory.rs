@@ -23,10 +23,10 @@ const THREADS: [usize; 2] = [2, 8];
 struct CacheOptions {
     /// bytes in each process that stores, or a share of the machine's (or container's) memory for
     /// all ranks of the engine on this host together (replicas of a dense model are engines of
-    /// their own: divide); more than can be had is refused at start
+    /// their own: divide); a size that is not available is refused at start
     #[schemars(extend("aliases_gib" = ["size_gb", "cache_buffer_capacity_gb"]))]
     cache_size: Amount,
-    /// what goes first when it is full; s3fifo lets go soon what is not used a second time
+    /// which blocks are evicted first; s3fifo soon evicts a block that is not used a second time
     cache_policy: PolicyName,
 }
 
@@ -48,7 +48,7 @@ impl Default for CacheOptions {
 }
 
 pub(super) fn kind() -> TierKind {
-    let summary = "built: memory of this host alone; what is in it goes with the last process";
+    let summary = "built: memory of this host; its blocks are lost with the last process";
     TierKind::medium(StoreName::new("cache", "UcmCacheStore", summary), make)
         .in_memory()
         .tested_with(|_| json!({"cache_size": 1 << 22}))

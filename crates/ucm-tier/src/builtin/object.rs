@@ -11,7 +11,7 @@ use crate::kind::{Addresses, Age, Amount, CodecName, Size, StoreName, TierKind};
 #[serde(default, deny_unknown_fields)]
 #[schemars(extend("required" = ["storage_backends"]))]
 struct ObjectOptions {
-    /// the bucket and what every name in it begins with: `s3://bucket/prefix`,
+    /// the bucket, and the beginning of all names in it: `s3://bucket/prefix`,
     /// `az://container/prefix` or `gs://bucket/prefix`. Keys come from the environment, the files
     /// of the vendor's tools or the machine's own service
     #[schemars(extend("schemes" = ["s3", "az", "gs"], "unset" = "none given", "unit" = "address"))]
@@ -29,9 +29,9 @@ struct ObjectOptions {
     /// file with authorities that are trusted beside those of the system
     #[schemars(extend("unset" = "none", "unit" = "path, PEM"))]
     object_ca: Option<String>,
-    /// limit below the prefix, at least 8 blocks; oldest use goes first. Kept to where the server
-    /// has conditional writes (S3, Azure, Google and most others have); where not, the log says so
-    /// and blocks go by `expire_after`
+    /// limit below the prefix, at least 8 blocks; the oldest use is removed first. Kept where the
+    /// server has conditional writes (S3, Azure, Google and most others have); elsewhere the log
+    /// says so and blocks are removed by `expire_after`
     #[schemars(extend("unset" = "100GiB", "unit" = "size"))]
     storage_capacity: Option<Amount>,
     /// blocks not used for so long are removed, segment by segment
@@ -43,11 +43,11 @@ struct ObjectOptions {
     /// more than a 64th of `storage_capacity`, and never less than one block
     #[schemars(range(min = 1_048_576, max = 1_073_741_824))]
     object_size: Size,
-    /// how long a block that was written waits for others to be put with it, unless somebody waits
-    /// for it; never longer than half of `deadlines.dump_s`
+    /// how long a written block waits for others to be put with it, unless a caller waits for it;
+    /// never longer than half of `deadlines.dump_s`
     #[schemars(range(min = 0, max = 60), extend("unit" = "seconds"))]
     object_age: f64,
-    /// how often the segments of others are looked for, while somebody asks
+    /// how often the segments of others are listed while lookups arrive
     #[schemars(range(min = 1, max = 3600), extend("unit" = "seconds"))]
     object_refresh: f64,
     /// how often a request is tried again where that can help; the deadline of the caller that

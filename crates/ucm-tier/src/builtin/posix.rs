@@ -43,8 +43,8 @@ pub(super) struct PosixOptions {
     /// the others are warm
     #[schemars(extend("unit" = "path to hot, warm or cold", "unset" = "the first above the others"))]
     tiers: Heats,
-    /// limit of the root, of each where there are several, at least 8 blocks; oldest use goes
-    /// first. 0 is refused its old meaning (no limit): the default holds, with a warning
+    /// limit of the root, of each where there are several, at least 8 blocks; the oldest use is
+    /// removed first. 0 no longer means "no limit": the default is used, with a warning
     #[schemars(extend(
         "aliases_gib" = ["posix_capacity_gb"],
         "unset" = "20% of the file system, at most 80% of what is free at the first start"
@@ -61,8 +61,8 @@ pub(super) struct PosixOptions {
     /// blocks not used for so long are removed
     #[schemars(extend("unset" = "never"))]
     expire_after: Option<Age>,
-    /// permissions of files below the root, less the umask of the process. Blocks tell what was in
-    /// a prompt: open them only to those who may know
+    /// permissions of files below the root, less the umask of the process. Blocks reveal the
+    /// prompt: open them only to users who may read it
     #[schemars(extend("needs" = 0o600))]
     file_mode: Mode,
     /// the same for directories
@@ -81,9 +81,9 @@ pub(super) struct PosixOptions {
     /// less than one block
     #[schemars(range(min = 1_048_576, max = 1_073_741_824))]
     segment_size: Size,
-    /// how long a block that was written waits for others to be published with it, unless somebody
-    /// waits for it (`wait`, `flush`); never longer than three quarters of `deadlines.dump_s`. 0:
-    /// as soon as nothing is being written
+    /// how long a written block waits for others to be published with it, unless a caller waits for
+    /// it (`wait`, `flush`); never longer than three quarters of `deadlines.dump_s`. 0: as soon as
+    /// nothing is being written
     #[schemars(range(min = 0, max = 60), extend("unit" = "seconds"))]
     segment_age: f64,
     /// how much of small segments, and of those most of whose blocks were stored again, is copied

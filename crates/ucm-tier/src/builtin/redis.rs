@@ -15,7 +15,7 @@ struct RedisOptions {
     /// of one cluster, of which one is enough
     #[schemars(extend("schemes" = ["redis", "rediss"], "unset" = "none given", "unit" = "address"))]
     storage_backends: Addresses,
-    /// who logs in, where the address does not say so
+    /// the user name, where the address has none
     #[schemars(extend("env" = ["UCM_REDIS_USERNAME"], "unset" = "the server's `default`"))]
     redis_username: Option<String>,
     /// the password, where the address has none; never shown. Better in the environment than in a
@@ -31,14 +31,14 @@ struct RedisOptions {
     /// file with its key
     #[schemars(extend("unset" = "none", "unit" = "path, PEM"))]
     redis_tls_key: Option<String>,
-    /// what every key begins with: letters, digits, `_`, `-`, `.`
+    /// the beginning of every key: letters, digits, `_`, `-`, `.`
     redis_key_prefix: String,
     /// blocks not used for so long are removed, by the server
     #[schemars(extend("unset" = "1d"))]
     expire_after: Option<Age>,
     /// how blocks are stored: as they are, or in a shorter form that comes back to the byte
     codec: CodecName,
-    /// connections for blocks, of one process; one more is for what is short
+    /// connections for blocks, of one process; one more is for short requests
     #[schemars(range(min = 1, max = 64), extend("unit" = "connections"))]
     redis_connections: u32,
     /// threads that wait for the server: as many blocks are on their way at once
