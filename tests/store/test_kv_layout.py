@@ -16,10 +16,10 @@ from ucm.store.kv_layout import KVLayout, model_order  # noqa: E402
 BLOCKS, HEADS, TOKENS, SIZE, LAYERS = 5, 2, 4, 8, 3
 
 
-def layers_in(order: str) -> dict[str, torch.Tensor]:
+def layers_in(order: str, blocks: int = BLOCKS) -> dict[str, torch.Tensor]:
     """Views [block, head, token, element] of one buffer whose physical order is ``order``."""
-    extents = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": TOKENS, "C": SIZE}
-    buffer = torch.arange(LAYERS * BLOCKS * HEADS * TOKENS * SIZE, dtype=torch.int32)
+    extents = {"L": LAYERS, "B": blocks, "H": HEADS, "N": TOKENS, "C": SIZE}
+    buffer = torch.arange(LAYERS * blocks * HEADS * TOKENS * SIZE, dtype=torch.int32)
     shaped = buffer.view([extents[dim] for dim in order])
     ordered = shaped.permute([order.index(dim) for dim in "LBHNC"])
     return {f"model.layers.{layer}.attn": ordered[layer] for layer in range(LAYERS)}
@@ -59,6 +59,23 @@ def test_one_head_and_padding() -> None:
     assert layout.block_bytes == TOKENS * SIZE * 2
     step = np.diff(layout.addresses(np.array([0, 1], dtype=np.int64))[:, 0].astype(np.int64))
     assert step.tolist() == [(TOKENS + 1) * SIZE * 2]
+
+
+@pytest.mark.parametrize("order", ["LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
+def test_blocks_of_several_kernel_blocks(order: str) -> None:
+    """A kernel that takes smaller blocks has its own count of them in the first dimension."""
+    caches = layers_in(order, BLOCKS * 2)
+    layout = KVLayout(caches, num_blocks=BLOCKS)
+    sizes = layout.sizes()
+    row = sizes["tensor_size_list"] * (sizes["shard_size"] // sum(sizes["tensor_size_list"]))
+    (pieces,) = layout.addresses([3])
+    read = b"".join(ctypes.string_at(int(a), n) for a, n in zip(pieces, row, strict=True))
+    right = [tensor[6:8].flatten() for tensor in caches.values()]
+    assert sorted(np.frombuffer(read, dtype=np.int32).tolist()) == sorted(torch.cat(right).tolist())
+    with pytest.raises(InvalidInputError, match="outside"):
+        layout.addresses([BLOCKS])
+    with pytest.raises(InvalidInputError, match="no multiple of 4 blocks"):
+        KVLayout(caches, num_blocks=4)
 
 
 def test_a_layer_may_be_several_tensors() -> None:

@@ -243,7 +243,10 @@ def test_a_worker_that_switches_the_flag_off_says_so_to_the_scheduler_side(
     side = UCMConnector(config, KVConnectorRole.SCHEDULER, scheduler)
     worker = UCMConnector(changed, KVConnectorRole.WORKER, workers[0])
     worker.register_kv_caches(
-        {name: torch.zeros(4, 2, 32, 64) for name in engines.layer_specs(config)}
+        {
+            name: torch.empty(workers[0].num_blocks, 2, 32, 64)
+            for name in engines.layer_specs(config)
+        }
     )
     assert side._scheduler is not None
     assert side._scheduler.readiness.phase == "pending"

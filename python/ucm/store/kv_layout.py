@@ -106,8 +106,9 @@ class TensorView:
     run: int  # bytes of each run
 
     @classmethod
-    def of(cls, name: str, tensor: Any) -> TensorView:
-        """Read from a registered tensor whose first dimension counts blocks."""
+    def of(cls, name: str, tensor: Any, num_blocks: int | None = None) -> TensorView:
+        """Read from a registered tensor whose first dimension counts blocks; or, with
+        ``num_blocks``, equal parts of blocks."""
         if isinstance(tensor, np.ndarray):
             base, size = tensor.ctypes.data, tensor.itemsize
             strides = tuple(stride // size for stride in tensor.strides)
@@ -121,10 +122,14 @@ class TensorView:
             )
         if strides[0] <= 0 and tensor.shape[0] > 1:
             raise InvalidInputError(f"layer {name}: the blocks do not lie one after the other")
-        offsets, run = _runs(tuple(tensor.shape[1:]), strides[1:])
+        first = int(tensor.shape[0])
+        parts, rest = divmod(first, num_blocks or first or 1)
+        if rest or (num_blocks and not parts):
+            raise InvalidInputError(f"layer {name}: {first} is no multiple of {num_blocks} blocks")
+        offsets, run = _runs((parts, *tensor.shape[1:]), strides)
         return cls(
             base=base,
-            stride=strides[0] * size,
+            stride=parts * strides[0] * size,
             offsets=tuple(offset * size for offset in offsets),
             run=run * size,
         )
@@ -153,9 +158,16 @@ class KVLayout:
     Piece *j* of block *n* begins at ``first[j] + n * stride[j]``. The tensors must outlive whatever
     uses the addresses."""
 
-    def __init__(self, caches: Mapping[str, Any], layers: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        caches: Mapping[str, Any],
+        layers: Sequence[str] = (),
+        num_blocks: int | None = None,
+    ) -> None:
         """``caches``: a tensor ``[block, ...]`` for each layer, by name, as vLLM registers them, or
-        several; ``layers``: names of the layers that count, all if empty. Raises
+        several; ``layers``: names of the layers that count, all if empty; ``num_blocks``: vLLM's
+        own number of blocks. Where a kernel takes smaller blocks than vLLM manages, the first
+        dimension counts kernel blocks, several in a row for each block. Raises
         :class:`~ucm.errors.InvalidInputError` for a form that has no such addresses."""
         names = [name for name in model_order(caches) if not layers or name in set(layers)]
         seen: set[tuple[tuple[int, int], ...]] = set()
@@ -165,7 +177,7 @@ class KVLayout:
         devices: set[str] = set()
         for name in names:
             tensors = caches[name] if isinstance(caches[name], tuple | list) else (caches[name],)
-            layer = [TensorView.of(name, tensor) for tensor in tensors]
+            layer = [TensorView.of(name, tensor, num_blocks) for tensor in tensors]
             place = tuple((view.base, view.stride) for view in layer)
             if not layer or place in seen:
                 continue  # a layer without KV, or one that shares the KV of another one
@@ -179,11 +191,11 @@ class KVLayout:
                 devices.add(str(self.device))
         if not self.layers:
             raise InvalidInputError("there is no KV cache")
-        if len(blocks) != 1:
+        if len(blocks) != 1 and num_blocks is None:
             raise InvalidInputError(f"layers with different numbers of blocks: {sorted(blocks)}")
         if len(devices) != 1:
             raise InvalidInputError(f"layers on different devices: {sorted(devices)}")
-        self.num_blocks = blocks.pop()
+        self.num_blocks = num_blocks or blocks.pop()
         views = [view for layer in self.layers for view in layer]
         offsets = [view.base + offset for view in views for offset in view.offsets]
         self.first = np.array(offsets, dtype=np.uint64)

@@ -322,6 +322,7 @@ def make_worker(
         identity=lambda: identity_without_weights(
             engine_identity(vllm_config, kv_cache_config, "")
         ),
+        num_blocks=kv_cache_config.num_blocks,
         wanted_block_size=config.block_size,
         only_stores=_only_stores(vllm_config),
         prefix_caching=caches_prefixes(vllm_config),

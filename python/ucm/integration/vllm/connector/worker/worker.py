@@ -78,6 +78,8 @@ class Rank:
     block_tokens: int
     #: Returns its identity without weights.
     identity: Callable[[], dict[str, Any]]
+    #: Blocks that vLLM manages on this rank; None: as many as the tensors have.
+    num_blocks: int | None = None
     #: The configured ``block_size``, in tokens or bytes.
     wanted_block_size: int | None = None
     #: Why nothing may be loaded, if so.
@@ -145,7 +147,7 @@ class UCMConnectorWorker:
         if self._memory is not None:
             self._memory.remember()
         try:
-            self._layout = KVLayout(caches, self.rank.layers)
+            self._layout = KVLayout(caches, self.rank.layers, self.rank.num_blocks)
             self._problem = ""
         except InvalidInputError as error:
             self._problem = f"this KV layout cannot be addressed: {error}"
