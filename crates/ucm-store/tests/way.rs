@@ -20,7 +20,8 @@ const OUT: [&str; 8] = [
     "append",
     "write_at",
 ];
-const BACK: [&str; 5] = ["read", "read", "read", "read_neighbours", "read_into"];
+/// The last two have `read_neighbours` between them, or `read_alone` for records in two segments.
+const BACK: [&str; 4] = ["read", "read", "read", "read_into"];
 
 /// The functions of ours in a backtrace, from the operation up to the job of a pool. Whose a
 /// function is, its file says.
@@ -51,7 +52,7 @@ fn the_way_of_a_block() {
             ..Setup::default()
         },
     );
-    let blocks = ids(2); // neighbours, which one call reads
+    let blocks = ids(2);
     let device = Device::filled(&setup, &blocks);
     let store = Store::open(dir.path(), setup.clone());
     for (number, kind) in [OpKind::WriteAt, OpKind::Read].into_iter().enumerate() {
