@@ -267,6 +267,7 @@ class Engine(SparseEngine):
         for layer in self.layers.values():
             layer.get_attn_backend = lambda: self.backend
         self.config.compilation_config.static_forward_context = dict(self.layers)
+        self.worker_kv_cache.num_blocks = self.rig.rows.blocks  # as many as its tensors have
         # In the order in which vLLM makes them where both are in one process.
         self.worker = KVConnectorFactory.create_connector(
             self.config, KVConnectorRole.WORKER, self.worker_kv_cache
