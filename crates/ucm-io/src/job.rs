@@ -41,7 +41,7 @@ pub struct IoJob {
     _visit: Option<Visit>,
 }
 
-/// Says whether a job is still waited for, to whoever keeps something of it.
+/// Says whether a job is still waited for, to code that keeps something of it.
 #[derive(Clone)]
 pub struct JobWatch(Option<Until>);
 

@@ -143,7 +143,7 @@ impl WriterQuota {
     }
 
     /// Whether more should be asked for, when a grant reaches so far ahead: half of that is left,
-    /// or less than two writes while the grant holds so many.
+    /// or less than two writes where the grant reaches that far.
     pub(super) fn is_low(&self, ahead: u64, now: MonotonicTime) -> bool {
         let two = (2 * self.unit).min(ahead);
         self.asking.waiting > 0 || self.left(now) < (ahead / 2).max(two).max(self.unit)

@@ -1,9 +1,9 @@
 //! The seam between the engine and a medium.
 //!
-//! A backend moves named records between slots and one medium. It is asked on a thread of a pool
-//! that keeps the time (a lookup also on the thread that wants to know, see [`Features`]), and
-//! blocks that thread: straight-line code that checks its [`IoJob`] before every effect, because
-//! no one waits for what comes late. A function returns what happened. One outcome alone is known
+//! A backend moves named records between slots and one medium. It is called on a thread of a pool
+//! that keeps the time (a lookup also on the caller's thread, see [`Features`]), and blocks that
+//! thread: straight-line code that checks its [`IoJob`] before every effect, because a result past
+//! its deadline is dropped. A function returns what happened. One outcome alone is known
 //! later, that of a record which is published together with others: [`Written::Sealing`] names it
 //! by a receipt. A backend owns a slot until the operation has really ended, never touches device
 //! memory, and knows nothing of tasks, other media or vLLM. A new one is one file that implements

@@ -56,8 +56,8 @@ pub(crate) type BlobPiece = (Vec<u8>, u64);
 
 /// See the module.
 pub(crate) trait Blobs: Send + Sync + 'static {
-    /// Fewest and most bytes of one read for several records, as far as there are as many: so many
-    /// that reading takes longer than starting another thread.
+    /// Fewest and most bytes of one read for several records, if there are enough of them. The
+    /// fewest take longer to read than another thread takes to start.
     const RUN: (usize, usize);
     /// Parts of a record can be read by themselves.
     const READS_PARTS: bool;

@@ -123,8 +123,8 @@ class TensorView:
         if strides[0] <= 0 and tensor.shape[0] > 1:
             raise InvalidInputError(f"layer {name}: the blocks do not lie one after the other")
         first = int(tensor.shape[0])
-        parts, rest = divmod(first, num_blocks or first or 1)
-        if rest or (num_blocks and not parts):
+        parts, rest = (1, 0) if num_blocks is None else divmod(first, max(num_blocks, 1))
+        if rest or not parts:
             raise InvalidInputError(f"layer {name}: {first} is no multiple of {num_blocks} blocks")
         offsets, run = _runs((parts, *tensor.shape[1:]), strides)
         return cls(
@@ -185,17 +185,17 @@ class KVLayout:
             self.names.append(name)
             self.layers.append(layer)
             for tensor in tensors:
-                blocks.add(int(tensor.shape[0]))
+                blocks.add(int(tensor.shape[0]) if num_blocks is None else num_blocks)
                 self.dtype: Any = tensor.dtype
                 self.device: Any = getattr(tensor, "device", None)  # of torch's tensors
                 devices.add(str(self.device))
         if not self.layers:
             raise InvalidInputError("there is no KV cache")
-        if len(blocks) != 1 and num_blocks is None:
+        if len(blocks) != 1:
             raise InvalidInputError(f"layers with different numbers of blocks: {sorted(blocks)}")
         if len(devices) != 1:
             raise InvalidInputError(f"layers on different devices: {sorted(devices)}")
-        self.num_blocks = num_blocks or blocks.pop()
+        self.num_blocks = blocks.pop()
         views = [view for layer in self.layers for view in layer]
         offsets = [view.base + offset for view in views for offset in view.offsets]
         self.first = np.array(offsets, dtype=np.uint64)

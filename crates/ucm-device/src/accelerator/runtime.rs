@@ -227,8 +227,8 @@ pub(super) trait Runtime: Send + Sync {
     ///
     /// # Safety
     /// Both ranges stay valid and unchanged until the stream's work is over; see
-    /// [`DeviceSpan::new`](crate::DeviceSpan::new) for the device's. No one reads the target
-    /// before.
+    /// [`DeviceSpan::new`](crate::DeviceSpan::new) for the device's. The target is
+    /// not read before.
     unsafe fn copy(&self, copy: RawCopy, stream: Option<RawStream>) -> Answer;
 
     /// Pins host memory; returns the device's address of it, if the device can reach it.

@@ -44,7 +44,7 @@ fn end_to_end(mut at: usize, spans: &[DeviceSpan]) -> Vec<Piece> {
 fn pairs(pieces: &[Piece], host: &mut [u8]) -> Vec<(DeviceSpan, HostSpan)> {
     let base = host.as_mut_ptr().expose_provenance();
     let pair = |piece: &Piece| {
-        // SAFETY: the test keeps the buffer, and does not touch it meanwhile.
+        // SAFETY: the test keeps the buffer, and does not touch it during the copy.
         let host = unsafe { HostSpan::new((base + piece.at) as u64, piece.span.len()) };
         (piece.span, host)
     };
