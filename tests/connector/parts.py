@@ -260,6 +260,7 @@ class Rig:
             UcmConfig(
                 min_hit_tokens=settings.pop("min_hit_tokens", 0),
                 dump=settings.pop("dump", "all"),
+                min_dump_tokens=settings.pop("min_dump_tokens", 0),
                 on_reset=settings.pop("on_reset", "keep"),
             ),
             self.readiness,
@@ -333,13 +334,15 @@ class Rig:
         seed: int = 0,
         adapter: LoRARequest | None = None,
         salt: str | None = None,
+        params: Any = None,
     ) -> Request:
-        """A new request of ``tokens`` tokens, of the tenant with this salt."""
+        """A new request of ``tokens`` tokens, of the tenant with this salt; ``params`` are its
+        ``kv_transfer_params``."""
         tokens = [(seed * 131 + index) % 1000 for index in range(length)]
         request = Request(
             name,
             tokens,
-            SamplingParams(max_tokens=64),
+            SamplingParams(max_tokens=64, extra_args={"kv_transfer_params": params}),
             None,
             lora_request=adapter,
             cache_salt=salt,

@@ -269,7 +269,8 @@ class UcmConfig(StoreSettings):
     admission: Annotated[Literal["measured", "always", "never"], BeforeValidator(word)] = "measured"
     admission_share: Annotated[float, BeforeValidator(no_flag), Field(gt=0, le=1)] = 0.8
     tenant_key_file: str | None = None
-    dump: Annotated[Literal["all", "prompt"], BeforeValidator(word)] = "all"
+    dump: Annotated[Literal["all", "prompt", "none"], BeforeValidator(word)] = "all"
+    min_dump_tokens: Number = 0
     on_reset: Annotated[Literal["keep", "forget"], BeforeValidator(word)] = "keep"
     enable_prefix_cache: Flag = True
     load_only_first_rank: Flag = False

@@ -411,3 +411,7 @@ def _sparse_problems(config: UcmConfig) -> Iterator[str]:
             f"sparse attention ({config.sparse.type}) is not built yet; leave out its keys or set"
             " ENABLE_SPARSE=false"
         )
+    elif config.dump == "none" and getattr(config.sparse.settings, "offload", False):
+        yield (
+            "dump: none stores nothing, and offload needs stored blocks; leave out dump, or offload"
+        )

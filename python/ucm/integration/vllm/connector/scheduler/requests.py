@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ucm.integration.vllm.connector.admission.admission import Admission, Cut, Verdict
 from ucm.integration.vllm.connector.identity.keys import KeyMaker, UnkeyableError
 from ucm.integration.vllm.connector.scheduler.lookup import NEVER, BlockTracker, Lookup
+from ucm.integration.vllm.connector.scheduler.policies import RequestPolicy
 from ucm.integration.vllm.connector.stats import Tally
 from ucm.reasons import MissReason
 
@@ -41,6 +42,7 @@ class RequestTracker:
         "local",
         "lookup",
         "offered_below",
+        "policy",
         "preemptions",
         "private_at",
         "ran_from",
@@ -57,10 +59,14 @@ class RequestTracker:
         "wrong_from",
     )
 
-    def __init__(self, request: Request, tenant: bytes = b"") -> None:
-        """``tenant``: the tag of the request's tenant, empty for none."""
+    def __init__(
+        self, request: Request, tenant: bytes = b"", policy: RequestPolicy | None = None
+    ) -> None:
+        """``tenant``: the tag of the request's tenant, empty for none; ``policy``: what it may load
+        and store, None for everything."""
         self.request = request
         self.tenant = tenant
+        self.policy = policy or RequestPolicy()
         self.keys: list[bytes] = []
         self.keyable = True  # False: it has no keys and never will
         self.lookup: Lookup | None = None
@@ -232,7 +238,16 @@ class RequestTracker:
     def most_claimable(self, block_tokens: int) -> int:
         """Blocks that could be claimed if the store had all. Never all tokens: vLLM computes at
         least the last one, in a block of its own."""
-        return (int(self.request.num_tokens) - 1) // block_tokens
+        return self.claim_limit(block_tokens)[0]
+
+    def claim_limit(self, block_tokens: int) -> tuple[int, MissReason]:
+        """The same, and why no more."""
+        limit = (int(self.request.num_tokens) - 1) // block_tokens
+        if self.policy.max_load_tokens is not None:
+            allowed = (self.local + self.policy.max_load_tokens) // block_tokens
+            if allowed < limit:
+                return allowed, self.policy.reason
+        return limit, MissReason.LAST_TOKEN
 
     def claimable(self, block_tracker: BlockTracker, block_tokens: int) -> int:
         """Blocks of the prefix that may be claimed from the store now."""
@@ -244,8 +259,8 @@ class RequestTracker:
         """The same, and why no more of the stored blocks."""
         if self.lookup is None or self.lookup.keys is None:
             return 0, MissReason.INTERNAL
-        limit = self.most_claimable(block_tokens)
-        hits, why = min(self.lookup.hits, limit, len(self.lookup.keys)), MissReason.LAST_TOKEN
+        limit, why = self.claim_limit(block_tokens)
+        hits = min(self.lookup.hits, limit, len(self.lookup.keys))
         if self.banned_from < hits:
             hits, why = self.banned_from, MissReason.LOAD_FAILED
         trusted = block_tracker.trusted(self.lookup.keys, hits)
@@ -343,8 +358,9 @@ def misses(
         return {}
     lookup = tracker.lookup
     if tracker.unanswered and not tracker.reason:
-        most = max(tracker.most_claimable(block_tokens), at)
-        found[MissReason.TOO_SHORT], found[MissReason.LAST_TOKEN] = most - at, full - most
+        most, why = tracker.claim_limit(block_tokens)
+        most = max(most, at)
+        found[MissReason.TOO_SHORT], found[why] = most - at, full - most
         return {reason: count for reason, count in found.items() if count > 0}
     chosen = MissReason.DECLINED if tracker.reason is MissReason.DECLINED else None
     if (tracker.reason and not chosen) or lookup is None:

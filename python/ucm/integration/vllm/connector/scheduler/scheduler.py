@@ -53,6 +53,7 @@ from ucm.integration.vllm.connector.scheduler.lookup import (
     Turnover,
     limit_of,
 )
+from ucm.integration.vllm.connector.scheduler.policies import RequestPolicies
 from ucm.integration.vllm.connector.scheduler.readiness import (
     OFF,
     OPEN,
@@ -116,7 +117,7 @@ class UCMConnectorScheduler:
         self._background = background
         self._block_tokens = block_tokens
         self._min_hit_tokens = config.min_hit_tokens
-        self._dump_output = config.dump == "all"
+        self._policies = RequestPolicies(config)
         self._allowance = config.deadlines.lookup_ms / 1000  # from vLLM's first call
         self.admission = admission
         self._rates = rates
@@ -182,10 +183,14 @@ class UCMConnectorScheduler:
         if off or request.resumable:  # a streaming session rewrites its own tokens: not cached
             reason = self.readiness.reason if off else MissReason.UNSUPPORTED
             return self.miss_stats.bypassed(request, reason)
-        tracker = RequestTracker(request, self._tenants.of(request))
+        policy = self._policies.of(request)
+        if not (policy.loads or policy.dumps):
+            return self.miss_stats.bypassed(request, policy.reason)
+        tracker = RequestTracker(request, self._tenants.of(request), policy)
         self._live[request.request_id] = tracker
         self._due[request.request_id] = self._block_tokens
-        self._rank_hints.prefetches.add(tracker)
+        if policy.loads:
+            self._rank_hints.prefetches.add(tracker)
         if self._open() and self.readiness.weights_confirmed:
             self._start_lookup(tracker)
 
@@ -209,6 +214,9 @@ class UCMConnectorScheduler:
         is_open = self._open()
         if is_open and (request.skip_reading_prefix_cache or not self._may_load):
             tracker.reason = MissReason.UNSUPPORTED
+            return 0, False
+        if not tracker.policy.loads:
+            tracker.reason = tracker.policy.reason
             return 0, False
         if not (is_open and self.readiness.weights_confirmed):
             if self.readiness.worth_waiting() and self._worth_waiting(tracker):
@@ -451,25 +459,26 @@ class UCMConnectorScheduler:
                 self.failures.note("offering blocks of a request", error)
                 due[name] = FAR
 
-    def _limit(self, request: Request) -> int:
+    def _limit(self, tracker: RequestTracker) -> int:
         """Tokens of which blocks may be offered to others: final ones, with exact KV."""
-        limit: int = request.num_tokens if self._dump_output else request.num_prompt_tokens
-        return limit if self._exact_tokens is None else min(limit, self._exact_tokens(request))
+        limit = tracker.policy.dump_limit(tracker.request)
+        exact = self._exact_tokens
+        return limit if exact is None else min(limit, exact(tracker.request))
 
-    def _private_from(self, request: Request) -> int | None:
+    def _private_from(self, tracker: RequestTracker) -> int | None:
         """Ordinal of the first block that is stored for its own request alone, None without one:
         blocks with KV that was computed under a selection may leave the device too, under keys that
         no other request can have."""
-        if self._offload is None or self._exact_tokens is None:
+        if self._offload is None or self._exact_tokens is None or not tracker.policy.dumps:
             return None
-        return self._exact_tokens(request) // self._block_tokens or None
+        return self._exact_tokens(tracker.request) // self._block_tokens or None
 
     def _stored_keys(self, request: Request) -> Sequence[bytes]:
         """Keys of the first blocks of a request that every rank has stored."""
         tracker = self._live.get(request.request_id)
         if tracker is None:
             return ()
-        return tracker.stored_keys(self._block_tracker, self._private_from(request))
+        return tracker.stored_keys(self._block_tracker, self._private_from(tracker))
 
     def _offer(
         self,
@@ -486,8 +495,8 @@ class UCMConnectorScheduler:
         request goes on, so blocks stored for it alone are of use. Returns the number of blocks
         offered."""
         request, size = tracker.request, self._block_tokens
-        private_from = self._private_from(request) if lives else None
-        limit = self._limit(request) if private_from is None else request.num_tokens
+        private_from = self._private_from(tracker) if lives else None
+        limit = self._limit(tracker) if private_from is None else request.num_tokens
         upto = min(min(computed, limit) // size, tracker.wrong_from)
         if self._manager is None or self._keys is None:
             return 0
@@ -503,7 +512,7 @@ class UCMConnectorScheduler:
             self.miss_stats.offered(tracker.tally, offered)
             self._touch(tracker, tracker.cursor)
         if request.request_id in self._due:
-            output = private_from is not None or self._dump_output
+            output = private_from is not None or tracker.policy.dump == "all"
             ended = not output and tracker.cursor >= limit // size
             ended = ended or tracker.cursor >= tracker.wrong_from
             self._due[request.request_id] = FAR if ended else (tracker.cursor + 1) * size
@@ -512,7 +521,7 @@ class UCMConnectorScheduler:
     def _defer(self, tracker: RequestTracker, computed: int) -> None:
         """The request ends: keep blocks that are to be checked, or found no room."""
         request = tracker.request
-        upto = min(min(computed, self._limit(request)) // self._block_tokens, tracker.wrong_from)
+        upto = min(min(computed, self._limit(tracker)) // self._block_tokens, tracker.wrong_from)
         keys, manager = self._keys, self._manager
         if manager is None or keys is None or not tracker.keyable or upto <= tracker.cursor:
             return
