@@ -21,6 +21,7 @@ from ucm.integration.vllm.connector.metadata import LoadFailure, RankReport
 from ucm.integration.vllm.connector.scheduler.lookup import Lookups
 from ucm.integration.vllm.connector.stats import SUMMARY_S
 from ucm.reasons import MissReason
+from ucm.store import part_mask, record_ids
 
 
 def admit(rig: Rig, request: Request, computed: int = 0) -> int:
@@ -250,6 +251,35 @@ def test_an_answer_that_fails_inside_is_counted() -> None:
         rig.scheduler.get_num_new_matched_tokens(request, 0)
     rig.scheduler.update_state_after_alloc(request, rig.tables.allocate(request, 4), 0)
     assert balance(rig) == {"internal": 2}
+
+
+# By medium
+# --------------------------------------------------------------------------------------------------
+
+
+def test_a_hit_is_divided_by_the_tiers_in_which_the_lookup_found_it() -> None:
+    rig = Rig()
+    rig.store.tier_names, rig.store.tier_media = ("memory", "disk"), ("host", "disk")
+    request = rig.request("a", 7 * BLOCK + 1)
+    rig.stored(request, 6)
+    rig.store.lower = set(record_ids(rig.keys_of(request)[4:6], part_mask(0, 0, 0)))
+    assert admit(rig, request, computed=BLOCK) == 5
+    media = rig.scheduler.hit_media
+    assert media(request, 5 * BLOCK) == {"host": 3 * BLOCK, "disk": 2 * BLOCK, "": 0}
+    assert media(request, 4 * BLOCK) == {"host": 3 * BLOCK, "disk": BLOCK, "": 0}  # fewer taken
+    assert media(request, 5 * BLOCK - 1) == {"host": 3 * BLOCK, "disk": BLOCK, "": BLOCK - 1}
+    assert [media(request, tokens)[""] for tokens in (0, 1, 7 * BLOCK)] == [0, 1, 2 * BLOCK]
+    assert all(sum(media(request, tokens).values()) == tokens for tokens in range(8 * BLOCK))
+
+
+def test_stores_that_name_no_media_and_requests_that_are_unknown() -> None:
+    rig = Rig()
+    request = rig.request("a", 3 * BLOCK + 1)
+    rig.stored(request, 3)
+    assert admit(rig, request) == 3
+    assert rig.scheduler.hit_media(request, 3 * BLOCK) == {"": 3 * BLOCK}
+    rig.scheduler.request_finished(request)
+    assert rig.scheduler.hit_media(request, 3 * BLOCK) == {"": 3 * BLOCK}
 
 
 # Loads

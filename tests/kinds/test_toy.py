@@ -99,6 +99,7 @@ def test_it_is_a_stage_of_a_pipeline(tmp_path: Path, patient: dict[str, Any]) ->
             {"store_pipeline": pipeline, "cache_size": "1MiB", **directory}, patient
         ) as store:
             assert "toy" in store.tier_names
+            assert dict(zip(store.tier_names, store.tier_media, strict=True))["toy"] == ""
     assert "below Toy" in fails({"store_pipeline": "Toy|Cache"})
 
 

@@ -298,6 +298,7 @@ def test_memory_above_it(shared_pool: Pool, opened: Open) -> None:
         shared_pool, "UcmPipelineStore", store_pipeline="Cache|Mooncake", cache_size="1MiB"
     )
     assert store.tier_names == ("memory", "mooncake")
+    assert store.tier_media == ("host", "")
     source = dump(store, 60)  # more than the memory takes
     assert all(loaded(store, source, 60))
     assert opened(shared_pool).lookup(ids(60)) == [True] * 60

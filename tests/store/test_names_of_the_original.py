@@ -267,7 +267,7 @@ def test_a_cache_above_another_store_made_directly(tmp_path: Path) -> None:
     with UcmPosixStore(roomy(tmp_path)) as below:
         assert below.lookup(ids(1)) == [True]
     with UcmCacheStore({**small, "size_gb": 0.25}) as alone:
-        assert alone.tier_names == ()
+        assert (alone.tier_names, alone.tier_media) == ((), ("host",))
 
 
 def test_the_factory_takes_its_arguments_by_name_and_by_place(tmp_path: Path) -> None:

@@ -119,6 +119,7 @@ def test_a_lookup_tells_where_blocks_are_and_a_load_where_they_came_from(opened:
     keys: dict[str, Any] = {"store_pipeline": "Cache|Posix", "cache_size": "1MiB"}
     first = opened("UcmPipelineStore", **keys)
     assert (first.tier_names, first.has_own_memory) == (("memory", "posix"), True)
+    assert first.tier_media == ("host", "disk")
     source = dump(first, 4)
     assert first.locate_on_prefix([*ids(4), b"x" * 16]) == (bytes(4), "absent")
     first.close()
@@ -137,6 +138,7 @@ def test_a_lookup_tells_where_blocks_are_and_a_load_where_they_came_from(opened:
     assert 0 < store.prefetch_room() <= (1 << 20) // BLOCK // 8
     alone = opened("UcmPosixStore")
     assert (alone.tier_names, alone.has_own_memory, alone.prefetch_room()) == ((), False, 0)
+    assert alone.tier_media == ("disk",)
     assert alone.locate_on_prefix(ids(4)) == (bytes(4), "absent")
     alone.touch_own(ids(4))
 

@@ -53,6 +53,7 @@ def test_blocks_are_spread_and_found_again(opened: Open, tmp_path: Path, policy:
     with opened(storage_policy=policy) as store:
         assert isinstance(store, UcmNfsStore)
         assert store.tier_names == ("posix", "posix2", "posix3")
+        assert store.tier_media == ("disk", "disk", "disk")
         source = dump(store)
         check(store, source)
         tiers = store.stats()["tiers"]

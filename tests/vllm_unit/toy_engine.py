@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -106,9 +107,19 @@ def _answer(states: Sequence[int]) -> int:
 class ToyEngine:
     """One life of an engine."""
 
-    def __init__(self, engines: Any, model: Any, patch: Any, sparse: bool = False) -> None:
+    def __init__(
+        self,
+        engines: Any,
+        model: Any,
+        patch: Any,
+        sparse: bool = False,
+        store: dict[str, Any] | None = None,
+        **args: Any,
+    ) -> None:
         """``engines``: helpers of ``engine_free.py``; ``patch``: pytest's monkeypatch; ``sparse``:
-        sparse attention is configured. No layer of this model attends, so it selects nothing."""
+        sparse attention is configured. No layer of this model attends, so it selects nothing.
+        ``store``: keys of a store of ours in place of :class:`LateStore`; ``args``: further
+        arguments of the engine."""
         from vllm.config import KVTransferConfig, set_current_vllm_config
         from vllm.distributed import parallel_state
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -128,7 +139,7 @@ class ToyEngine:
             "ucm_connector_config": {},
         }
         extra: dict[str, Any] = {
-            "ucm_connectors": [entry],
+            **(store or {"ucm_connectors": [entry]}),
             "admission": "always",
             "identity": {"weights": "declared:toy"},
             "deadlines": {"lookup_ms": 20_000, "probe_s": 60.0, "shutdown_s": 1.0},
@@ -153,12 +164,15 @@ class ToyEngine:
             num_gpu_blocks_override=BLOCKS + 1,
             async_scheduling=False,
             enable_chunked_prefill=True,
+            **args,
         )
         kv_cache, (worker_kv_cache,) = engines.kv_configs(self.config)
         self.config.cache_config.num_gpu_blocks = kv_cache.num_blocks
         with set_current_vllm_config(self.config):
             unused: Any = SimpleNamespace(accept_tokens=lambda *_: True)
-            self.scheduler = Scheduler(self.config, kv_cache, unused, BLOCK, hash_block_size=BLOCK)
+            self.scheduler = Scheduler(
+                self.config, kv_cache, unused, BLOCK, hash_block_size=BLOCK, log_stats=True
+            )
             self.worker = UCMConnector(self.config, KVConnectorRole.WORKER, worker_kv_cache)
         self.connector: Any = self.scheduler.connector
         names = worker_kv_cache.kv_cache_groups[0].layer_names
@@ -177,6 +191,7 @@ class ToyEngine:
             allocated(request, blocks, tokens)
 
         self.connector.update_state_after_alloc = update_state_after_alloc
+        self.hits: Counter[str] = Counter()  # tokens, as vLLM counts them by source
         self._pause = threading.Event()
 
     def generate(self, prompts: dict[str, list[int]], count: int) -> dict[str, list[int]]:
@@ -185,12 +200,18 @@ class ToyEngine:
         self.until(lambda: all(request.is_finished() for request in requests.values()))
         return {name: list(request.output_token_ids) for name, request in requests.items()}
 
-    def add(self, name: str, tokens: list[int], count: int) -> Any:
-        """A request for ``count`` output tokens; the steps from now on run it."""
+    def add(self, name: str, tokens: list[int], count: int, **params: Any) -> Any:
+        """A request for ``count`` output tokens; the steps from now on run it. ``params``: its
+        ``kv_transfer_params``."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
-        options = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0)
+        options = SamplingParams(
+            max_tokens=count,
+            ignore_eos=True,
+            temperature=0.0,
+            extra_args={"kv_transfer_params": params or None},
+        )
         request = Request(name, tokens, options, None, block_hasher=self._hasher)
         self.scheduler.add_request(request)
         return request
@@ -232,7 +253,7 @@ class ToyEngine:
         )
         worker.clear_connector_metadata()
         names = list(sampled)
-        self.scheduler.update_from_output(
+        outputs = self.scheduler.update_from_output(
             output,
             ModelRunnerOutput(
                 req_ids=names,
@@ -241,6 +262,10 @@ class ToyEngine:
                 kv_connector_output=transfers,
             ),
         )
+        for of_client in outputs.values():
+            if of_client.scheduler_stats is not None:
+                hits = of_client.scheduler_stats.connector_prefix_cache_stats
+                self.hits.update(hits.hits_by_source if hits is not None else {})
         return int(output.total_num_scheduled_tokens)
 
     def _forward(self, name: str, count: int) -> list[int]:

@@ -33,6 +33,7 @@ from ucm.config.model import BreakerConfig, Deadlines, Stage, StoreSettings
 from ucm.config.rules import place_problems, root_problems, with_codecs, with_roots, word_of
 from ucm.config.words import (
     ALIASES,
+    COMMON,
     DEFAULT_STORE,
     GIBIBYTES,
     KIND_OF_WORD,
@@ -54,6 +55,7 @@ from ucm.errors import (
 )
 from ucm.store.kv_layout import KVLayout, block_numbers
 from ucm.store.ucmstore_v1 import (
+    Medium,
     Priority,
     Sides,
     SidesTask,
@@ -499,6 +501,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         self._tiers = self._described_tiers()
         if len(self._tiers) > 1:
             self.tier_names = tuple(tier["name"] for tier in self._tiers)
+        self.tier_media = tuple(map(_medium, self._tiers))
         self.has_own_memory = any(tier["memory"] for tier in self._tiers)
         self._hand_over_log()
 
@@ -776,6 +779,13 @@ class UcmPosixStore(UcmKVStoreBaseV1):
             named = any(place in message for place in places)
             text = message if named else f"{self.settings.label}: {message}"
             self._logger.log(level, "%s", text, extra={"fields": fields})
+
+
+def _medium(tier: Mapping[str, Any]) -> Medium:
+    """The medium of a described tier. Every tier in directories has the name of the first kind."""
+    if tier["memory"]:
+        return "host"
+    return "disk" if tier["name"].rstrip("0123456789") == COMMON.word else ""
 
 
 def _handle(task: Any) -> CoreTask:

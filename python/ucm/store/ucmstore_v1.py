@@ -41,6 +41,9 @@ Sides = Mapping[str, npt.NDArray[Any]]
 #: How soon a prefetched block will be loaded, the soonest first.
 Priority = Literal["urgent", "next_batch", "normal", "speculative"]
 
+#: Where a tier keeps its blocks: in memory of this host, in a file system, or elsewhere.
+Medium = Literal["host", "disk", ""]
+
 Tensors = Sequence[Sequence[Any]]
 
 
@@ -133,6 +136,9 @@ class UcmKVStoreBaseV1(ABC):
 
     #: Names of the tiers, the top one first, of a store that has several.
     tier_names: tuple[str, ...] = ()
+
+    #: The medium of each tier, the top one first, for metrics; empty where it is not known.
+    tier_media: tuple[Medium, ...] = ()
 
     #: Side shards that this store keeps beside the KV of a block, by name: the bytes of each for a
     #: whole block. A store with any takes ``sides``, a keyword of :meth:`dump_data`, and overrides

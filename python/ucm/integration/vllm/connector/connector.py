@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -268,6 +269,30 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     def _plan_load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if self._scheduler is not None:
             self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """The tokens of the load just planned, by the kind of tier in which they were found. Older
+        vLLMs do not call this."""
+        found = self._hit_sources(request, num_external_tokens)
+        if found is None:
+            found = super().get_external_cache_hit_sources(request, num_external_tokens)
+        return found
+
+    @harmless(None)
+    def _hit_sources(self, request: Request, tokens: int) -> dict[CacheHitSource, int] | None:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource  # newer vLLMs alone have it
+
+        if self._scheduler is None:
+            return None
+        words = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
+        found = self._scheduler.hit_media(request, tokens)
+        return {
+            words.get(medium, CacheHitSource.EXTERNAL_UNSPECIFIED): count
+            for medium, count in found.items()
+            if count
+        }
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What the workers do in this step."""

@@ -338,6 +338,19 @@ class HitPolicy:
         return known.ljust(end - first, b"\0")
 
 
+def hit_media(
+    tracker: RequestTracker, tokens: int, block_tokens: int, media: Sequence[str]
+) -> Counter[str]:
+    """Tokens of a planned load of ``tokens`` by the medium in which the lookup found their blocks;
+    empty for an unknown one. ``media``: of each tier."""
+    load, found = tracker.loading, Counter[str]()
+    tiers = b"" if tracker.lookup is None else tracker.lookup.tiers[load.start : load.stop]
+    for tier in tiers[: tokens // block_tokens]:
+        found[media[tier] if tier < len(media) else ""] += block_tokens
+    found[""] += tokens - found.total()
+    return found
+
+
 def misses(
     tracker: RequestTracker,
     hit: int,

@@ -61,7 +61,13 @@ from ucm.integration.vllm.connector.scheduler.readiness import (
     RankHealth,
     Readiness,
 )
-from ucm.integration.vllm.connector.scheduler.requests import FAR, HitPolicy, RequestTracker, misses
+from ucm.integration.vllm.connector.scheduler.requests import (
+    FAR,
+    HitPolicy,
+    RequestTracker,
+    hit_media,
+    misses,
+)
 from ucm.integration.vllm.connector.stats import BUSY, MissStats, TierCounts
 from ucm.reasons import MissReason, named
 
@@ -283,6 +289,14 @@ class UCMConnectorScheduler:
         # a declined hit is in use too
         declined = tracker.decided_hit.stop if tracker.reason == MissReason.DECLINED else 0
         self._touch(tracker, max((tracker.local + num_external_tokens) // size, declined))
+
+    def hit_media(self, request: Request, tokens: int) -> Mapping[str, int]:
+        """The tokens of a load that was just planned, by the medium of the tiers in which their
+        blocks were found."""
+        tracker, store = self._live.get(request.request_id), self.readiness.store
+        if tracker is None or store is None:
+            return {"": tokens}
+        return hit_media(tracker, tokens, self._block_tokens, store.tier_media)
 
     def _fits_twice(self, request: Request) -> bool:
         """Whether a request whose load has failed may load again: until it runs, vLLM keeps the
