@@ -1,5 +1,5 @@
 """The command line: ``ucm inspect``, ``ucm verify``, ``ucm gc`` on roots of every store, live ones
-too.
+too; and ``ucm pd-proxy``.
 
 Records are read and verified by the compiled core; vLLM is not needed. What a user can mend (a
 wrong path, a root without marker, missing rights) is one sentence and exit status 2, never a
@@ -15,6 +15,7 @@ import click
 from ucm import __version__
 from ucm.cli.gc import gc as _gc
 from ucm.cli.inspect import inspect as _inspect
+from ucm.cli.pd_proxy import pd_proxy as _pd_proxy
 from ucm.cli.verify import verify as _verify
 from ucm.errors import UcmError
 
@@ -46,11 +47,13 @@ class _Group(click.Group):
 )
 @click.version_option(__version__, prog_name="ucm")
 def main() -> None:
-    """Look into, check and clean roots of ucm, the directories that storage_backends names.
+    """Look into, check and clean roots of ucm, the directories that storage_backends names; serve
+    over prefill and decode servers.
 
-    Engines may use them at the same time. docs/tools.md explains every command and its JSON.
+    Engines may use roots at the same time. docs/tools.md explains every command and its JSON,
+    docs/pd.md the proxy.
     """
 
 
-for _command in (_inspect, _verify, _gc):
+for _command in (_inspect, _verify, _gc, _pd_proxy):
     main.add_command(_command)
