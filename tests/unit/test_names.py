@@ -23,6 +23,8 @@ LIGHT = [
     "ucm.utils.estimate_storage_requirements",
     "ucm.config.load",
     "ucm.cli.main",
+    "ucm.pd.Settings",
+    "ucm.pd.toy_proxy_server.main",
     "ucm.sparse.base.UcmSparseBase",
     "ucm.sparse.base.UcmSparseMetadata",
     "ucm.sparse.base.UcmSparseRole",

@@ -140,7 +140,7 @@ def test_only_small_things_are_required_and_vllm_is_an_extra(wheel: Path) -> Non
         "pyyaml",
         "tqdm",
     ]
-    assert metadata.get_all("Provides-Extra") == ["vllm"]
+    assert metadata.get_all("Provides-Extra") == ["vllm", "pd"]
 
 
 def test_vllm_finds_the_connector_by_its_entry_point(wheel: Path) -> None:
@@ -157,6 +157,15 @@ def test_the_command_line_is_installed(
     )
     assert done.returncode == 2
     assert "is no root of ucm" in done.stderr
+
+
+def test_the_proxy_names_its_extra(clean_python: Path, clean_env: dict[str, str]) -> None:
+    command = [str(clean_python.parent / "ucm"), "pd-proxy", "--mixed", "localhost:1"]
+    done = subprocess.run(
+        command, env=clean_env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert "pip install 'ucm-kv[pd]'" in done.stderr
 
 
 @pytest.mark.parametrize("script", ["tests/gpu/checks.py", "benches/python/gpu.py"])

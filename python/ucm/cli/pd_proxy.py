@@ -37,6 +37,15 @@ def size(text: str) -> int:
         raise click.BadParameter(str(error)) from None
 
 
+class MissingExtra(click.ClickException):
+    """A package of the extra is not installed."""
+
+    exit_code = 2
+
+    def __init__(self, name: str | None) -> None:
+        super().__init__(f"ucm pd-proxy needs {name}: pip install 'ucm-kv[pd]'")
+
+
 #: Types of options by field, where the default does not say enough.
 TYPES: dict[str, Any] = {
     "max_body": size,
@@ -86,7 +95,5 @@ def pd_proxy(**options: Any) -> None:
     try:
         from ucm.pd.proxy import run
     except ModuleNotFoundError as error:
-        raise click.ClickException(
-            f"ucm pd-proxy needs {error.name}: pip install 'ucm-kv[pd]'"
-        ) from None
+        raise MissingExtra(error.name) from None
     run(settings)

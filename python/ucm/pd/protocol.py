@@ -24,11 +24,11 @@ PROMPTS = {
     "/inference/v1/generate": "token_ids",
 }
 #: Fields that shape only the answer. A prefill server gets none of them.
-ANSWER_FIELDS = frozenset(
-    "stream stream_options stream_interval n best_of min_tokens min_completion_tokens echo logprobs"
-    " top_logprobs logprob_token_ids return_tokens_as_token_ids return_token_ids"
-    " return_prompt_text length_penalty".split()
-)
+ANSWER_FIELDS = {
+    *("stream", "stream_options", "stream_interval", "n", "best_of", "min_tokens", "echo"),
+    *("min_completion_tokens", "logprobs", "top_logprobs", "logprob_token_ids", "length_penalty"),
+    *("return_tokens_as_token_ids", "return_token_ids", "return_prompt_text"),
+}
 #: Bytes of a prompt between two of its prefixes, and how many prefixes are kept of one prompt.
 PREFIX_BYTES, MOST_PREFIXES = 1024, 512
 

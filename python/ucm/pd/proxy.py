@@ -17,7 +17,7 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -68,7 +68,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.requests = self._counter("requests", "Requests answered", "endpoint", "status")
         self.prefills = self._counter("prefills", "Prefills by result or reason", "result")
-        self.retries = self._counter("retries", "Requests sent to one more server", "role", "why")
+        self.failures = self._counter("failures", "Requests that a server failed", "role", "why")
         self.cancelled = self._counter("cancelled", "Requests whose client disconnected")
         self.broken = self._counter("broken_answers", "Answers that ended with an error")
         self.prefill_seconds = self._histogram("prefill_seconds", "Time of prefills")
@@ -136,7 +136,6 @@ class Exchange:
     length: int = 0
     generation: Generation | None = None
     status: int = 0
-    retries: int = 0
     notes: list[str] = field(default_factory=list)
     start: float = field(default_factory=time.monotonic)
 
@@ -169,15 +168,9 @@ class Proxy:
         await self._admitted(exchange, receive, send)
         endpoint = exchange.path if exchange.path in PROMPTS else "other"
         self.metrics.requests.labels(endpoint, exchange.status or "none").inc()
-        logger.info(
-            "request %s: %s %s %s, %s, %.3f s in all",
-            exchange.id,
-            exchange.method,
-            exchange.path,
-            exchange.status or "without an answer",
-            ", ".join(exchange.notes) or "no server",
-            time.monotonic() - exchange.start,
-        )
+        what = f"{exchange.method} {exchange.path} {exchange.status or 'without an answer'}"
+        took = f"{time.monotonic() - exchange.start:.3f} s in all"
+        logger.info("request %s: %s", exchange.id, ", ".join([what, *exchange.notes, took]))
 
     async def _admitted(self, exchange: Exchange, receive: Receive, send: Send) -> None:
         self._requests += 1
@@ -230,9 +223,7 @@ class Proxy:
                     exchange.length += len(part)
                     self._body_bytes += len(part)
                     if exchange.length > most:
-                        raise RefusedError(
-                            413, f"the body is larger than {most} bytes (--max-body)"
-                        )
+                        raise RefusedError(413, f"the body has more than {most} bytes (--max-body)")
                     if self._body_bytes > BODIES * most:
                         raise RefusedError(429, "the proxy has too many large requests")
         except TimeoutError:
@@ -258,43 +249,36 @@ class Proxy:
     async def _prefill(self, exchange: Exchange, generation: Generation) -> dict[str, Any] | None:
         """The params that a prefill server answers; None if the decode server computes the
         prompt."""
-        start, params = time.monotonic(), None
-        body = generation.for_prefill()
+        start, body = time.monotonic(), generation.for_prefill()
+        pool, tried = self.prefillers, set[Server]()
+        result, params = "failed", None
         try:
             async with asyncio.timeout(self.settings.prefill_timeout):
-                result, params = await self._prefilled(exchange, generation, body)
+                for attempt in range(self.settings.tries):
+                    if not any(server.up for server in pool.servers):
+                        result = "down"
+                        break
+                    async with AsyncExitStack() as stack:
+                        server = await stack.enter_async_context(pool.server(generation, tried))
+                        outcome = await self._try(exchange, server, body, attempt, stack)
+                    if isinstance(outcome, Answer):
+                        exchange.notes.append(f"prefill server {server.url}")
+                        params = answered_params(outcome.body)
+                        result = "ok" if params else "without blocks"
+                        if outcome.status >= 400:  # the client gets the decode server's answer
+                            result = "refused"
+                        break
+                    tried.add(server)
+                    self._failed(exchange, server, outcome)
         except TimeoutError:
             result = "late"
+        except FullError:
+            result = "full"
         took = time.monotonic() - start
         self.metrics.prefills.labels(result).inc()
         self.metrics.prefill_seconds.observe(took)
         exchange.notes.append(f"prefill {result} after {took:.3f} s")
         return params
-
-    async def _prefilled(
-        self, exchange: Exchange, generation: Generation, body: bytes
-    ) -> tuple[str, dict[str, Any] | None]:
-        tried: set[Server] = set()
-        for attempt in range(self.settings.tries):
-            if not any(server.up for server in self.prefillers.servers):
-                return "down", None
-            try:
-                async with AsyncExitStack() as stack:
-                    server = await stack.enter_async_context(
-                        self.prefillers.server(generation, tried)
-                    )
-                    outcome = await self._try(exchange, server, body, attempt, stack)
-            except FullError:
-                return "full", None
-            if isinstance(outcome, Answer):
-                if outcome.status >= 400:  # the decode server answers the same, to the client
-                    return "refused", None
-                exchange.notes.append(f"prefill server {server.url}")
-                params = answered_params(outcome.body)
-                return ("ok" if params else "without blocks"), params
-            tried.add(server)
-            self._failed(exchange, server, outcome)
-        return "failed", None
 
     # The decode server
     # ----------------------------------------------------------------------------------------------
@@ -303,8 +287,7 @@ class Proxy:
         """Passes on the first answer that a server gives, and after too many failures the last
         one."""
         tried: set[Server] = set()
-        end = time.monotonic() + self.settings.retry_for
-        attempt, failures, pause = 0, 0, PAUSES[0]
+        attempt, failures, pause, end = 0, 0, PAUSES[0], 0.0
         while True:
             try:
                 async with AsyncExitStack() as stack:
@@ -320,7 +303,10 @@ class Proxy:
             tried.add(server)
             attempt += 1
             self._failed(exchange, server, outcome)
-            failures += outcome.why in ("error", "broken")
+            counted = outcome.why in ("error", "broken")
+            failures += counted
+            if counted or attempt == 1:
+                end = time.monotonic() + self.settings.retry_for
             final = failures >= self.settings.tries or not _may_repeat(exchange, outcome)
             if not final and not pool.untried(tried):
                 if outcome.why == "busy" or time.monotonic() + pause > end:
@@ -367,7 +353,8 @@ class Proxy:
             return Failure("broken", describe(error))
         except TimeoutError:
             return Failure("broken", "no answer in time")
-        server.answers(True)
+        if answer.status < 500:
+            server.answers(True)
         if exchange.generation is None:
             return answer
         first = answer.body[: event_end(answer.body, first=True)] if answer.stream else answer.body
@@ -378,16 +365,9 @@ class Proxy:
         return answer
 
     def _failed(self, exchange: Exchange, server: Server, failure: Failure) -> None:
-        exchange.retries += 1
-        self.metrics.retries.labels(server.role, failure.why).inc()
-        logger.warning(
-            "request %s: the %s server %s failed (%s): %s",
-            exchange.id,
-            server.role,
-            server.url,
-            failure.why,
-            failure.text,
-        )
+        self.metrics.failures.labels(server.role, failure.why).inc()
+        text = f"the {server.role} server {server.url} failed ({failure.why}): {failure.text}"
+        logger.warning("request %s: %s", exchange.id, text)
 
     # The client
     # ----------------------------------------------------------------------------------------------
@@ -401,10 +381,8 @@ class Proxy:
         self.metrics.first_byte_seconds.observe(took)
         exchange.notes.append(f"first byte after {took:.3f} s")
         headers = [*answer.headers, (b"x-request-id", exchange.id.encode())]
-        await self._send(
-            send,
-            {"type": "http.response.start", "status": answer.status, "headers": headers},
-        )
+        start = {"type": "http.response.start", "status": answer.status, "headers": headers}
+        await self._send(send, start)
         await self._send_body(send, answer.body, answer.rest is not None)
         if answer.rest is None:
             return
@@ -413,17 +391,10 @@ class Proxy:
                 await self._send_body(send, part, True)
         except (httpx.HTTPError, TimeoutError) as error:
             self.metrics.broken.inc()
-            exchange.notes.append(f"ended with an error ({describe(error)})")
-            logger.warning(
-                "request %s: the answer of the %s server %s broke off: %s",
-                exchange.id,
-                server.role,
-                server.url,
-                describe(error),
-            )
+            text = f"the {server.role} server failed during the answer: {describe(error)}"
+            exchange.notes.append(text)
             if not answer.stream:
                 return  # incomplete, so that the connection to the client is closed
-            text = f"the {server.role} server failed during the answer: {describe(error)}"
             await self._send_body(send, error_event(exchange.path, text), True)
         await self._send_body(send, b"", False)
 
@@ -582,4 +553,5 @@ def run(settings: Settings) -> None:
         timeout_keep_alive=75,
         timeout_graceful_shutdown=round(settings.drain_timeout),
     )
-    uvicorn.Server(config).run(sockets=[listening])
+    with suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=[listening])

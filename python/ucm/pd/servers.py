@@ -27,6 +27,8 @@ logger = logging.getLogger("ucm.pd")
 DECODE_WORK = 8192
 #: Most prefixes that are remembered of one server.
 MOST_SEEN = 32_768
+#: Longest wait for the answer to a health check, in seconds.
+CHECK_TIMEOUT = 5.0
 #: Health checks that fail in a row before requests without an answer are sent elsewhere.
 LOST_AFTER = 6
 #: Seconds in which a server that refused a request comes after the others.
@@ -51,12 +53,12 @@ class Server:
         self._refuses_until = 0.0
         self._failed_checks = 0
         self._seen: OrderedDict[bytes, None] = OrderedDict()
-        self._check_timeout = settings.health_interval
         # A server closes idle connections; a request on one of these would be lost. So ours are
         # closed sooner than those of vLLM (5 s).
         self.client = httpx.AsyncClient(
             limits=httpx.Limits(max_connections=None, keepalive_expiry=2.0),
             timeout=httpx.Timeout(settings.decode_timeout, connect=settings.connect_timeout),
+            verify=url.startswith("https:"),  # certificates are loaded only where they are used
             trust_env=False,
         )
 
@@ -101,12 +103,13 @@ class Server:
     async def check(self) -> None:
         """Checks its health once."""
         try:
-            response = await self.client.get(self.address(b"/health"), timeout=self._check_timeout)
+            response = await self.client.get(self.address(b"/health"), timeout=CHECK_TIMEOUT)
             why = "" if response.status_code == 200 else f"/health is {response.status_code}"
         except httpx.HTTPError as error:
             why = describe(error)
-        self.answers(not why, why)
         self._failed_checks = self._failed_checks + 1 if why else 0
+        if self._failed_checks != 1 or "Connect" in why:  # a busy server may be late once
+            self.answers(not why, why)
         if self._failed_checks >= LOST_AFTER:
             for limit in self.unanswered:
                 if not limit.expired():

@@ -42,9 +42,9 @@ def arguments(given: Sequence[str]) -> list[str]:
 
 def main() -> None:
     """Runs the proxy."""
-    from ucm.cli.pd_proxy import pd_proxy  # with click: not before it is needed
+    from ucm.cli import main as command_line  # with click: not before it is needed
 
-    pd_proxy(arguments(sys.argv[1:]))
+    command_line(["pd-proxy", *arguments(sys.argv[1:])], prog_name="ucm")
 
 
 if __name__ == "__main__":
