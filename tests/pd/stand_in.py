@@ -81,7 +81,7 @@ class StandIn:
         """Answers one request."""
         if scope["type"] == "lifespan":
             return
-        if scope["path"] == "/health":
+        if scope["path"].endswith("/health"):
             await _answer(send, 200 if self.healthy else 503, b"")
             return
         raw, more = b"", True

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ucm.pd.protocol import (
@@ -143,6 +143,7 @@ JSON = st.recursive(
 )
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     endpoint=st.sampled_from(sorted(PROMPTS)),
     body=st.dictionaries(
