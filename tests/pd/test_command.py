@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 
@@ -79,14 +80,18 @@ def test_it_starts_and_ends(end: signal.Signals) -> None:
     """The toy's options, a real process, and what it logs."""
     command = [sys.executable, "-m", "ucm.pd.toy_proxy_server", "--port", "0"]
     command += ["--prefiller-ports", "1", "--decoder-host", "localhost", "--decoder-port", "2"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with (
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process,
+        ExitStack() as stack,
+    ):
+        stack.callback(process.kill)
         assert process.stderr is not None
         line = process.stderr.readline()
         found = re.search(r"ucm \S+: pd-proxy on http://127\.0\.0\.1:(\d+); (.*)$", line)
         assert found, line + process.stderr.read()
         assert found[2] == "prefill: http://localhost:1; decode: http://localhost:2"
-        down = sorted(process.stderr.readline() for _ in "ab")
-        assert "the decode server http://localhost:2 does not answer: ConnectError" in down[0]
+        down = process.stderr.readline() + process.stderr.readline()
+        assert "the decode server http://localhost:2 does not answer: ConnectError" in down
         with socket.create_connection(("127.0.0.1", int(found[1]))) as client:
             client.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
             assert client.recv(100).startswith(b"HTTP/1.1 503 ")
