@@ -53,9 +53,8 @@ class Asked:
     """A lookup on a thread of the store."""
 
     def answer(self) -> tuple[bytes, str, float] | None:
-        """What ``Store.locate_on_prefix`` says, with "absent" where all ids are stored, and the
-        seconds until that was known; None while it is not. Never waits; raises what the lookup
-        failed with."""
+        """The result of the lookup, with "absent" where all ids are stored, and the seconds until
+        that was known; None while it is not. Never waits; raises what the lookup failed with."""
 
 @final
 class BlockHasher:
@@ -234,6 +233,12 @@ class Store:
 
     def begin_locate_on_prefix(self, block_ids: Sequence[bytes]) -> Asked:
         """The same on a thread of the store."""
+
+    def locate(self, block_ids: Sequence[bytes]) -> bytes:
+        """The stage that each id would be read from, a byte each, 255 for one that is no hit."""
+
+    def begin_locate(self, block_ids: Sequence[bytes]) -> Asked:
+        """The same on a thread of the store, with the reason why the first one is no hit."""
 
     def load(
         self,

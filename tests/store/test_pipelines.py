@@ -16,6 +16,7 @@ from ucm.config import load
 from ucm.errors import ClosedError, ConfigError, InvalidInputError, TaskError
 from ucm.store import UcmConnectorFactoryV1
 from ucm.store.posix import UcmPosixStore
+from ucm.store.ucmstore_v1 import NOWHERE
 
 Open = Callable[..., UcmPosixStore]
 
@@ -279,11 +280,20 @@ def test_a_lookup_on_a_thread_of_the_store_says_the_same(opened: Open, layout: s
             threading.Event().wait(0.001)
         assert answer[:2] == store.locate_on_prefix(block_ids)
         assert answer[2] >= 0
+    scattered = [asked[5], asked[2], asked[4], asked[2], asked[0]]
+    for block_ids, reason in ((scattered, "absent"), (scattered[::2], "absent"), ([], "absent")):
+        located = store.locate(block_ids)
+        assert list(located) == [0 if block in asked[:4] else NOWHERE for block in block_ids]
+        begun = store.begin_locate(block_ids)
+        while (answer := begun.answer()) is None:
+            threading.Event().wait(0.001)
+        assert answer[:2] == (located, reason)
     begun = store.begin_locate_on_prefix(asked)
     store.close()
     with contextlib.suppress(ClosedError):
         while (answer := begun.answer()) is None:
             threading.Event().wait(0.001)  # a thread is about to report
         assert answer[:2] == (bytes(4), "absent")
-    with pytest.raises(ClosedError):
-        store.begin_locate_on_prefix(asked)
+    for call in (store.begin_locate_on_prefix, store.begin_locate, store.locate):
+        with pytest.raises(ClosedError):
+            call(asked)

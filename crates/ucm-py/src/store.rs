@@ -12,7 +12,7 @@ use ucm_device::{KvLayout, KvPiece};
 use ucm_infra::SystemClock;
 use ucm_infra::log::{self, Level};
 use ucm_store::builder::StoreSpec;
-use ucm_store::engine::{self, Engine, Hint, Pieces, Row, RowSides};
+use ucm_store::engine::{self, Engine, Hint, Located, Pieces, Row, RowSides};
 use ucm_store::tiers::Priority;
 
 use crate::convert::{CallResult, Ids, id_list};
@@ -32,10 +32,17 @@ pub(crate) struct Asked {
     pid: u32,
 }
 
+impl Asked {
+    fn new(asked: engine::Asked) -> Self {
+        let pid = std::process::id();
+        Self { asked, pid }
+    }
+}
+
 #[pymethods]
 impl Asked {
-    /// The result of `locate_on_prefix`, with "absent" if all ids are stored, and the seconds it
-    /// took; `None` while it is unknown. Never waits.
+    /// The result of the lookup, with "absent" if all ids are stored, and the seconds it took;
+    /// `None` while it is unknown. Never waits.
     fn answer<'py>(
         &self,
         py: Python<'py>,
@@ -91,16 +98,24 @@ impl Store {
         block_ids: Ids,
     ) -> CallResult<(Bound<'py, PyBytes>, Option<&'static str>)> {
         let locate = || self.0.locate_on_prefix(&block_ids.0);
-        let short = self.0.answers_at_once() && block_ids.0.len() <= AT_ONCE;
-        let (tiers, reason) = if short { locate() } else { py.detach(locate) }?;
+        let (tiers, reason) = self.short(py, &block_ids, locate)?;
         Ok((PyBytes::new(py, &tiers), reason.map(MissReason::name)))
     }
 
     /// The same on a thread of the store.
     fn begin_locate_on_prefix(&self, block_ids: Ids) -> CallResult<Asked> {
-        let asked = self.0.begin_locate_on_prefix(block_ids.0)?;
-        let pid = std::process::id();
-        Ok(Asked { asked, pid })
+        Ok(Asked::new(self.0.begin_locate_on_prefix(block_ids.0)?))
+    }
+
+    /// The tier from which each id would be read, a byte each, 255 for one that is no hit.
+    fn locate<'py>(&self, py: Python<'py>, block_ids: Ids) -> CallResult<Bound<'py, PyBytes>> {
+        let (tiers, _) = self.short(py, &block_ids, || self.0.locate(&block_ids.0))?;
+        Ok(PyBytes::new(py, &tiers))
+    }
+
+    /// The same on a thread of the store, with the reason why the first one is no hit.
+    fn begin_locate(&self, block_ids: Ids) -> CallResult<Asked> {
+        Ok(Asked::new(self.0.begin_locate(block_ids.0)?))
     }
 
     /// True if lookups need memory only, no system call.
@@ -439,6 +454,19 @@ impl Store {
             task,
             clock: SystemClock::shared(),
             pid: std::process::id(),
+        }
+    }
+
+    /// Looks ids up, with the GIL held if that is short.
+    fn short(
+        &self,
+        py: Python<'_>,
+        ids: &Ids,
+        look_up: impl FnOnce() -> Located + Send,
+    ) -> Located {
+        match self.0.answers_at_once() && ids.0.len() <= AT_ONCE {
+            true => look_up(),
+            false => py.detach(look_up),
         }
     }
 

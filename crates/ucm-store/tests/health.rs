@@ -8,7 +8,7 @@ use std::time::Duration;
 use ucm_core::{ErrorKind, MissReason};
 use ucm_infra::{Clock, ManualClock};
 use ucm_store::breaker::BreakerConfig;
-use ucm_store::engine::{Deadlines, Until};
+use ucm_store::engine::{Deadlines, NOWHERE, Until};
 use ucm_testkit::{Fault, Gate, OpKind, Rule};
 
 use crate::common::only_over;
@@ -66,6 +66,8 @@ fn one_lookup_of_many_pieces_is_one_failure() {
         unhealthy
     );
     assert_eq!(store.engine.explain_on_prefix(&[]).unwrap(), (0, None));
+    let unhealthy = (vec![NOWHERE; 250], Some(MissReason::Unhealthy));
+    assert_eq!(store.engine.locate(&ids(250)).unwrap(), unhealthy);
 }
 
 #[test]
@@ -221,6 +223,28 @@ fn a_lookup_that_is_polled_ends_in_time_too() {
     assert_eq!(located.unwrap(), late);
     assert!(took >= 10 * SECOND);
     gates[1].open();
+}
+
+#[test]
+fn a_lookup_of_scattered_ids_counts_no_late_answer_as_a_hit() {
+    only_over!(
+        FilesAlone,
+        "a lookup of segments makes no system call, and below a memory it has half of the time"
+    );
+    let (_dir, store, clock, gates) = two_looks_that_hang();
+    let begun = store.engine.begin_locate(ids(100)).unwrap();
+    for gate in &gates {
+        gate.await_waiting(1); // two threads share the ids
+    }
+    clock.advance(10 * SECOND + SECOND / 2);
+    eventually("it is late", || begun.answer().is_some());
+    let late = (vec![NOWHERE; 100], Some(MissReason::LookupLate));
+    assert_eq!(begun.answer().unwrap().0.unwrap(), late);
+    gates.iter().for_each(Gate::open);
+    eventually("they return", || store.stat("workers_stuck") == 0);
+    let located = store.engine.locate(&[99, 3, 64, 63].map(id)).unwrap();
+    let expected = vec![NOWHERE, 0, NOWHERE, 0];
+    assert_eq!(located, (expected, Some(MissReason::Absent)));
 }
 
 #[test]

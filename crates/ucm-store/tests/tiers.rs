@@ -9,6 +9,7 @@ use std::time::Duration;
 use ucm_core::{ErrorKind, MissReason, crc32c};
 use ucm_infra::{Clock, ManualClock};
 use ucm_store::breaker::BreakerConfig;
+use ucm_store::engine::NOWHERE;
 use ucm_testkit::{Fault, OpKind};
 
 use crate::common::segments::change;
@@ -89,6 +90,12 @@ fn a_lookup_tells_which_stage_has_what_and_a_load_which_one_brought_it() {
     std::fs::remove_file(store.file(id(4))).unwrap();
     let located = store.engine.locate_on_prefix(&ids(5)).unwrap();
     assert_eq!(located, (vec![0, 1, 0, 1], Some(MissReason::Absent)));
+    let scattered = [id(4), id(1), id(9), id(2), id(1)];
+    let located = store.engine.locate(&scattered).unwrap();
+    let tiers = vec![NOWHERE, 1, NOWHERE, 0, 1];
+    assert_eq!(located, (tiers, Some(MissReason::Absent)));
+    assert_eq!(store.engine.locate(&ids(3)).unwrap(), (vec![0, 1, 0], None));
+    assert_eq!(store.engine.locate(&[]).unwrap(), (Vec::new(), None));
     assert_eq!(
         store.engine.explain_on_prefix(&ids(3)).unwrap(),
         (3, None),

@@ -540,6 +540,16 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         self._hand_over_log()
         return pending
 
+    def locate(self, block_ids: Sequence[bytes]) -> bytes:
+        tiers = self._open().locate(block_ids)
+        self._hand_over_log()
+        return tiers
+
+    def begin_locate(self, block_ids: Sequence[bytes]) -> Asked:
+        pending = self._open().begin_locate(block_ids)
+        self._hand_over_log()
+        return pending
+
     @property
     def answers_at_once(self) -> bool:
         return self._open().answers_at_once()

@@ -46,13 +46,19 @@ Medium = Literal["host", "disk", ""]
 
 Tensors = Sequence[Sequence[Any]]
 
+#: Stands for the tier of a block that is no hit, in the answer of
+#: :meth:`UcmKVStoreBaseV1.locate`.
+NOWHERE = 255
+
 
 class Asked(Protocol):
     """A lookup under way on a thread of a store."""
 
     def answer(self) -> tuple[bytes, str, float] | None:
-        """The result of :meth:`UcmKVStoreBaseV1.locate_on_prefix`, and the seconds until it was
-        known; None before. Never waits; raises the error of the lookup."""
+        """The tiers of :meth:`UcmKVStoreBaseV1.locate_on_prefix` or
+        :meth:`UcmKVStoreBaseV1.locate`, why the first block that is no hit is none ("absent" if all
+        are hits), and the seconds until that was known; None before. Never waits; raises the error
+        of the lookup."""
 
 
 class Task:
@@ -309,6 +315,16 @@ class UcmKVStoreBaseV1(ABC):
     def begin_locate_on_prefix(self, block_ids: Sequence[bytes]) -> Asked | None:  # noqa: ARG002 - see below
         """:meth:`locate_on_prefix` on a thread of the store, which does not need the interpreter;
         never waits. None where the store has no such thread."""
+        return None
+
+    def locate(self, block_ids: Sequence[bytes]) -> bytes:
+        """The tier that each of these blocks would be loaded from, a byte each, :data:`NOWHERE` for
+        one that is no hit. For blocks that are no prefix of a chain, such as those of a window."""
+        return bytes(0 if there else NOWHERE for there in self.lookup(block_ids))
+
+    def begin_locate(self, block_ids: Sequence[bytes]) -> Asked | None:  # noqa: ARG002 - see below
+        """:meth:`locate` on a thread of the store, which does not need the interpreter; never
+        waits. None where the store has no such thread."""
         return None
 
     @property
@@ -584,6 +600,7 @@ def _mark(task: Any) -> None:
 
 
 __all__ = [
+    "NOWHERE",
     "BusyError",
     "ClosedError",
     "Priority",

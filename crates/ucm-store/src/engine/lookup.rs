@@ -15,7 +15,11 @@ use crate::tiers::{LEAST_WINDOW, LookupResult, Request, WINDOW};
 /// reports that it hangs.
 const QUEUED: Duration = Duration::from_secs(1);
 
-/// What [`Engine::locate_on_prefix`](super::Engine::locate_on_prefix) answers.
+/// Stands for the tier of an id that is no hit.
+pub const NOWHERE: u8 = u8::MAX;
+
+/// The answer of [`Engine::locate`](super::Engine::locate) and
+/// [`Engine::locate_on_prefix`](super::Engine::locate_on_prefix).
 pub type Located = Result<(Vec<u8>, Option<MissReason>)>;
 
 /// A lookup on a thread of the engine. Once this is dropped, it is not begun any more.
@@ -34,22 +38,25 @@ pub(super) struct Lookups {
 }
 
 impl Lookups {
-    /// Which of these blocks are stored whole, as far as the lookup deadline allows; exact per id.
-    pub(super) fn lookup(&self, ids: &[BlockId]) -> Result<Vec<bool>> {
-        let (now, request) = self.begin(ids)?;
+    /// The tier, counted from the top, that each id would be read from, [`NOWHERE`] for one that is
+    /// no hit, and why the first of these is none; as far as the lookup deadline allows.
+    pub(super) fn locate(&self, ids: &[BlockId]) -> Located {
+        let (now, request) = self.request(ids)?;
         let Some(request) = request else {
-            return Ok(vec![false; ids.len()]);
+            let reason = (!ids.is_empty()).then_some(MissReason::Unhealthy);
+            return Ok((vec![NOWHERE; ids.len()], reason));
         };
-        let found = self.locate(ids, false, request);
-        let found: Vec<bool> = found.into_iter().map(|answer| answer.is_ok()).collect();
-        self.end(now, found.iter().filter(|&&present| present).count());
-        Ok(found)
+        let found = self.find(ids, false, request);
+        self.end(now, found.iter().filter(|answer| answer.is_ok()).count());
+        let reason = found.iter().find_map(|answer| answer.err());
+        let tiers = found.into_iter().map(|answer| answer.unwrap_or(NOWHERE));
+        Ok((tiers.collect(), reason))
     }
 
     /// The tier, counted from the top, that each id from the first on would be read from without a
     /// gap, and why the next one is no hit.
     pub(super) fn locate_on_prefix(&self, ids: &[BlockId]) -> Located {
-        let (now, request) = self.begin(ids)?;
+        let (now, request) = self.request(ids)?;
         let Some(request) = request else {
             let reason = (!ids.is_empty()).then_some(MissReason::Unhealthy);
             return Ok((Vec::new(), reason));
@@ -58,7 +65,7 @@ impl Lookups {
         while tiers.len() < ids.len() && reason.is_none() {
             let known = tiers.len();
             let end = ids.len().min(known + window);
-            for answer in self.locate(&ids[known..end], true, request) {
+            for answer in self.find(&ids[known..end], true, request) {
                 match answer {
                     Ok(tier) => tiers.push(tier),
                     Err(why) => {
@@ -73,15 +80,19 @@ impl Lookups {
         Ok((tiers, reason))
     }
 
-    /// The same on a thread of the engine; Busy when too many wait for it.
-    pub(super) fn begin_locate_on_prefix(self: &Arc<Self>, ids: Vec<BlockId>) -> Result<Asked> {
+    /// One of the two lookups on a thread of the engine; Busy when too many wait for it.
+    pub(super) fn begin(
+        self: &Arc<Self>,
+        lookup: fn(&Self, &[BlockId]) -> Located,
+        ids: Vec<BlockId>,
+    ) -> Result<Asked> {
         self.core.check_open()?;
         let (asked, begun) = (Asked(Completion::new()), self.core.clock.now());
         let turn = QUEUED.max(self.core.deadlines.lookup);
         let (this, answer) = (Arc::clone(self), Arc::downgrade(&asked.0));
         let work = move || {
             if answer.strong_count() > 0 && this.core.clock.now() < begun.after(turn) {
-                return this.locate_on_prefix(&ids);
+                return lookup(&this, &ids);
             }
             let text = "the lookup had no turn in time";
             Err(Error::new(ErrorKind::Timeout, text))
@@ -100,7 +111,7 @@ impl Lookups {
 
     /// Checks and counts a call; without a request there is nothing to look up, or no tier that
     /// may answer. One request is for all windows of a call.
-    fn begin(&self, ids: &[BlockId]) -> Result<(MonotonicTime, Option<Request>)> {
+    fn request(&self, ids: &[BlockId]) -> Result<(MonotonicTime, Option<Request>)> {
         let core = &self.core;
         core.check_call("ids", ids.len())?;
         let now = core.clock.now();
@@ -130,7 +141,7 @@ impl Lookups {
 
     /// Looks ids up, in order. An id without an answer in time, or after a missing one, is not
     /// there.
-    fn locate(
+    fn find(
         &self,
         ids: &[BlockId],
         stop_at_missing: bool,

@@ -40,7 +40,7 @@ pub use config::{Deadlines, EngineConfig, Hint, Pieces, Row, RowSides};
 use core::Core;
 use dump::Dumps;
 use lookup::Lookups;
-pub use lookup::{Asked, Located};
+pub use lookup::{Asked, Located, NOWHERE};
 use reads::Loads;
 use side_reads::SideLoads;
 pub use side_reads::SidesTask;
@@ -316,7 +316,20 @@ impl Engine {
 
     /// Which of these blocks are stored whole, as far as the lookup deadline allows; exact per id.
     pub fn lookup(&self, ids: &[BlockId]) -> Result<Vec<bool>> {
-        self.lookups.lookup(ids)
+        let (tiers, _) = self.locate(ids)?;
+        Ok(tiers.into_iter().map(|tier| tier != NOWHERE).collect())
+    }
+
+    /// The tier, counted from the top, that each of these ids would be read from, [`NOWHERE`] for
+    /// one that is no hit, and why the first of these is none. For ids that are no prefix of a
+    /// chain, within the lookup deadline; where a record is may change until it is read.
+    pub fn locate(&self, ids: &[BlockId]) -> Located {
+        self.lookups.locate(ids)
+    }
+
+    /// The same on a thread of the engine; Busy when too many wait for it.
+    pub fn begin_locate(&self, ids: Vec<BlockId>) -> Result<Asked> {
+        self.lookups.begin(Lookups::locate, ids)
     }
 
     /// How many ids from the first on are stored without a gap. Every id counted was checked.
@@ -338,7 +351,7 @@ impl Engine {
 
     /// The same on a thread of the engine; Busy when too many wait for it.
     pub fn begin_locate_on_prefix(&self, ids: Vec<BlockId>) -> Result<Asked> {
-        self.lookups.begin_locate_on_prefix(ids)
+        self.lookups.begin(Lookups::locate_on_prefix, ids)
     }
 
     /// Whether lookups are answered from memory, without a system call. May change: a layout is
