@@ -97,8 +97,7 @@ impl Store {
         py: Python<'py>,
         block_ids: Ids,
     ) -> CallResult<(Bound<'py, PyBytes>, Option<&'static str>)> {
-        let locate = || self.0.locate_on_prefix(&block_ids.0);
-        let (tiers, reason) = self.short(py, &block_ids, locate)?;
+        let (tiers, reason) = look_up(py, &self.0, &block_ids.0, Engine::locate_on_prefix)?;
         Ok((PyBytes::new(py, &tiers), reason.map(MissReason::name)))
     }
 
@@ -109,7 +108,7 @@ impl Store {
 
     /// The tier from which each id would be read, a byte each, 255 for one that is no hit.
     fn locate<'py>(&self, py: Python<'py>, block_ids: Ids) -> CallResult<Bound<'py, PyBytes>> {
-        let (tiers, _) = self.short(py, &block_ids, || self.0.locate(&block_ids.0))?;
+        let (tiers, _) = look_up(py, &self.0, &block_ids.0, Engine::locate)?;
         Ok(PyBytes::new(py, &tiers))
     }
 
@@ -457,19 +456,6 @@ impl Store {
         }
     }
 
-    /// Looks ids up, with the GIL held if that is short.
-    fn short(
-        &self,
-        py: Python<'_>,
-        ids: &Ids,
-        look_up: impl FnOnce() -> Located + Send,
-    ) -> Located {
-        match self.0.answers_at_once() && ids.0.len() <= AT_ONCE {
-            true => look_up(),
-            false => py.detach(look_up),
-        }
-    }
-
     /// Begins a load or dump, with the GIL held if that is short.
     fn begin(
         &self,
@@ -547,6 +533,19 @@ impl Store {
             });
         }
         Ok(read)
+    }
+}
+
+/// Looks ids up, with the GIL held if that is short.
+fn look_up(
+    py: Python<'_>,
+    engine: &Engine,
+    ids: &[BlockId],
+    lookup: fn(&Engine, &[BlockId]) -> Located,
+) -> Located {
+    match engine.answers_at_once() && ids.len() <= AT_ONCE {
+        true => lookup(engine, ids),
+        false => py.detach(|| lookup(engine, ids)),
     }
 }
 

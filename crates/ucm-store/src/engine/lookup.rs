@@ -141,12 +141,7 @@ impl Lookups {
 
     /// Looks ids up, in order. An id without an answer in time, or after a missing one, is not
     /// there.
-    fn find(
-        &self,
-        ids: &[BlockId],
-        stop_at_missing: bool,
-        request: Request,
-    ) -> Vec<LookupResult> {
+    fn find(&self, ids: &[BlockId], stop_at_missing: bool, request: Request) -> Vec<LookupResult> {
         let core = &self.core;
         let mut found = core.tiers.lookups.locate(ids, stop_at_missing, request);
         for (&id, place) in ids.iter().zip(&mut found) {
