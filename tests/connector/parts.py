@@ -14,8 +14,10 @@ import numpy as np
 from blocks import PATIENT, await_room
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from ucm.store.posix import UcmPosixStore
 
 BLOCK = 4
+init_none_hash(sha256)
 
 
 class Clock:
@@ -271,6 +274,7 @@ class Rig:
             rates=self.rates,
             may_load=settings.pop("may_load", True),
             chance=settings.pop("chance", random.random),
+            events=settings.pop("events", None),
             clock=self.clock,
             pause=self.pauses.append,
         )
@@ -346,6 +350,7 @@ class Rig:
             None,
             lora_request=adapter,
             cache_salt=salt,
+            block_hasher=get_request_block_hasher(BLOCK, sha256),
         )
         self.scheduler.on_new_request(request)
         return request

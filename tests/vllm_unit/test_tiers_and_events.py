@@ -1,4 +1,4 @@
-"""What vLLM learns of stored blocks, through its own scheduler: the tier of a hit."""
+"""What vLLM's own scheduler reports of stored blocks: the tier of a hit, and events for routers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 from toy_engine import BLOCK, BLOCKS, ToyEngine, expected
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_GPU, MEDIUM_STORAGE, BlockStored
+
+from ucm.integration.vllm.connector.scheduler.events import block_events
 
 #: Full blocks of a prompt.
 FULL = 6
@@ -62,3 +66,96 @@ def test_a_hit_counts_for_the_tier_that_it_was_found_in(
     ask(second, "limited", ucm={"max_load_tokens": 2 * BLOCK})
     assert second.hits.total() == (FULL + 2) * BLOCK  # it may have come up into memory by then
     second.close()
+
+
+# Events
+# --------------------------------------------------------------------------------------------------
+
+EVENTS = {
+    "kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
+    "prefix_caching_hash_algo": "sha256",
+}
+
+
+def recorded(engine: ToyEngine) -> list[Any]:
+    """The events that vLLM publishes from now on."""
+    events: list[Any] = []
+    engine.scheduler.kv_event_publisher.publish = lambda batch: events.extend(batch.events)
+    return events
+
+
+def blocks(events: list[Any], medium: str) -> dict[Any, tuple[Any, ...]]:
+    """What is said of each stored block, by its hash, without its medium."""
+    said: dict[Any, tuple[Any, ...]] = {}
+    for event in events:
+        if not isinstance(event, BlockStored) or event.medium != medium:
+            continue
+        parent, size = event.parent_block_hash, event.block_size
+        for at, name in enumerate(event.block_hashes):
+            tokens = tuple(event.token_ids[at * size : at * size + size])
+            extra = event.extra_keys[at] if event.extra_keys else None
+            kind = (event.group_idx, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window)
+            said[name] = (parent, tokens, size, extra, event.lora_id, event.lora_name, *kind)
+            parent = name
+    return said
+
+
+def test_events_say_of_a_stored_block_what_vllm_says_of_it(
+    engines: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = ToyEngine(engines, tiny, monkeypatch, store=pipeline(tmp_path), **EVENTS)
+    events = recorded(engine)
+    ask(engine, "a", salt="red")
+    ask(engine, "b", 1, ucm={"dump": False})
+    ask(engine, "c", 2)
+    on_device, stored = blocks(events, MEDIUM_GPU), blocks(events, MEDIUM_STORAGE)
+    assert (len(on_device), len(stored)) == (3 * FULL, 2 * FULL)
+    assert stored == {name: on_device[name] for name in stored}
+    assert {said[3] for said in stored.values()} == {None, ("red",)}
+    assert {said[6] for said in stored.values()} == {0}
+    engine.close()
+    restarted = ToyEngine(engines, tiny, monkeypatch, store=pipeline(tmp_path), **EVENTS)
+    events = recorded(restarted)
+    ask(restarted, "again", salt="red")
+    assert blocks(events, MEDIUM_STORAGE).items() < stored.items()
+    restarted.close()
+
+
+def test_a_store_of_memory_alone_is_another_medium(
+    engines: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = {"store_pipeline": "Cache|Empty", "cache_size": "16MiB", "staging_capacity": "16MiB"}
+    engine = ToyEngine(engines, tiny, monkeypatch, store=memory, **EVENTS)
+    events = recorded(engine)
+    ask(engine, "a")
+    assert len(blocks(events, MEDIUM_CPU)) == FULL
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "seed", "published"),
+    [
+        ("sha256", None, True),
+        ("sha256_cbor", None, True),
+        ("xxhash", None, False),
+        ("xxhash_cbor", None, False),
+        ("xxhash", "0", True),
+    ],
+)
+def test_hashes_that_differ_in_every_process_are_not_published(
+    engines: Any,
+    tiny: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    algorithm: str,
+    seed: str | None,
+    published: bool,
+) -> None:
+    if seed is None:
+        monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    else:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    config = engines.engine_config(tiny, **EVENTS | {"prefix_caching_hash_algo": algorithm})
+    kv_cache, _ = engines.kv_configs(config)
+    assert (block_events(config, kv_cache, BLOCK, lambda: 0.0) is not None) == published
+    off = engines.engine_config(tiny)
+    assert block_events(off, kv_cache, BLOCK, lambda: 0.0) is None

@@ -200,7 +200,9 @@ class ToyEngine:
         self.until(lambda: all(request.is_finished() for request in requests.values()))
         return {name: list(request.output_token_ids) for name, request in requests.items()}
 
-    def add(self, name: str, tokens: list[int], count: int, **params: Any) -> Any:
+    def add(
+        self, name: str, tokens: list[int], count: int, salt: str | None = None, **params: Any
+    ) -> Any:
         """A request for ``count`` output tokens; the steps from now on run it. ``params``: its
         ``kv_transfer_params``."""
         from vllm.sampling_params import SamplingParams
@@ -212,7 +214,7 @@ class ToyEngine:
             temperature=0.0,
             extra_args={"kv_transfer_params": params or None},
         )
-        request = Request(name, tokens, options, None, block_hasher=self._hasher)
+        request = Request(name, tokens, options, None, cache_salt=salt, block_hasher=self._hasher)
         self.scheduler.add_request(request)
         return request
 

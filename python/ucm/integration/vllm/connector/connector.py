@@ -49,6 +49,7 @@ from ucm.store.factory import UcmConnectorFactoryV1
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         KVConnectorStats,
@@ -367,6 +368,11 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """The same where vLLM may have several KV groups."""
         return self.request_finished(request, block_ids[0] if block_ids else [])
+
+    @harmless(list, after=True)
+    def take_events(self) -> list[KVCacheEvent]:
+        """The events of stored blocks since vLLM's last call, where it publishes events."""
+        return [] if self._scheduler is None else self._scheduler.take_events()
 
     def has_pending_push_work(self) -> bool:
         """Whether an idle engine should go on stepping."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ from ucm.integration.vllm.connector.identity.keys import (
 )
 from ucm.integration.vllm.connector.identity.weights import ModelMemory, weight_source
 from ucm.integration.vllm.connector.platforms import Platform, cores_here, platform_of, why_slower
+from ucm.integration.vllm.connector.scheduler.events import block_events
 from ucm.integration.vllm.connector.scheduler.readiness import Readiness, StoreSelection
 from ucm.integration.vllm.connector.scheduler.scheduler import UCMConnectorScheduler
 from ucm.integration.vllm.connector.stores import engine_stores, state_directory
@@ -265,6 +267,7 @@ def make_scheduler(
         rates=rates,
         may_load=_may_load(vllm_config),
         sparse=sparse,
+        events=block_events(vllm_config, kv_cache_config, tokens, time.monotonic),
         closers=(rates.close, identity.close, adapters.close, background.close),
     )
 

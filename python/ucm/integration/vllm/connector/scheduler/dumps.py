@@ -151,8 +151,13 @@ class _Job:
     hashes: list[object]  # vLLM's, of the blocks
     owner: RequestTracker
     preemptions: int  # of the owner
+    generation: int
     staged: set[int] = field(default_factory=set)
     done: dict[int, DumpResult] = field(default_factory=dict)
+
+
+#: A request, and blocks of it that every rank has published: their keys by ordinal.
+Written = tuple[RequestTracker, dict[int, bytes]]
 
 
 class DumpPlanner:
@@ -167,6 +172,8 @@ class DumpPlanner:
         self._block_tracker, self._health = block_tracker, health
         self._clock = clock
         self._numbers = itertools.count(1)
+        #: Counts the resets of vLLM's caches; keys of before name no hits.
+        self.generation = 0
         self._pool: BlockPool | None = None
         self._ranks: frozenset[int] = frozenset()
         self._free: dict[int, int | None] = {}
@@ -269,7 +276,8 @@ class DumpPlanner:
         keys, sources = tracker.keys[start:end], list(blocks[start:end])
         hashes = [block.block_hash for block in sources]
         preemptions = tracker.request.num_preemptions
-        job = _Job(next(self._numbers), keys, start, sources, hashes, tracker, preemptions)
+        number, generation = next(self._numbers), self.generation
+        job = _Job(number, keys, start, sources, hashes, tracker, preemptions, generation)
         known = self._block_tracker
         dump = Dump(
             job=job.number,
@@ -286,9 +294,10 @@ class DumpPlanner:
         known.writing(keys, job.number)
         return dump
 
-    def report(self, rank: RankReport, live: Iterable[RequestTracker]) -> None:
+    def report(self, rank: RankReport, live: Iterable[RequestTracker]) -> list[Written]:
         """A rank's news: releases blocks that every rank has staged, ends jobs that every rank has
-        ended."""
+        ended. Returns the published blocks of these jobs."""
+        written: list[Written] = []
         self._reported_at = self._clock()
         self._free[rank.rank] = rank.free_slots
         self._seen[rank.rank] = max(self._seen.get(rank.rank, 0), rank.last_job)
@@ -301,7 +310,10 @@ class DumpPlanner:
                 job.done[rank.rank] = result
                 if job.done.keys() >= self._ranks:
                     del self._jobs[job.number]
-                    self._finish(job, live)
+                    published = self._finish(job, live)
+                    if job.generation == self.generation:
+                        written.append((job.owner, published))
+        return written
 
     def jobs_to_flush(self, live: Mapping[str, RequestTracker]) -> list[int]:
         """The jobs whose blocks vLLM has handed to others in the planned step, and some rank may
@@ -339,7 +351,8 @@ class DumpPlanner:
         self._unread -= len(job.blocks)
         job.blocks = []
 
-    def _finish(self, job: _Job, live: Iterable[RequestTracker]) -> None:
+    def _finish(self, job: _Job, live: Iterable[RequestTracker]) -> dict[int, bytes]:
+        published: dict[int, bytes] = {}
         busy = any(result.busy for result in job.done.values())
         failed = {row for result in job.done.values() for row in result.failed}
         refused = {row for result in job.done.values() if not result.busy for row in result.failed}
@@ -351,6 +364,7 @@ class DumpPlanner:
                 self._block_tracker.not_written(key, refuse=row in refused)
             else:
                 self._block_tracker.written(key, self._clock())
+                published[job.first + row] = key
         failed -= left_alone
         refused -= left_alone
         self.published_blocks += len(job.keys) - len(failed) - len(left_alone)
@@ -358,7 +372,7 @@ class DumpPlanner:
         self.busy_blocks += len(failed) - len(refused)
         if not failed:
             self._fail_pause = FAIL_PAUSE_S
-            return
+            return published
         now = self._clock()
         if refused and now >= self._failing_until:  # jobs planned before the pause say nothing new
             self._failing_until = now + self._fail_pause
@@ -370,6 +384,7 @@ class DumpPlanner:
         for tracker in live:  # requests that hold the block offer it again
             if tracker.cursor > at and at < len(tracker.keys) and tracker.keys[at] == key:
                 tracker.cursor = at
+        return published
 
 
 def untouched(block: KVCacheBlock, was: object) -> bool:

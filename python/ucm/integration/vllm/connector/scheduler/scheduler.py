@@ -42,7 +42,9 @@ from ucm.integration.vllm.connector.scheduler.dumps import (
     DeferredDumps,
     DumpPlanner,
     OtherConnectors,
+    Written,
 )
+from ucm.integration.vllm.connector.scheduler.events import BlockEvents
 from ucm.integration.vllm.connector.scheduler.hints import RankHints
 from ucm.integration.vllm.connector.scheduler.lookup import (
     AT_ONCE_TOKENS,
@@ -72,6 +74,7 @@ from ucm.integration.vllm.connector.stats import BUSY, MissStats, TierCounts
 from ucm.reasons import MissReason, named
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -105,6 +108,7 @@ class UCMConnectorScheduler:
         rates: RateMemory | None = None,
         may_load: bool = True,
         sparse: SparseScheduler | None = None,
+        events: BlockEvents | None = None,
         closers: Sequence[Callable[[], None]] = (),
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
@@ -113,9 +117,9 @@ class UCMConnectorScheduler:
         """``extra_keys``: the inputs of a request's KV beside its tokens; ``background`` runs
         lookups; ``block_tokens``: tokens of one device block; ``rates`` keeps the measured speeds;
         ``may_load``: whether vLLM allocates only blocks that no step under way writes; ``sparse``:
-        sparse attention, where it is configured; ``closers`` are called at the end; ``chance``
-        draws numbers from [0, 1). Raises :class:`~ucm.errors.ConfigError` for a key of tenants'
-        tags that cannot be used."""
+        sparse attention, where it is configured; ``events``: those of stored blocks, where they are
+        published; ``closers`` are called at the end; ``chance`` draws numbers from [0, 1). Raises
+        :class:`~ucm.errors.ConfigError` for a key of tenants' tags that cannot be used."""
         self._config = config
         self.readiness = readiness
         self.failures = Failures("scheduler side", self._abandon)
@@ -146,6 +150,7 @@ class UCMConnectorScheduler:
         self._tenants = TenantTags.configured(config.tenant_key_file)
         self.dumps = DumpPlanner(self._block_tracker, self.health, clock)
         self._deferred = DeferredDumps(self.dumps)
+        self._events = events or BlockEvents(block_tokens, clock, enabled=False)
         self._manager: KVCacheManager | None = None
         self._pool: BlockPool | None = None
         # vLLM's table of cached blocks, a new one whenever it was emptied
@@ -172,6 +177,7 @@ class UCMConnectorScheduler:
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
         """Bind the pool of blocks."""
         self.dumps.bind(pool)
+        self._events.bind(pool)
         self._pool, self._device_cache = pool, getattr(pool, "cached_block_hash_to_block", None)
         if self._device_cache is None:
             self.readiness.off(
@@ -616,6 +622,7 @@ class UCMConnectorScheduler:
                 self._refuse(split_keys(failure.refused))
                 for key in split_keys(failure.newer):
                     self._block_tracker.mark_newer(key)
+                    self._report_removed([key])
                 if (tracker := self._live.get(failure.request)) and failure.unselectable:
                     tracker.selectable, tracker.loading = False, range(0)
                 elif tracker:
@@ -625,7 +632,9 @@ class UCMConnectorScheduler:
                     self._rewound(tracker)
                 text = "request %s: a load failed, computing instead"
                 throttle.warning("load failed", text, failure.request)
-            self.dumps.report(rank, [*self._live.values(), *self._deferred.trackers])
+            self._report_stored(
+                self.dumps.report(rank, [*self._live.values(), *self._deferred.trackers])
+            )
             if any(result.failed for result in rank.done):
                 for tracker in self._live.values():
                     self._rewound(tracker)
@@ -644,9 +653,27 @@ class UCMConnectorScheduler:
         on the device."""
         for key in keys:
             self._block_tracker.refuse(key)
+        self._report_removed(keys)
         if keys and self._offload is not None:
             for tracker in self._live.values():
                 tracker.withdrawn(set(keys))
+
+    @harmless(None)
+    def _report_stored(self, written: Sequence[Written]) -> None:
+        """Publish events of blocks that every rank has published; not of those that serve their own
+        request alone."""
+        for tracker, blocks in written:
+            last = FAR if tracker.private_at is None else tracker.private_at
+            shared = {at: key for at, key in blocks.items() if at < last}
+            self._events.stored(tracker.request, shared)
+
+    @harmless(None)
+    def _report_removed(self, keys: Sequence[bytes]) -> None:
+        self._events.removed(keys)
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """The events of stored blocks since vLLM's last call."""
+        return self._events.take(self._block_tracker.trusted)
 
     def _on_lost_blocks(self, lost: Sequence[tuple[str, int]]) -> None:
         """Blocks of running requests are neither on the device nor in the store."""
@@ -706,8 +733,10 @@ class UCMConnectorScheduler:
         more."""
         self.readiness.begin_generation(emptied=True, forget=forget)
         late, self._late_dumps = self._late_dumps, []
+        self.dumps.generation += 1
         self.dumps.drop(late)
         self._deferred.drop()
+        self._events.forget()
         for name, tracker in self._live.items():
             tracker.invalidate()
             self._due[name] = self._block_tokens
@@ -727,6 +756,7 @@ class UCMConnectorScheduler:
         self._loads, self._late_dumps = [], []
         self.dumps.forget()
         self._deferred.drop()
+        self._events.forget()
 
     def take_tiers(self) -> dict[str, Any]:
         """News of the tiers of this side's store, about once a second."""
@@ -780,6 +810,7 @@ class UCMConnectorScheduler:
             store, masks = self.readiness.store, self.readiness.masks
             assert store is not None  # the phase is open
             self._lookups = Lookups(self._background, store, masks, self._locally_visible)
+            self._events.open(store.tier_media)
             self.dumps.open(self.readiness.ranks)
             if self._rates is not None:
                 self._rates.open(self.readiness.identity_text, self.readiness.store_label)
@@ -790,3 +821,4 @@ class UCMConnectorScheduler:
         maker, request = self._keys, tracker.request
         at_once, clock = maker.at_once(request, AT_ONCE_TOKENS), self._clock
         tracker.lookup = self._lookups.start(lambda: maker.first(request), clock, at_once=at_once)
+        self._events.follow(request, tracker.lookup)
