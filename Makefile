@@ -230,6 +230,22 @@ test-long-engines: $(RUN_ENV) ## part of test-long: tests with vLLM engines, one
 	@UCM_TEST_COMPILED=1 $(STAGE) "sparse attention, compiled" $(RUN_BIN)/python -m pytest tests/vllm/test_sparse.py -k "not v2"
 	@$(foreach name,$(SPARSE_NAMES),$(STAGE) "demo of $(name)" $(RUN_BIN)/python demo/sparse.py $(name);)
 
+# The other versions of vLLM, each unpacked into build/vllm to stand before the installed one: make test-versions
+# VERSIONS="0.30.0 0.33.0". The installed version runs all tests in make test.
+VERSIONS ?= $(shell sed -n 's/^[^#].*==//p' requirements/versions.txt)
+with_version = $(STAGE) "$(2) on vLLM $(1)" env PYTHONPATH=$(CURDIR)/build/vllm/$(1) $(BIN)/python -m pytest --quiet $(3)
+.PHONY: test-versions
+test-versions: $(VENV)/.stamp-core $(foreach version,$(VERSIONS),build/vllm/$(version)/.stamp) ## run short tests on the other versions of vLLM that are served (VERSIONS=)
+	@$(foreach version,$(VERSIONS),\
+		$(call with_version,$(version),classes,--timeout 120 tests/vllm_unit tests/connector \
+			--ignore tests/connector/test_long_prompts.py --ignore tests/connector/test_never_slower.py);\
+		$(call with_version,$(version),engines,-m versions tests/vllm);)
+
+build/vllm/%/.stamp: $(VENV)/.stamp-vllm tools/vllm_version.py requirements/versions.txt
+	@$(STAGE) "unpack vLLM $*" $(BIN)/python tools/vllm_version.py $(UV) \
+		$$(grep -E '==$*$$' requirements/versions.txt) $(@D)
+	@touch $@
+
 .PHONY: test-wheel
 test-wheel: $(VENV)/.stamp-dev $(VENV)/.stamp-wheel ## test the wheel in a clean environment, without Rust, vLLM or torch
 	@UCM_TEST_WHEEL=$$(ls $(CURDIR)/dist/*.whl) UCM_TEST_UV=$(abspath $(UV)) \

@@ -52,6 +52,7 @@ def assert_back_to_normal(engine: Engine, disk: Disk, name: str, right: Result) 
     ask_until_reused(engine, STORED[name], right)
 
 
+@pytest.mark.versions
 def test_failed_load_is_recomputed(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
     """All blocks fail: the tokens are right and the same blocks are not claimed repeatedly."""
     since = len(cold.disk.faults.events("load"))
@@ -62,6 +63,7 @@ def test_failed_load_is_recomputed(warm: Engine, cold: Life, reference: dict[str
     assert_back_to_normal(warm, cold.disk, "middle", reference["middle"])
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("at", [0, 5, -1], ids=["first", "middle", "last"])
 def test_one_failed_block(warm: Engine, cold: Life, reference: dict[str, Result], at: int) -> None:
     """Blocks before the failed one are used, later ones are computed."""
@@ -268,6 +270,7 @@ def missed(engine: Engine, reason: str) -> float:
     return engine.metrics()[f"ucm_missed_blocks_total:{reason}"]
 
 
+@pytest.mark.versions
 def test_damaged_block(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
     """A block that is short (any store) or has a flipped byte (a store with checksums) is computed
     again."""

@@ -24,6 +24,7 @@ def test_disabled_engine_reuses_nothing(reference: dict[str, Result]) -> None:
     assert reference["disabled"].cached == 0
 
 
+@pytest.mark.versions
 def test_runner_is_the_one_asked_for(cold: Life) -> None:
     modules = {"v1": "vllm.v1.worker.gpu_model_runner", "v2": "vllm.v1.worker.gpu.model_runner"}
     assert cold.runner_module == modules[cold.runner]
@@ -39,6 +40,7 @@ def test_cold_answers_are_right(cold: Life, reference: dict[str, Result], name: 
     assert_same(cold.answers[name], reference[name])
 
 
+@pytest.mark.versions
 def test_cold_engine_stored_every_full_block_once(cold: Life) -> None:
     """Prompt and output blocks, each distinct one once, although the engine was ended right after
     its last answer."""
@@ -51,6 +53,7 @@ def test_cold_engine_stored_every_full_block_once(cold: Life) -> None:
     assert cold.stored == len(held) + len(salted)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", STORED)
 def test_restarted_engine_reuses(
     warm: Engine, cold: Life, reference: dict[str, Result], name: str
@@ -82,6 +85,7 @@ def test_prompt_shorter_than_a_block(
     assert len(cold.disk.files()) == before
 
 
+@pytest.mark.versions
 def test_shared_prefix_of_a_new_prompt(
     warm: Engine, cold: Life, reference: dict[str, Result]
 ) -> None:
@@ -104,6 +108,7 @@ def test_device_prefix_is_continued_from_the_store(
     assert_reused(answer, STORED["middle"])
 
 
+@pytest.mark.versions
 def test_concurrent_requests(warm: Engine, reference: dict[str, Result]) -> None:
     """Six loads at a time, two of them of the same blocks, beside a request that computes."""
     asks = [case.ask() for case in CROWD.values()]

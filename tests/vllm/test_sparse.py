@@ -217,6 +217,7 @@ class TestCodes:
         assert (news["loaded"], news["rebuilt"]) == (0, coded.full_blocks)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", ["long", "middle"])
 def test_prompts_of_a_dense_engine_are_loaded_and_selected_from(
     sparse: Engine, answers: Callable[[str], Answer], name: str
@@ -227,6 +228,7 @@ def test_prompts_of_a_dense_engine_are_loaded_and_selected_from(
     assert_selected(sparse, result, answers(name))
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", ["alone", "turns_sparse", "brief", "goes_on"])
 def test_new_prompts(sparse: Engine, answers: Callable[[str], Answer], name: str) -> None:
     """In chunks, and across the length from which on blocks are chosen."""

@@ -85,15 +85,22 @@ def kv_configs(
     config: Any, specs: list[dict[str, Any]] | None = None, memory: int = 64 << 20
 ) -> tuple[Any, list[Any]]:
     """vLLM's KV cache configuration as the scheduler sees it, and as each worker does."""
-    from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_kv_cache_configs
+    from vllm.v1.core import kv_cache_utils
 
     if specs is None:
         specs = [layer_specs(config)] * config.parallel_config.world_size
     config.cache_config.kv_cache_layout = "LBHNC"
-    workers = get_kv_cache_configs(config, specs, [memory] * len(specs))
+    available = [memory] * len(specs)
+    if hasattr(kv_cache_utils, "get_kv_cache_configs"):
+        workers = kv_cache_utils.get_kv_cache_configs(config, specs, available)
+    else:  # vLLM 0.33
+        from vllm.v1.core import kv_cache_planning
+
+        groups = kv_cache_planning.get_global_kv_cache_groups(config, specs)
+        workers = kv_cache_planning.get_kv_cache_configs(config, specs, available, groups)
     for worker in workers:
         worker.kv_cache_layout = "LBHNC"
-    return generate_scheduler_kv_cache_config(workers), workers
+    return kv_cache_utils.generate_scheduler_kv_cache_config(workers), workers
 
 
 def identity_of(model: Path | str, weights: str = "", **args: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from ucm.config import parse
 from ucm.config.words import PLATFORMS as WORDS
@@ -155,7 +155,8 @@ def test_both_halves_are_off_and_the_engine_starts(
     warned = [record for record in caplog.records if record.levelno >= logging.WARNING]
     # Variables of the tests themselves are unknown to the configuration, which says so once in a
     # process.
-    said = [record.getMessage() for record in warned if record.name != "ucm.config"]
+    ours = [record for record in warned if record.name.startswith("ucm")]
+    said = [record.getMessage() for record in ours if record.name != "ucm.config"]
     assert said == [f"the cache is off: {off[1]}"]
     assert half._scheduler is None
     assert worker._worker is None
@@ -175,11 +176,25 @@ def test_both_halves_are_off_and_the_engine_starts(
 
 @pytest.mark.parametrize("platform", PLATFORMS, ids=lambda platform: platform.word)
 @pytest.mark.parametrize("sleeps", [True, False])
-def test_sleep_mode_is_for_processors_alone(platform: Platform, sleeps: bool) -> None:
-    """Dumps hold no block, and an engine that falls asleep takes the memory of a device away
-    without a word."""
-    config: Any = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=sleeps))
-    assert bool(unmapped(platform, config)) == (sleeps and platform.word != "host")
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("announces", [True, False])
+def test_sleep_mode_is_served_where_vllm_announces_a_sleep(
+    monkeypatch: pytest.MonkeyPatch,
+    platform: Platform,
+    sleeps: bool,
+    sparse: bool,
+    announces: bool,
+) -> None:
+    """Dumps hold no block, and a sleep unmaps the KV of a device."""
+    name = "unregister_kv_caches"
+    if announces:
+        monkeypatch.setattr(KVConnectorBase_V1, name, lambda _: None, raising=False)
+    else:
+        monkeypatch.delattr(KVConnectorBase_V1, name, raising=False)
+    engine: Any = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=sleeps))
+    why = unmapped(parse({"sparse_type": "Quest"} if sparse else {}), platform, engine)
+    assert bool(why) == (sleeps and platform.word != "host" and (sparse or not announces))
+    assert ("sparse attention" in why) == (bool(why) and announces)
 
 
 def test_a_connector_that_is_made_as_the_original_makes_it_needs_the_layout() -> None:

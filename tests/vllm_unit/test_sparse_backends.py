@@ -8,6 +8,7 @@ the place of their kernels, so what is proven is what a kernel is given.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import logging
 import subprocess
 import sys
@@ -46,6 +47,15 @@ from ucm.sparse.selector import Geometry
 
 pytestmark = pytest.mark.timeout(300)
 
+#: Fields that vLLM 0.30 and 0.31 have: no prefix that rows share is attended to once.
+NO_CASCADE: dict[str, Any] = {
+    "use_cascade": False,
+    "common_prefix_len": 0,
+    "cu_prefix_query_lens": None,
+    "prefix_kv_lens": None,
+    "suffix_kv_lens": None,
+}
+
 
 @pytest.fixture(autouse=True)
 def _no_host() -> Iterator[None]:
@@ -80,6 +90,19 @@ def test_a_name_leads_to_vllms_class_unless_sparse_attention_is_configured(
     assert found.get_builder_cls().get_cudagraph_support(config, None) == AttentionCGSupport.NEVER
     with pytest.raises(AttributeError):
         registering.FLASHINFER  # noqa: B018
+
+
+def test_rows_that_select_share_no_prefix(engines: Any, tiny: Path, tmp_path: Path) -> None:
+    """Each has a block table of its own. vLLM 0.30 and 0.31 ask, where a user wants it."""
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    with set_current_vllm_config(sparse_engine(engines, tiny, tmp_path, **QUEST)):
+        builder: Any = object.__new__(AttentionBackendEnum.FLASH_ATTN.get_class().get_builder_cls())
+    rows = {"query_lens": [1] * 64, "num_query_heads": 32, "num_kv_heads": 8}
+    plain = {"use_alibi": False, "use_sliding_window": False, "use_local_attention": False}
+    many = {"num_sms": 64, "dcp_world_size": 1, "common_prefix_len": 4096}
+    assert builder.use_cascade_attention(**rows, **plain, **many) is False
 
 
 def test_the_entry_imports_only_the_standard_library(tmp_path: Path) -> None:
@@ -357,6 +380,8 @@ def test_grouped_kernels_are_given_the_kept_blocks(
             "softmax_segm_expsum": empty,
             "causal": True,
         }
+    fields = {field.name for field in dataclasses.fields(kind)}
+    extra |= {field: value for field, value in NO_CASCADE.items() if field in fields}
     query, keys, values, slots = rows.step()
     metadata = kind(
         num_actual_tokens=len(query),

@@ -9,12 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sparse_parts import QUEST, sparse_engine
 
+from ucm.config import parse
 from ucm.integration.vllm.attention import registering, setup
 from ucm.integration.vllm.compat import versions
 from ucm.integration.vllm.compat.block_size import common_block_size
-from ucm.integration.vllm.connector import UCMConnector
+from ucm.integration.vllm.connector import UCMConnector, factory
 from ucm.reasons import MissReason
 
 SERVED = ["0.30.0", "0.30.2rc1", "0.31.0", "0.32.0", "0.32.0+cpu", "0.33.0", "0.33.1.dev7+g0a1b2c3"]
@@ -101,7 +103,8 @@ def test_below_the_table_the_cache_is_off_with_one_sentence(
     assert worker.build_connector_worker_meta() is None
     assert scheduler.has_pending_push_work() is False
     assert scheduler.request_finished(request, []) == (False, None)
-    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
+    warned = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len([record for record in warned if record.name.startswith("ucm")]) == 1
 
 
 def test_above_the_table_there_is_one_warning(
@@ -167,6 +170,49 @@ def test_a_manager_of_an_older_version_takes_its_own_arguments(
     manager.allocate_external_computed_blocks("r", 32, 64, False)
     manager.allocate_external_computed_blocks("r", 32, 64, record_for_zeroing=False)
     assert seen == [("r", 32, 64), ("r", 32, 64, True), ("r", 32, 64, False), ("r", 32, 64, False)]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_the_kv_of_tensor_ranks_is_stored_once_where_vllm_says_that_it_is_the_same(
+    engines: Any,
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    named: bool,
+) -> None:
+    """Latent attention on two tensor ranks; vLLM 0.30 does not say it."""
+    from vllm.distributed import parallel_state
+    from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec
+
+    config = engines.engine_config(tiny, tensor_parallel_size=2)
+    latent = {"block_size": 32, "num_kv_heads": 1, "head_size": 576, "dtype": torch.float32}
+    if "max_tp_shards" in MLAAttentionSpec.__dataclass_fields__:
+        latent["max_tp_shards"] = 1
+    spec = MLAAttentionSpec(**latent)
+    names = engines.layer_specs(config)
+    scheduler, workers = engines.kv_configs(config, [dict.fromkeys(names, spec)] * 2)
+    for known in (scheduler, *workers):
+        if not named and hasattr(known, "kv_tp_replicas"):
+            del known.kv_tp_replicas
+        elif named:
+            assert getattr(known, "kv_tp_replicas", 2) == 2
+            known.kv_tp_replicas = 2
+    monkeypatch.delattr(KVCacheConfig, "kv_tp_replicas", raising=False)
+    parts = []
+    for rank, worker in enumerate(workers):
+        for name, place in (("get_pp_group", 0), ("get_tp_group", rank)):
+            group = SimpleNamespace(rank_in_group=place)
+            monkeypatch.setattr(parallel_state, name, lambda group=group: group)
+        keys = parse({"storage_backends": str(tmp_path)})
+        made = factory.make_worker(keys, config, worker).rank
+        parts.append((made.part, made.writer))
+    second = ((0, 0, 0), False) if named else ((0, 0, 1), True)
+    assert parts == [((0, 0, 0), True), second]
+    monkeypatch.setattr(logging.getLogger("ucm"), "propagate", True)
+    factory._warn_of_copies(config, scheduler)
+    said = [record.getMessage() for record in caplog.records if "same KV" in record.getMessage()]
+    assert len(said) == (0 if named else 1)
 
 
 def test_only_one_room_mentions_versions_of_vllm() -> None:

@@ -65,6 +65,9 @@ def derive(base: type[AttentionBackend], vllm_config: VllmConfig) -> type[Attent
             "__doc__": f"{builder_base.__name__}, around which no full graph is captured.",
             "_cudagraph_support": AttentionCGSupport.NEVER,
             "get_cudagraph_support": classmethod(get_cudagraph_support),
+            # An option of older versions: a prefix that rows share is attended to once, but rows
+            # that select have block tables of their own.
+            "use_cascade_attention": staticmethod(lambda *_args, **_kwargs: False),
         },
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 #: Major and minor version of the releases that ucm was tested with, from the oldest.
 SERVED: tuple[tuple[int, int], ...] = ((0, 30), (0, 31), (0, 32), (0, 33))
@@ -35,6 +36,23 @@ def why_untested(version: str) -> str:
         f"vLLM {version} is not among the versions that ucm was tested with "
         f"({_text(SERVED[0])} to {_text(SERVED[-1])}); the cache is used all the same"
     )
+
+
+def announces_sleep() -> bool:
+    """Whether vLLM calls a connector before it unmaps the KV for a sleep; since 0.33."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    return hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+
+
+def names_replicas(kv_cache_config: Any) -> bool:
+    """Whether vLLM says which tensor ranks hold the same KV; since 0.31."""
+    return hasattr(kv_cache_config, "kv_tp_replicas")
+
+
+def kv_replicas(kv_cache_config: Any) -> int:
+    """Consecutive tensor ranks that hold the same KV; 1 where vLLM does not say it."""
+    return max(1, getattr(kv_cache_config, "kv_tp_replicas", 1))
 
 
 def _release(version: str) -> tuple[int, int] | None:

@@ -48,7 +48,7 @@ from ucm.reasons import MissReason
 from ucm.store.factory import UcmConnectorFactoryV1
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
@@ -401,6 +401,28 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             self._sparse_worker.register_kv_caches(kv_caches)
         if self._worker is not None:
             self._worker.register_kv_caches(kv_caches)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """vLLM may sleep: it calls the next two methods."""
+        del kv_transfer_config
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """vLLM is about to unmap the KV, for a sleep. Loads that were not reported are lost."""
+        self._pending.lost_but(())
+        self._unregister()
+
+    @harmless(None, vital=True, after=True)
+    def _unregister(self) -> None:
+        if self._worker is not None:
+            self._worker.unregister_kv_caches()
+
+    @harmless(None, vital=True, after=True)
+    def restore_kv_caches(self) -> None:
+        """The KV is mapped again, after the sleep."""
+        if self._worker is not None:
+            self._worker.restore_kv_caches()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The plan of the step that begins."""

@@ -22,7 +22,13 @@ from ucm._core import run_threads_on
 from ucm.config import UcmConfig
 from ucm.config.words import DISABLE_VARIABLE
 from ucm.errors import ConfigError
-from ucm.integration.vllm.compat.versions import installed, why_unserved
+from ucm.integration.vllm.compat.versions import (
+    announces_sleep,
+    installed,
+    kv_replicas,
+    names_replicas,
+    why_unserved,
+)
 from ucm.integration.vllm.connector.admission.admission import UNKNOWN_LOAD_S, Admission, RateMemory
 from ucm.integration.vllm.connector.admission.rates import ComputeRate
 from ucm.integration.vllm.connector.guard import IDLE, Background, logger
@@ -86,7 +92,7 @@ def why_off(
     platform = _platform(config)
     text = platform if isinstance(platform, str) else _unsupported(vllm_config, kv_cache_config)
     if not text and isinstance(platform, Platform):
-        text = unmapped(platform, vllm_config)
+        text = unmapped(config, platform, vllm_config)
     if not text and decides:
         text = why_not_reusable(vllm_config, kv_cache_config)
     if text:
@@ -106,15 +112,22 @@ def _switched_off(config: UcmConfig, key: str) -> str:
     return f'"{key}" is false in {origin}; write true or leave it out to use the cache'
 
 
-def unmapped(platform: Platform, vllm_config: VllmConfig) -> str:
+def unmapped(config: UcmConfig, platform: Platform, vllm_config: VllmConfig) -> str:
     """Why copies could access memory of a device that is unmapped."""
     sleeps = getattr(vllm_config.model_config, "enable_sleep_mode", False)
     if not sleeps or platform.device == "cpu":
         return ""
-    return (
-        "sleep mode takes the memory of the KV away under dumps that are still to read it, and vLLM"
-        " does not say so before: nothing is claimed or stored; start without enable_sleep_mode"
-    )
+    if not announces_sleep():
+        return (
+            "sleep mode unmaps the KV, and this version of vLLM does not notify connectors before:"
+            " nothing is claimed or stored; start without enable_sleep_mode, or update vLLM"
+        )
+    if config.sparse.enabled:
+        return (
+            "sleep mode with sparse attention is not supported yet: nothing is claimed or stored;"
+            " start without enable_sleep_mode, or set ENABLE_SPARSE=false"
+        )
+    return ""
 
 
 def _platform(config: UcmConfig) -> Platform | str:
@@ -212,6 +225,16 @@ def _warn_of_few_cores(vllm_config: VllmConfig) -> None:
         logger.warning("%s", text)
 
 
+def _warn_of_copies(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Each tensor rank holds all KV of latent attention, without context parallelism."""
+    parallel, groups = vllm_config.parallel_config, kv_cache_config.kv_cache_groups
+    kinds = {spec_kind(spec) for group in groups for spec in layer_specs(group.kv_cache_spec)}
+    ranks = parallel.tensor_parallel_size // parallel.decode_context_parallel_size
+    if ranks > 1 and kinds == {"MLAAttentionSpec"} and not names_replicas(kv_cache_config):
+        text = "this version of vLLM does not report that %d tensor ranks hold the same KV"
+        logger.warning(f"{text}, so each of them stores it", ranks)
+
+
 def make_scheduler(
     config: UcmConfig,
     vllm_config: VllmConfig,
@@ -221,6 +244,7 @@ def make_scheduler(
     """The scheduler side of a supported engine; waits a few seconds at most for the weights'
     digest."""
     _warn_of_few_cores(vllm_config)
+    _warn_of_copies(vllm_config, kv_cache_config)
     tokens = block_tokens(vllm_config, kv_cache_config)
     own = engine_identity(vllm_config, kv_cache_config, "")
     root = config.root or state_directory()
@@ -310,7 +334,7 @@ def make_worker(
     pipeline, tensor = get_pp_group().rank_in_group, get_tp_group().rank_in_group
     platform = _served_platform(config)
     _leave_the_bound_core()
-    replicas = max(1, getattr(kv_cache_config, "kv_tp_replicas", 1))
+    replicas = kv_replicas(kv_cache_config)
     if config.load_only_first_rank and replicas < vllm_config.parallel_config.tensor_parallel_size:
         raise ConfigError(
             "load_only_first_rank: the ranks of this model hold different KV, remove the key"

@@ -38,7 +38,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from ucm.errors import InvalidInputError, UcmError
-from ucm.integration.vllm.compat.versions import installed
+from ucm.integration.vllm.compat.versions import installed, kv_replicas
 from ucm.integration.vllm.connector.guard import info_once, logger
 from ucm.integration.vllm.connector.identity.weights import (
     DECLARED,
@@ -482,7 +482,7 @@ def engine_identity(
         "kv_groups": kv_groups(vllm_config, kv_cache_config, groups),
         "block_tokens": block_tokens(vllm_config, kv_cache_config),
         "tensor_parallel": {
-            "kv_replicas": getattr(kv_cache_config, "kv_tp_replicas", 1),
+            "kv_replicas": kv_replicas(kv_cache_config),
             "size": parallel.tensor_parallel_size,
         },
         "pipeline_parallel": {

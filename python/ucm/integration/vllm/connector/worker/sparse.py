@@ -35,6 +35,7 @@ from ucm.integration.vllm.attention.setup import (
     set_up,
 )
 from ucm.integration.vllm.compat.block_size import common_block_size
+from ucm.integration.vllm.compat.versions import kv_replicas
 from ucm.integration.vllm.connector.guard import logger
 from ucm.integration.vllm.connector.identity.engine_identity import layer_specs
 from ucm.integration.vllm.connector.stats import SparseCounts
@@ -314,8 +315,7 @@ def _writes(kv_cache_config: Any) -> bool:
     """Whether this rank stores its part: of ranks with the same KV, the first does."""
     from vllm.distributed.parallel_state import get_tp_group
 
-    replicas = max(1, getattr(kv_cache_config, "kv_tp_replicas", 1))
-    return bool(get_tp_group().rank_in_group % replicas == 0)
+    return bool(get_tp_group().rank_in_group % kv_replicas(kv_cache_config) == 0)
 
 
 def _backend_of(layers: Mapping[str, Any]) -> str:

@@ -284,6 +284,15 @@ class Loads:
         running = [one for one in self._running if not poll or not finished(one.store, one.task)]
         return {one.work.request for one in running} | ({} if poll else self._selecting).keys()
 
+    def drain(self) -> None:
+        """Return when no load under way writes to device blocks any more, because they are about to
+        be unmapped; the store's deadline of a load bounds the wait."""
+        for running in self._running:
+            try:
+                running.store.wait(running.task)
+            except Exception as error:  # reported when it is polled
+                throttle.warning("drain", "a load failed: %s", error)
+
     def forget(self, load: Load) -> None:
         """This load was reported as failed: drop its state, which a later load of its request must
         not find, and report the failure to the scheduler side, which then claims the same hit no

@@ -115,6 +115,7 @@ class UCMConnectorWorker:
         self._shutdown_allowance = shutdown_allowance
         self._clock = clock
         self._layout: KVLayout | None = None
+        self._unmapped: KVLayout | None = None  # while vLLM sleeps
         self._problem = "vLLM registered no KV cache"
         self._store: UcmKVStoreBaseV1 | None = None
         self._opened: tuple[int, UcmKVStoreBaseV1] | None = None  # by the attempt it was opened for
@@ -162,6 +163,20 @@ class UCMConnectorWorker:
                 f"block_size is {wanted}, but a block of this engine has {tokens} tokens and {size}"
                 " bytes per rank; remove the key, or write one of the two"
             )
+
+    def unregister_kv_caches(self) -> None:
+        """vLLM is about to sleep, and unmaps the KV. When this returns, no transfer accesses it.
+        None begins before :meth:`restore_kv_caches`. The blocks of loads that were not reported
+        are lost; the caller reports them."""
+        self.drop_step()
+        self.loads.drain()
+        if self._layout is not None:
+            self._layout, self._unmapped = None, self._layout
+
+    def restore_kv_caches(self) -> None:
+        """vLLM has woken up: the KV is mapped again at the same addresses, with any content."""
+        if self._unmapped is not None:
+            self._layout, self._unmapped = self._unmapped, None
 
     def handshake(self) -> Handshake:
         """The facts of this rank that the scheduler side needs."""
@@ -293,8 +308,9 @@ class UCMConnectorWorker:
         """Begin this step's loads."""
         if self._plan is not None and self._plan.loads:
             loads, self._plan.loads = self._plan.loads, []
+            store = self._store if self._layout is not None else None
             for load in loads:
-                self.loads.start(load, self._store, self._mask)
+                self.loads.start(load, store, self._mask)
 
     def start_dumps(self) -> None:
         """Begin this step's dumps; the device has the model's work of the step."""
@@ -305,7 +321,7 @@ class UCMConnectorWorker:
             for dump in dumps:
                 self.dumps.skip(dump, self._store, self._mask)
             return
-        store, event = self._store, (0, None)
+        store, event = self._store if self._layout is not None else None, (0, None)
         if store is not None and self._layout is not None:
             try:
                 event = self._platform.mark(self._layout.device)
