@@ -46,6 +46,7 @@ def _turn(item: pytest.Item) -> tuple[str, int]:
     order = [
         "test_sparse",  # its last tests use the warm engine, with which test_reuse continues
         "test_reuse",
+        "test_policies",
         "test_faults",
         "test_shutdown",
         "test_ranks",

@@ -79,16 +79,19 @@ class Child:
 
     async def metrics(self) -> dict[str, float]:
         """Sum of every counter and gauge of the Prometheus registry, over its labels, and of each
-        ``name:reason``."""
+        ``name:reason`` and ``name:source``."""
         from prometheus_client import REGISTRY
 
         sums: dict[str, float] = {}
         for family in REGISTRY.collect():
             for sample in family.samples:
                 if not sample.name.endswith(("_bucket", "_created")):
-                    names = [sample.name]
-                    if "reason" in sample.labels:
-                        names.append(f"{sample.name}:{sample.labels['reason']}")
+                    labels = [
+                        sample.labels[label]
+                        for label in ("reason", "source")
+                        if label in sample.labels
+                    ]
+                    names = [sample.name, *(f"{sample.name}:{label}" for label in labels)]
                     for name in names:
                         sums[name] = sums.get(name, 0.0) + sample.value
         return sums

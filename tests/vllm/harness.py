@@ -172,8 +172,8 @@ class Engine:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Prometheus counters and gauges by name, summed over labels; ``name:reason`` for those
-        that have reasons."""
+        """Prometheus counters and gauges by name, summed over labels; ``name:reason`` and
+        ``name:source`` for those that have them."""
         return dict(self._call("metrics"))
 
     def rpc(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:

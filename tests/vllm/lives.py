@@ -91,6 +91,18 @@ class Life:
         return EngineSpec(self.model, self.runner, self.disk.store(), label=f"cold-{self.runner}")
 
     @property
+    def events(self) -> str:
+        """The address at which the warm engine publishes events of blocks."""
+        return f"ipc://{self.disk.root.parent}/events-{self.runner}"
+
+    @property
     def warm_spec(self) -> EngineSpec:
-        """An engine on this disk: a smaller pool and gates before the store, the same identity."""
-        return self.cold_spec.but(store=self.disk.faulty(), blocks=40, label=f"warm-{self.runner}")
+        """An engine on this disk: a smaller pool and gates before the store, the same identity, and
+        events of blocks."""
+        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.events}
+        return self.cold_spec.but(
+            store=self.disk.faulty(),
+            blocks=40,
+            args={"kv_events_config": events},
+            label=f"warm-{self.runner}",
+        )

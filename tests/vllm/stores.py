@@ -169,6 +169,7 @@ class FaultStore(UcmKVStoreBaseV1):
 
             self._inner = UcmConnectorFactoryV1.create_connector(inner, own)
         self.has_staged_level = self._inner.has_staged_level
+        self.tier_media = self._inner.tier_media
         self._pool = ThreadPoolExecutor(16, thread_name_prefix="fault-store")
 
     def lookup(self, block_ids: Sequence[bytes]) -> Sequence[bool]:
