@@ -51,6 +51,7 @@ def fill_the_device(engine: ToyEngine) -> None:
 def test_a_hit_counts_for_the_tier_that_it_was_found_in(
     engines: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("vllm.v1.metrics.cache_hit_source")  # older vLLMs do not ask
     first = ToyEngine(engines, tiny, monkeypatch, store=pipeline(tmp_path))
     ask(first, "cold")
     assert first.hits == {}

@@ -267,7 +267,7 @@ class ToyEngine:
         for of_client in outputs.values():
             if of_client.scheduler_stats is not None:
                 hits = of_client.scheduler_stats.connector_prefix_cache_stats
-                self.hits.update(hits.hits_by_source if hits is not None else {})
+                self.hits.update(getattr(hits, "hits_by_source", {}))
         return int(output.total_num_scheduled_tokens)
 
     def _forward(self, name: str, count: int) -> list[int]:
