@@ -266,3 +266,16 @@ def test_without_pytorch_keys_are_kept_unchecked_and_said_so(
     assert config.sparse.type == "InfLLM"
     assert "sparse.config.InfLLM.topk_blocks = 5  (kv_connector_extra_config)" in config.describe()
     assert any('"InfLLM"' in warning and "PyTorch" in warning for warning in config.warnings)
+
+
+@pytest.mark.parametrize(
+    ("dump", "offload", "refused"),
+    [("none", True, True), ("none", False, False), ("prompt", True, False)],
+)
+def test_offload_needs_stored_blocks(dump: str, offload: bool, refused: bool) -> None:
+    config = parse(
+        {"storage_path": "/d", "dump": dump, "ucm_sparse_config": {"Quest": {"offload": offload}}},
+        {},
+    )
+    assert [why for why in config.problems if "stores nothing" in why] == list(config.problems)
+    assert bool(config.problems) == refused
