@@ -736,10 +736,10 @@ class UCMConnectorScheduler:
         self.dumps.generation += 1
         self.dumps.drop(late)
         self._deferred.drop()
-        self._events.forget()
         for name, tracker in self._live.items():
             tracker.invalidate()
             self._due[name] = self._block_tokens
+        self._events.forget()
 
     def _device_cache_is_empty(self) -> bool:
         return self._pool is not None and not len(self._pool.cached_block_hash_to_block)
