@@ -319,7 +319,9 @@ def test_a_decode_server_is_killed_under_clients(site: Site) -> None:
     assert proxy.client.get("/health").status_code == 200
 
 
-def test_a_decode_server_is_killed_in_a_stream(site: Site) -> None:
+def test_the_last_decode_server_is_killed(site: Site) -> None:
+    """A stream ends with an error, unless vLLM had sent all of it at once, as it does on a busy
+    machine; new requests are refused within ``--retry-for``."""
     tokens, count = prompt(904, 3 * BLOCK), 800
     expected, proxy = site.alone(tokens, count), site.proxy
     body = request(COMPLETIONS, tokens, count, True)
@@ -328,12 +330,13 @@ def test_a_decode_server_is_killed_in_a_stream(site: Site) -> None:
         first = next(lines)
         site.decode[0].kill()
         text = "\n".join([first, *lines])
-    *whole, last = events(text)
-    assert "failed during the answer" in last["error"]["message"]
-    assert "[DONE]" not in text
-    got = answered(COMPLETIONS, whole)
-    assert 0 < len(got) < count
-    assert got == expected[: len(got)]
+    documents = events(text)
+    got = answered(COMPLETIONS, documents)
+    if "[DONE]" in text:
+        assert got == expected
+    else:
+        assert "failed during the answer" in documents[-1]["error"]["message"]
+        assert got == expected[: len(got)]
     refused = proxy.client.post(COMPLETIONS, json=body | {"stream": False})
     assert refused.status_code == 503
     assert "no decode server answered" in refused.json()["error"]["message"]
