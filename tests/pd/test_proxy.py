@@ -378,6 +378,17 @@ def test_a_body_that_does_not_arrive(site: Site) -> None:
             assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
 
 
+def test_a_client_that_does_not_read(site: Site) -> None:
+    d = site.stand_in()
+    body = json.dumps({"prompt": LONG, "max_tokens": 10**6, "stream": True}).encode()
+    head = f"POST {COMPLETION} HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n"
+    with site.proxy(mixed=[d], client_timeout=0.1) as client, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((client.base_url.host, client.base_url.port or 0))
+        connection.sendall(head.encode() + body)
+        wait_until(lambda: d.seen and d.seen[0].left, "the server saw the end")
+
+
 @pytest.mark.parametrize(
     ("given", "kept"), [("a-B_1.2:3", True), ("a b", False), ("é", False), ("x" * 129, False)]
 )
