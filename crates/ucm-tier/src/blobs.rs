@@ -1,15 +1,21 @@
 //! Named immutable bytes: the one shape that a directory and a bucket have in common.
 //!
-//! A medium that keeps segments implements [`Blobs`], which knows nothing of records. Reading,
-//! footers, index and lookups stand once above it, in [`crate::segment`]. Every call blocks until
-//! its deadline at the latest. Names, clocks, retries and listings that lag are the medium's own.
+//! A medium that keeps segments implements [`Blobs`] to read them and [`AppendBlobs`] to write
+//! them. Neither knows anything of records: reading, writing, footers, index and lookups stand once
+//! above them, in [`crate::segment`]. Every call blocks until its deadline at the latest. Names,
+//! clocks, retries and listings that lag are the medium's own. `conformance` has the tests of every
+//! medium.
 
 use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
 
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::MonotonicTime;
 use ucm_io::{IoJob, ReadMode};
 use ucm_quota::layout::SegmentName;
+
+use crate::backend::Done;
 
 /// A segment as a medium names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -91,4 +97,65 @@ pub(crate) trait Blobs: Send + Sync + 'static {
         mode: ReadMode,
         deadline: MonotonicTime,
     ) -> Vec<Result<BlobPiece>>;
+}
+
+/// The end of a blob that is being written.
+pub(crate) struct Seal {
+    pub(crate) name: SegmentName,
+    /// When it is sealed, ns of Unix time.
+    pub(crate) sealed_ns: u64,
+    /// Where its last bytes lie, and the bytes.
+    pub(crate) offset: u64,
+    pub(crate) footer: Vec<u8>,
+    /// The place nearest to the start of a chain of all its records.
+    pub(crate) first_ordinal: u32,
+    pub(crate) deadline: MonotonicTime,
+}
+
+/// A medium on which blobs are written: each grows at its end, can be read by its writer at once,
+/// and gets its name when it is sealed. Nothing that has a name is changed.
+pub(crate) trait AppendBlobs: Blobs {
+    /// Room that was reserved for a blob.
+    type Room: Copy + Send + Sync;
+    /// Until it is sealed, a blob takes all of its room on the medium.
+    const TAKES_ALL_ROOM: bool;
+    /// Most blobs that are sealed while others grow; a write waits for one of them.
+    const MOST_SEALING: usize;
+    /// Least time between two times that blobs are sealed because a caller waits.
+    const SPACING: Duration;
+    /// When a blob is sealed for a record whose outcome is awaited: quarters of its time.
+    const QUARTERS: u32;
+
+    /// A name that was never used.
+    fn next_name(&self) -> SegmentName;
+
+    /// Bytes that may be stored.
+    fn limit(&self) -> u64;
+
+    /// How many blobs of `room` bytes may grow side by side.
+    fn side_by_side(&self, _room: u64) -> usize {
+        1
+    }
+
+    /// Room for a blob; `None` where a grant was awaited and the caller tries again. `needed`: it
+    /// is worth a wait, since the record has no other place. `Busy` where there is no room now.
+    fn reserve(&self, io: &IoJob, bytes: u64, needed: bool) -> Result<Option<Self::Room>>;
+
+    /// A blob has ended, well or with this error: `kept` bytes of it are there, or may be.
+    fn commit(&self, room: Self::Room, kept: u64, error: Option<&Error>);
+
+    /// Makes a blob with these first bytes, which may grow to `room` bytes.
+    fn create(&self, io: &IoJob, name: SegmentName, head: &[u8], room: u64) -> Result<()>;
+
+    /// Writes the bytes at this offset of a blob that is not sealed; several threads may write to
+    /// one, each to its place. `NotFound` where there is none. What lies between the bytes and the
+    /// next page is zero.
+    fn append(&self, io: &IoJob, name: SegmentName, offset: u64, bytes: &[u8]) -> Result<()>;
+
+    /// Writes the end of a blob and gives it its name, on a thread of the medium. Until `done` has
+    /// returned it can be read as one that is open.
+    fn seal(self: &Arc<Self>, seal: Seal, done: Done<BlobMeta>);
+
+    /// Removes a blob that is not sealed.
+    fn discard(self: &Arc<Self>, name: SegmentName, deadline: MonotonicTime, done: Done<()>);
 }

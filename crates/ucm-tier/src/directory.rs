@@ -174,7 +174,7 @@ impl Backend for DirectoryBackend {
     }
 
     fn on_sealed(&self, hook: OnSealed) {
-        self.0.shared.on_sealed(hook);
+        let _ = self.0.shared.on_sealed.set(hook); // it is set once
     }
 
     of_the_layout! {

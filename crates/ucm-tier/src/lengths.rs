@@ -117,11 +117,21 @@ impl Lengths {
     /// Whether a copy of a record of the own part may have this length. Side shards of other
     /// writers for which the own layout has no room may be cut off.
     pub(crate) fn is_copy(&self, len: u64) -> bool {
-        let own = self
-            .parts
+        (self.own_kv_len..=self.own_len()).contains(&len) || self.is_record(len)
+    }
+
+    /// The own part.
+    pub(crate) fn own_part(&self) -> Part {
+        self.parts
             .first()
-            .map_or(0, |own| own.record.record_len() as u64);
-        (self.own_kv_len..=own).contains(&len) || self.is_record(len)
+            .map_or_else(Part::default, |own| own.part)
+    }
+
+    /// Bytes of a whole record of the own part.
+    pub(crate) fn own_len(&self) -> u64 {
+        self.parts
+            .first()
+            .map_or(0, |own| own.record.record_len() as u64)
     }
 
     /// The length of the longest record that is known.

@@ -15,7 +15,7 @@ use ucm_quota::layout::{Layout, Modes};
 use ucm_quota::{Capacity, Quota, QuotaConfig, Rules};
 use ucm_record::RecordLayout;
 
-use crate::backend::{MediumStats, OnSealed, Presence, Receipt};
+use crate::backend::{MediumStats, OnSealed, Presence};
 use crate::layout_kind::{LayoutKind, RootLayout};
 use crate::lengths::{Lengths, PartRecord};
 use crate::recency::Recency;
@@ -86,8 +86,8 @@ pub(crate) struct Shared {
     pub(crate) space: Arc<Quota>,
     pub(crate) recency: Recency,
     pub(crate) lengths: Arc<Lengths>,
-    /// See [`Shared::on_sealed`].
-    on_sealed: OnceLock<OnSealed>,
+    /// Called with the outcomes of receipts.
+    pub(crate) on_sealed: Arc<OnceLock<OnSealed>>,
 }
 
 /// A directory that stands for a mount: an unmounted share leaves another one, or none, at its
@@ -163,7 +163,7 @@ impl Shared {
                 &config.other_parts,
                 config.shorter,
             )),
-            on_sealed: OnceLock::new(),
+            on_sealed: Arc::default(),
             config,
         };
         if let (Some(Capacity::Bytes(limit)), false) =
@@ -172,18 +172,6 @@ impl Shared {
             shared.check_limit(limit.get())?;
         }
         Ok(shared)
-    }
-
-    /// Sets what is called with the outcomes of receipts.
-    pub(crate) fn on_sealed(&self, hook: OnSealed) {
-        let _ = self.on_sealed.set(hook); // it is set once
-    }
-
-    /// Reports the outcome of a receipt.
-    pub(crate) fn sealed(&self, receipt: Receipt, result: Result<()>) {
-        if let Some(hook) = self.on_sealed.get() {
-            hook(receipt, result);
-        }
     }
 
     /// What the root holds, and what was removed of it.

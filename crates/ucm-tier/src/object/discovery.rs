@@ -260,12 +260,7 @@ impl Discovery {
             };
             // A clock that is far ahead must not hide segments that are sealed after it.
             state.youngest_ns = state.youngest_ns.max(blob.sealed_ns.min(now_ns));
-            segments.push(BlobMeta {
-                blob,
-                len: meta.size,
-                used_ns: i64::try_from(blob.sealed_ns).unwrap_or(i64::MAX),
-                inode: 0,
-            });
+            segments.push(BlobMeta::of_object(blob, meta.size));
         }
         (segments, found.pop().map(|meta| meta.location), ended)
     }

@@ -1,8 +1,8 @@
 //! Objects in a bucket: records lie in segments, as below a directory, and a segment is one object.
 //!
-//! An object is put whole and costs a request, so a writer gathers records in memory and puts a
-//! segment when it is large or old enough, or when somebody waits for it ([`writer`]). Its footer
-//! is the index, in the format of [`crate::segment`]; a process that looks finds segments by
+//! An object is put whole and costs a request, so a segment grows in memory and is put when it is
+//! large or old enough, or when a caller waits for it ([`blobs`], below
+//! [`writer`](crate::segment::writer)). Its footer is the index, in the format of [`crate::segment`]; a process that looks finds segments by
 //! listing their names, which begin with a time, and reads their footers ([`discovery`]), so
 //! lookups are answered from memory. A read is a range of an object, neighbours together
 //! ([`reader`]). What is written is bounded by one document that writers change by
@@ -27,7 +27,6 @@ mod remote;
 mod space;
 mod upkeep;
 mod uses;
-mod writer;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -35,7 +34,7 @@ use std::time::Duration;
 use ucm_core::{BlockId, ErrorKind, Result, in_units};
 use ucm_device::Slot;
 use ucm_infra::{Clock, MonotonicTime};
-use ucm_io::{IoJob, IoPool};
+use ucm_io::{IoJob, IoPool, Process};
 
 use crate::backend::{
     Backend, BlockRead, Done, Features, Flush, Indexed, Listed, Local, LocallyVisible, MediumStats,
@@ -43,15 +42,14 @@ use crate::backend::{
 };
 use crate::scope::Scope;
 use crate::segment::cache::SegmentCache;
+use crate::segment::writer::{SegmentWriter, WriterConfig};
 use blobs::BucketBlobs;
 pub use bucket::BucketConfig;
 use discovery::{Discovery, TURN};
 pub(crate) use place::ObjectPlace;
-use remote::{DEFAULT_CAPACITY, Remote};
+use remote::Remote;
 use space::Space;
 use upkeep::{LANE_DISCOVERY, LANE_SPACE, LANE_TIMER, Next, Upkeep};
-use uses::SegmentUses;
-use writer::Writer;
 
 /// Segments that are put at once, while others take records.
 const UPLOADS: usize = 2;
@@ -59,6 +57,9 @@ const UPLOADS: usize = 2;
 const AT_ONCE: usize = 16;
 /// Longest document.
 const DOCUMENT: u64 = 16 << 20;
+/// How long after a segment was put others must have found it, beside the time between two of their
+/// listings.
+const FOUND_WITHIN: Duration = Duration::from_secs(10);
 /// Most records in the index in memory; further ones are misses.
 const MOST_BLOCKS: usize = 1 << 24;
 
@@ -93,9 +94,8 @@ pub struct ObjectBackend {
 struct Objects {
     remote: Arc<Remote>,
     cache: Arc<SegmentCache<BucketBlobs>>,
-    writer: Arc<Writer>,
+    writer: Arc<SegmentWriter<BucketBlobs>>,
     discovery: Discovery,
-    space: Space,
     upkeep: Upkeep,
 }
 
@@ -106,24 +106,27 @@ impl ObjectBackend {
         let (lengths, capacity) = (Arc::new(config.scope.lengths()), config.capacity);
         let namespace = *config.scope.identity.digest();
         let remote = Arc::new(Remote::new(config, clock)?);
-        let (writer, upkeep) = (Arc::new(Writer::default()), Upkeep::new(&remote.clock)?);
-        let blobs = Arc::new(BucketBlobs {
-            remote: Arc::clone(&remote),
-            writer: Arc::clone(&writer),
-        });
+        let upkeep = Upkeep::new(&remote.clock)?;
+        let blobs = Arc::new(BucketBlobs::new(&remote, &lengths, &upkeep.pool));
+        if let Some(capacity) = capacity {
+            blobs.check_limit(capacity)?;
+        }
         let cache = Arc::new(SegmentCache::new(blobs, lengths, namespace, MOST_BLOCKS));
-        let uses = SegmentUses::new(&remote, &cache.index);
+        let how = WriterConfig {
+            size: remote.config.size,
+            age: remote.config.age,
+            found_within: remote.config.refresh + FOUND_WITHIN,
+            process: Process::this(),
+            on_sealed: Arc::default(),
+        };
+        let writer = SegmentWriter::new(&cache, &remote.clock, how);
         let objects = Objects {
+            discovery: Discovery::new(&cache, writer.changed.clone()),
             writer,
-            discovery: Discovery::new(&cache, upkeep.timer.clone()),
-            space: Space::new(&remote, uses),
             cache,
             remote,
             upkeep,
         };
-        if let Some(capacity) = capacity {
-            objects.check_limit(capacity)?;
-        }
         Ok(Self {
             objects: Arc::new(objects),
             io,
@@ -132,18 +135,8 @@ impl ObjectBackend {
 }
 
 impl Objects {
-    /// Makes below the prefix what a writer needs. `Unhealthy` where the keys may only read.
-    fn begin_writing(&self, deadline: MonotonicTime) -> Result<()> {
-        self.remote.probe(deadline)?;
-        let marker = self.remote.marker(deadline)?;
-        let marked = marker.map(|marker| marker.storage_capacity);
-        let limit = self.remote.config.capacity.or(marked);
-        let limit = limit.unwrap_or(DEFAULT_CAPACITY);
-        self.check_limit(limit)?;
-        self.space.open(limit, deadline)?;
-        self.remote.describe(&self.cache.lengths, deadline)?;
-        self.space.set_may_write();
-        Ok(())
+    fn space(&self) -> &Space {
+        &self.cache.blobs.space
     }
 
     /// The bucket and its use, for the log.
@@ -151,9 +144,9 @@ impl Objects {
         let config = &self.remote.config;
         let index = &self.cache.index;
         let (blocks, segments) = (index.blocks(), index.segments());
-        let how = if config.scope.lookup_only || self.space.may_write() {
-            let (size, age) = (in_units(self.room()), config.age.as_secs_f64());
-            let bound = self.space.bound();
+        let how = if config.scope.lookup_only || self.space().may_write() {
+            let (size, age) = (in_units(self.writer.room()), config.age.as_secs_f64());
+            let bound = self.space().bound();
             format!("segments of {size} put after {age} s, {bound}")
         } else {
             "only read, since the keys may not write".to_owned()
@@ -196,17 +189,17 @@ impl Objects {
 
     /// Has every thread check whether it is to end.
     pub(super) fn wake(&self) {
-        self.upkeep.timer.notify();
+        self.writer.changed.notify();
         self.discovery.notify.notify();
-        self.space.wanted.notify();
+        self.space().wanted.notify();
     }
 
     fn tend_time(self: &Arc<Self>) -> Next {
-        let (seen, now) = (self.upkeep.timer.seen(), self.remote.clock.now());
-        let writes = self.tend_writes(now);
+        let (seen, now) = (self.writer.changed.seen(), self.remote.clock.now());
+        let writes = self.writer.seal_due(now);
         let looks = self.discovery.looks.end_late(now);
         let next = writes.into_iter().chain(looks).min();
-        (self.upkeep.timer.clone(), seen, next)
+        (self.writer.changed.clone(), seen, next)
     }
 
     fn tend_finding(self: &Arc<Self>) -> Next {
@@ -222,9 +215,9 @@ impl Objects {
     }
 
     fn keep_space(self: &Arc<Self>) -> Next {
-        let notify = self.space.wanted.clone();
+        let notify = self.space().wanted.clone();
         let seen = notify.seen();
-        let next = self.space.turn();
+        let next = self.space().turn();
         (notify, seen, Some(next))
     }
 }
@@ -235,7 +228,7 @@ impl Backend for ObjectBackend {
         if objects.remote.config.scope.lookup_only {
             objects.remote.stored_marker(deadline)?;
         } else {
-            match objects.begin_writing(deadline) {
+            match objects.cache.blobs.begin_writing(deadline) {
                 // A store whose keys may only read serves what others have stored.
                 Err(refused) if refused.kind() == ErrorKind::Unhealthy => {
                     objects.remote.stored_marker(deadline)?.ok_or(refused)?;
@@ -273,16 +266,17 @@ impl Backend for ObjectBackend {
             return outcome;
         }
         let record = &slot.as_slice()[..options.len];
-        self.objects.append(io, id, record)
+        self.objects.writer.write(io, id, record, &options)
     }
 
     fn on_sealed(&self, hook: OnSealed) {
-        let _ = self.objects.writer.on_sealed.set(hook); // it is set once
+        let _ = self.objects.writer.config.on_sealed.set(hook); // it is set once
     }
 
     fn touch(&self, ids: &[(BlockId, u32)], _deadline: MonotonicTime) {
         if !self.objects.remote.config.scope.lookup_only {
-            self.objects.space.uses.touch(ids);
+            let objects = &self.objects;
+            objects.space().uses.touch(&objects.cache.index, ids);
         }
     }
 
@@ -297,21 +291,25 @@ impl Backend for ObjectBackend {
 
     fn flush(&self, how: Flush) {
         match how {
-            Flush::Soon => self.objects.flush_soon(),
-            Flush::Now => self.objects.flush(false),
-            Flush::Last => self.objects.flush(true),
+            Flush::Soon => self.objects.writer.flush_soon(),
+            Flush::Now => self.objects.writer.flush(false),
+            Flush::Last => self.objects.writer.flush(true),
         }
     }
 
     fn stats(&self) -> MediumStats {
         let objects = &self.objects;
-        let ((open, putting), removed) = (objects.writing(), objects.space.removed());
+        let (space, writer) = (objects.space(), &objects.writer);
+        let removed = space.removed();
         MediumStats {
-            usage: objects.space.usage(objects.cache.index.blocks() as u64),
+            usage: space.usage(objects.cache.index.blocks() as u64),
             records_removed: removed.0,
             bytes_removed: removed.1,
-            blocks_touched: objects.space.uses.count(),
-            more: vec![("segments_open", open), ("segments_uploading", putting)],
+            blocks_touched: space.uses.count(),
+            more: vec![
+                ("segments_open", writer.taking_records() as u64),
+                ("segments_uploading", writer.sealing() as u64),
+            ],
         }
     }
 
@@ -322,9 +320,9 @@ impl Backend for ObjectBackend {
         let left = || until.since(clock.now());
         objects.remote.close();
         objects.discovery.looks.end();
-        objects.flush(true);
-        objects.await_uploads(clock.now().after(left() / 2));
-        objects.space.leave(clock.now().after(left() / 2));
+        objects.writer.flush(true);
+        objects.writer.await_sealed(clock.now().after(left() / 2));
+        objects.space().leave(clock.now().after(left() / 2));
         objects.wake();
         objects.upkeep.pool.shutdown(left() / 2);
         self.io.shutdown(left());

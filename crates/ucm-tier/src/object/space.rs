@@ -76,10 +76,10 @@ pub(super) struct Grant {
 }
 
 impl Space {
-    pub(super) fn new(remote: &Arc<Remote>, uses: SegmentUses) -> Self {
+    pub(super) fn new(remote: &Arc<Remote>) -> Self {
         Self {
             remote: Arc::clone(remote),
-            uses,
+            uses: SegmentUses::new(remote),
             state: Mutex::default(),
             may_write: AtomicBool::new(false),
             changed: Notify::new(),

@@ -21,8 +21,6 @@ pub(super) type Next = (Notify, u64, Option<MonotonicTime>);
 /// See the module.
 pub(super) struct Upkeep {
     pub(super) pool: Arc<WorkerPool>,
-    /// Notified when a segment may have to be put, or a wait has ended.
-    pub(super) timer: Notify,
     started: AtomicBool,
 }
 
@@ -46,7 +44,6 @@ impl Upkeep {
             .build()?;
         Ok(Self {
             pool,
-            timer: Notify::new(),
             started: AtomicBool::new(false),
         })
     }

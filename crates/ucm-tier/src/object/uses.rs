@@ -26,7 +26,6 @@ const MOST_USES: usize = 1 << 16;
 /// Uses of segments by this writer.
 pub(super) struct SegmentUses {
     remote: Arc<Remote>,
-    index: Arc<Index>,
     state: Mutex<State>,
 }
 
@@ -48,25 +47,24 @@ struct Uses {
 }
 
 impl SegmentUses {
-    pub(super) fn new(remote: &Arc<Remote>, index: &Arc<Index>) -> Self {
+    pub(super) fn new(remote: &Arc<Remote>) -> Self {
         Self {
             remote: Arc::clone(remote),
-            index: Arc::clone(index),
             state: Mutex::default(),
         }
     }
 
     /// A use of a record is one of its segment.
-    pub(super) fn touch(&self, ids: &[(BlockId, u32)]) {
+    pub(super) fn touch(&self, index: &Index, ids: &[(BlockId, u32)]) {
         let now = self.remote.now_ns();
         let mut state = self.state.lock();
         for (id, _) in ids {
-            let Some(hit) = self.index.find(*id).filter(|hit| !hit.private) else {
+            let Some(hit) = index.find(*id).filter(|hit| !hit.private) else {
                 continue;
             };
             state.used.insert(hit.blob(), now);
             let used = i64::try_from(now).unwrap_or(i64::MAX);
-            self.index.used(hit.segment, used);
+            index.used(hit.segment, used);
         }
         state.count += ids.len() as u64;
         state.is_written = false;

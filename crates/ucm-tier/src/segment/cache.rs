@@ -10,9 +10,10 @@ use tracing::warn;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_infra::MonotonicTime;
 use ucm_io::ReadMode;
+use ucm_quota::layout::SegmentName;
 
 use super::footer::{Footer, TAIL, Tail};
-use super::format::TRAILER_LEN;
+use super::format::{Owner, TRAILER_LEN};
 use super::index::{Index, Known};
 use super::locally_visible::LocalChanges;
 use crate::backend::{Listed, LocallyVisible, Presence, WriteOptions, Written};
@@ -52,6 +53,16 @@ impl<B: Blobs> SegmentCache<B> {
             locally_visible: Arc::default(),
             namespace,
             logged_full: Mutex::default(),
+        }
+    }
+
+    /// What a segment of this name that begins or ends now says of itself.
+    pub(crate) fn owner(&self, name: SegmentName, time_ns: u64) -> Owner {
+        Owner {
+            name,
+            namespace: self.namespace,
+            part: self.lengths.own_part(),
+            time_ns,
         }
     }
 

@@ -8,14 +8,18 @@ use std::time::Duration;
 
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{LANE_LOOKUP, MonotonicTime};
-use ucm_io::{FileMeta, IoJob, ReadMode};
+use ucm_io::{FileMeta, Finish, IoJob, ReadMode};
+use ucm_quota::Reservation;
 use ucm_quota::layout::SegmentName;
 
-use super::format::Owner;
-use crate::blobs::{BlobMeta, BlobName, BlobPiece, Blobs, Filled, ReadAt};
+use super::writer::SHARE;
+use crate::backend::Done;
+use crate::blobs::{AppendBlobs, BlobMeta, BlobName, BlobPiece, Blobs, Filled, ReadAt, Seal};
 use crate::reading::explain;
 use crate::shared::Shared;
 
+/// Most segments that take records side by side.
+const STRIPES: usize = 4;
 /// How long one step of a background thread may take.
 const STEP: Duration = Duration::from_secs(30);
 
@@ -44,24 +48,6 @@ impl SegmentFiles {
 
     pub(super) fn private(&self, name: SegmentName) -> PathBuf {
         self.shared.layout.private(name.writer, name.sequence)
-    }
-
-    /// A name that was never used.
-    pub(super) fn next_name(&self) -> SegmentName {
-        SegmentName {
-            writer: self.shared.config.writer,
-            sequence: self.shared.sequence.fetch_add(1, Ordering::Relaxed),
-        }
-    }
-
-    /// What a segment of this name that begins now says of itself.
-    pub(super) fn owner(&self, name: SegmentName) -> Owner {
-        Owner {
-            name,
-            namespace: *self.shared.config.identity.digest(),
-            part: self.shared.config.part,
-            time_ns: self.shared.clock.wall_ns(),
-        }
     }
 
     /// Until when the next step of a background thread may take.
@@ -227,5 +213,107 @@ impl Blobs for SegmentFiles {
             })
             .collect();
         reads.into_iter().map(|read| read.wait()).collect()
+    }
+}
+
+/// A segment that grows is a private file, which is renamed when it is sealed. Not in the lane of
+/// dumps, whose threads may all wait for room that this gives back.
+impl AppendBlobs for SegmentFiles {
+    type Room = Reservation;
+    const TAKES_ALL_ROOM: bool = true;
+    const MOST_SEALING: usize = usize::MAX;
+    const SPACING: Duration = Duration::from_millis(50);
+    const QUARTERS: u32 = 3;
+
+    fn next_name(&self) -> SegmentName {
+        SegmentName {
+            writer: self.shared.config.writer,
+            sequence: self.shared.sequence.fetch_add(1, Ordering::Relaxed),
+        }
+    }
+
+    fn limit(&self) -> u64 {
+        self.shared.space.usage().capacity
+    }
+
+    /// Where one file is written by one thread at a time, no more than are a 64th of the limit
+    /// together.
+    fn side_by_side(&self, room: u64) -> usize {
+        if !self.shared.writes_cached() {
+            return 1;
+        }
+        let most = usize::try_from(self.limit() / SHARE / room.max(1)).unwrap_or(STRIPES);
+        most.clamp(1, STRIPES)
+    }
+
+    /// `Foreign` where the root is no longer ours.
+    fn reserve(&self, io: &IoJob, bytes: u64, needed: bool) -> Result<Option<Reservation>> {
+        let (shared, space) = (&self.shared, &self.shared.space);
+        let marker = io.look(shared.layout.marker())?;
+        io.still_wanted()?; // before room is taken for a segment that stays empty
+        shared
+            .check_root(marker)
+            .inspect_err(|_| shared.look_again())?;
+        if !needed {
+            return space.try_reserve(bytes).map(Some);
+        }
+        let reserved = space.reserve(bytes)?;
+        if reserved.is_none() {
+            space.await_grant(bytes, io.deadline());
+        }
+        Ok(reserved)
+    }
+
+    fn commit(&self, room: Reservation, kept: u64, error: Option<&Error>) {
+        self.shared.space.commit(room, kept, error);
+    }
+
+    fn create(&self, io: &IoJob, name: SegmentName, head: &[u8], room: u64) -> Result<()> {
+        let mode = self.shared.config.modes.file;
+        io.create(&self.private(name), head, room, mode)
+            .and_then(|()| io.still_wanted())
+            .inspect_err(|error| self.shared.missed(error))
+    }
+
+    fn append(&self, io: &IoJob, name: SegmentName, offset: u64, bytes: &[u8]) -> Result<()> {
+        io.write_at(&self.private(name), offset, bytes, true)
+            .and_then(|()| io.still_wanted())
+            .inspect_err(|error| self.shared.missed(error))
+    }
+
+    fn seal(self: &Arc<Self>, seal: Seal, done: Done<BlobMeta>) {
+        let (shared, name, id) = (Arc::clone(&self.shared), seal.name, seal.name.as_id());
+        let (private, target) = (self.private(name), shared.layout.segment(name));
+        let used_ns = shared
+            .recency
+            .published(id, seal.first_ordinal, seal.sealed_ns);
+        let finish = move |io: &IoJob| {
+            io.finish(Finish {
+                private: &private,
+                target: &target,
+                footer: &seal.footer,
+                offset: seal.offset,
+                mtime_ns: used_ns,
+            })
+        };
+        let finished = move |finished: Result<FileMeta>| {
+            let finished = finished.inspect_err(|error| shared.missed(error));
+            done(finished.map(|meta| BlobMeta {
+                used_ns,
+                ..BlobMeta::of_file(name, &meta)
+            }));
+        };
+        self.shared
+            .io
+            .job(LANE_LOOKUP, seal.deadline, finish, finished);
+    }
+
+    fn discard(self: &Arc<Self>, name: SegmentName, deadline: MonotonicTime, done: Done<()>) {
+        let private = self.private(name);
+        let remove = move |io: &IoJob| {
+            let mut removed = io.remove(&[private])?.into_iter();
+            removed.try_for_each(|removed| removed.map(|_| ()))
+        };
+        self.shared.io.job(LANE_LOOKUP, deadline, remove, done);
     }
 }

@@ -9,9 +9,10 @@
 //! * [`format`]: the bytes; [`index`]: where every record lies; [`locally_visible`]: what only this
 //!   process can read yet;
 //! * [`writer`]: the way of a record into a segment; [`open`]: one segment being written;
-//!   [`sealing`]: how it ends; [`timer`]: when;
+//!   [`sealing`]: how it ends;
 //! * [`cache`]: the records that are known, [`reader`]: reading them, [`unread`]: footers of new
-//!   segments; these three serve any medium ([`crate::blobs`]), [`files`] is the one below a root;
+//!   segments; all of these serve any medium ([`crate::blobs`]), [`files`] is the one below a root;
+//! * [`timer`]: the background threads;
 //! * [`discovery`]: the segments of other writers; [`recheck`]: whether footers are still there;
 //!   [`recovery`]: private files of dead writers;
 //! * [`reclaim`]: small and sparse segments become one, records in use outlive their segment.
@@ -33,7 +34,7 @@ mod recovery;
 mod sealing;
 mod timer;
 pub(crate) mod unread;
-mod writer;
+pub(crate) mod writer;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -52,12 +53,12 @@ use crate::backend::{
 use crate::layout_kind::LayoutKind;
 use crate::shared::{PosixConfig, Shared};
 use cache::SegmentCache;
-use discovery::SegmentDiscovery;
+use discovery::{FOUND_BY, SegmentDiscovery};
 use files::SegmentFiles;
 use index::Index;
 use reclaim::Reclaim;
 use recovery::{RecoveredAt, Recovery};
-use writer::SegmentWriter;
+use writer::{SegmentWriter, WriterConfig, check_limit};
 
 pub use reclaim::Merging;
 
@@ -108,7 +109,7 @@ pub(crate) struct Segments {
     files: Arc<SegmentFiles>,
     cache: Arc<SegmentCache<SegmentFiles>>,
     index: Arc<Index>,
-    writer: Arc<SegmentWriter>,
+    writer: Arc<SegmentWriter<SegmentFiles>>,
     discovery: Arc<SegmentDiscovery>,
     recovered_at: RecoveredAt,
     reclaim: Reclaim,
@@ -151,17 +152,25 @@ impl SegmentBackend {
             .lanes(&[lane("timer"), lane("finder"), lane("merger")])
             .clock(Arc::clone(&shared.clock))
             .build()?;
-        let limit = match shared.config.capacity {
-            Some(Capacity::Bytes(bytes)) if !shared.config.lookup_only => Some(bytes.get()),
-            _ => None,
-        };
+        if let Some(Capacity::Bytes(limit)) = shared.config.capacity
+            && !shared.config.lookup_only
+        {
+            let root = shared.layout.root().display().to_string();
+            check_limit(limit.get(), &shared.lengths, ("root", &root))?;
+        }
         let (lengths, namespace) = (&shared.lengths, *shared.config.identity.digest());
         let files = Arc::new(SegmentFiles::new(Arc::clone(&shared)));
         let cache = SegmentCache::new(files, Arc::clone(lengths), namespace, segments.most_blocks);
         let cache = Arc::new(cache);
-        let writer = SegmentWriter::new(&cache, segments);
-        let notify = writer.seal_notify.clone();
-        let discovery = Arc::new(SegmentDiscovery::new(&cache, notify));
+        let how = WriterConfig {
+            size: segments.size,
+            age: segments.age,
+            found_within: FOUND_BY,
+            process: shared.config.process.clone(),
+            on_sealed: Arc::clone(&shared.on_sealed),
+        };
+        let writer = SegmentWriter::new(&cache, &shared.clock, how);
+        let discovery = Arc::new(SegmentDiscovery::new(&cache, writer.changed.clone()));
         let segments = Arc::new(Segments {
             shared,
             config: segments,
@@ -175,28 +184,11 @@ impl SegmentBackend {
             pool,
             started: AtomicBool::new(false),
         });
-        if let Some(limit) = limit {
-            segments.check_limit(limit)?;
-        }
         Ok(Self { segments })
     }
 }
 
 impl Segments {
-    /// Whether enough segments of one record each fit below the limit.
-    fn check_limit(&self, limit: u64) -> Result<()> {
-        let least = SegmentWriter::least_room(self.shared.config.record.record_len() as u64) * 8;
-        if limit >= least {
-            return Ok(());
-        }
-        let text =
-            "storage_capacity must hold at least 8 segments of one block; raise it or make room";
-        Err(Error::new(ErrorKind::Config, text)
-            .with("storage_capacity", limit)
-            .with("at_least", least)
-            .with("root", self.shared.layout.root().display()))
-    }
-
     /// What is used and why, for the log.
     fn words(&self) -> String {
         let (size, age) = (in_units(self.room()), self.config.age.as_secs_f64());
@@ -275,7 +267,7 @@ impl Backend for SegmentBackend {
     }
 
     fn on_sealed(&self, hook: OnSealed) {
-        self.segments.shared.on_sealed(hook);
+        let _ = self.segments.shared.on_sealed.set(hook); // it is set once
     }
 
     /// Who only looks up tells nothing: whether a use is one of the whole segment is known where
@@ -336,7 +328,7 @@ impl Backend for SegmentBackend {
         segments.discovery.looks.end();
         segments.writer.flush(true);
         segments.writer.await_sealed(clock.now().after(left() / 2));
-        segments.writer.seal_notify.notify();
+        segments.writer.changed.notify();
         segments.discovery.notify.notify();
         // A reclaiming that is not over holds room, and who holds room cannot say to the others
         // that it is not there any more: they would wait for its silence.
@@ -375,7 +367,7 @@ impl Drop for SegmentBackend {
     fn drop(&mut self) {
         self.segments.files.close();
         self.segments.discovery.looks.end();
-        self.segments.writer.seal_notify.notify();
+        self.segments.writer.changed.notify();
         self.segments.discovery.notify.notify();
         self.segments.reclaim.notify.notify();
     }

@@ -3,7 +3,7 @@
 //!
 //! A write that failed or came too late leaves a hole that the footer does not name. So does one
 //! whose thread hangs: when its job is no longer waited for, the segment goes on without it.
-//! Nothing here touches a file.
+//! Nothing here touches the medium.
 
 use std::time::Duration;
 
@@ -11,7 +11,6 @@ use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, PAGE, round_up};
 use ucm_infra::MonotonicTime;
 use ucm_io::JobWatch;
-use ucm_quota::Reservation;
 use ucm_quota::layout::SegmentName;
 
 use super::format::{Entry, HEAD_LEN, footer_len};
@@ -29,13 +28,13 @@ pub(super) struct Append {
 }
 
 /// See the module.
-pub(super) struct OpenSegment {
+pub(super) struct OpenSegment<R> {
     /// Its number in the index.
     pub(super) number: SegmentNumber,
     pub(super) name: SegmentName,
     /// Bytes that were reserved for it.
     pub(super) room: u64,
-    pub(super) reserved: Reservation,
+    pub(super) reserved: R,
     /// When it was opened: one that no thread writes to ends as if it held a record since then.
     opened: MonotonicTime,
     inner: Mutex<Inner>,
@@ -106,12 +105,12 @@ pub(super) fn unsure(error: &Error) -> bool {
     )
 }
 
-impl OpenSegment {
+impl<R> OpenSegment<R> {
     pub(super) fn new(
         number: SegmentNumber,
         name: SegmentName,
         room: u64,
-        reserved: Reservation,
+        reserved: R,
         now: MonotonicTime,
     ) -> Self {
         Self {
@@ -243,14 +242,14 @@ impl OpenSegment {
 
     /// When it is to be sealed, if it holds a record (or no thread writes one) and still takes
     /// more: `age` after the oldest was written, sooner if a caller waits, and early enough for
-    /// those whose outcome is awaited, whatever the age.
-    pub(super) fn due(&self, age: Duration) -> Option<MonotonicTime> {
+    /// those whose outcome is awaited, whatever the age: after this many quarters of their time.
+    pub(super) fn due(&self, age: Duration, quarters: u32) -> Option<MonotonicTime> {
         let inner = self.inner.lock();
         let empty = (inner.in_flight == 0).then_some(self.opened);
         let oldest = inner.oldest.or(empty).filter(|_| !inner.closed)?;
         let awaited = inner.members.iter().filter(|member| member.is_awaited());
         let first = awaited.map(|member| member.deadline).min();
-        let in_time = first.map(|deadline| oldest.after(deadline.since(oldest) / 4 * 3));
+        let in_time = first.map(|deadline| oldest.after(deadline.since(oldest) / 4 * quarters));
         [Some(oldest.after(age)), in_time, inner.flush_due]
             .into_iter()
             .flatten()

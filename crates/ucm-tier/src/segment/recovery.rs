@@ -25,6 +25,7 @@ use super::files::SegmentFiles;
 use super::format::{Entry, HEAD_LEN, MAX_ENTRIES, decode_head};
 use super::reclaim::reinsert::{Piece, Reinsertion};
 use super::reclaim::uses::Uses;
+use crate::blobs::AppendBlobs;
 
 /// Time between two searches for private segments.
 const LOOK_AGAIN: Duration = Duration::from_secs(60);

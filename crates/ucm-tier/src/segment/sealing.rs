@@ -3,75 +3,72 @@
 use std::sync::Arc;
 
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_infra::{LANE_LOOKUP, MonotonicTime};
-use ucm_io::{Finish, IoJob};
+use ucm_infra::MonotonicTime;
 
-use super::discovery::FOUND_BY;
-use super::format::{Owner, encode_footer};
+use super::format::encode_footer;
 use super::open::{Contents, LEAST_TIME, OpenSegment, unsure};
 use super::writer::SegmentWriter;
+use crate::backend::Receipt;
+use crate::blobs::{AppendBlobs, BlobMeta, Seal};
 
-impl SegmentWriter {
-    /// Writes the footer of a segment and gives it its name. Called once for each. Not in the lane
-    /// of dumps, whose threads may all wait for room that this gives back.
-    pub(super) fn seal(self: &Arc<Self>, open: &Arc<OpenSegment>) {
+impl<B: AppendBlobs> SegmentWriter<B> {
+    /// Writes the footer of a segment and gives it its name. Called once for each.
+    pub(super) fn seal(self: &Arc<Self>, open: &Arc<OpenSegment<B::Room>>) {
         let contents = open.contents();
-        let private = self.cache.blobs.private(open.name);
-        let now = self.shared.clock.now();
+        let (blobs, now) = (&self.cache.blobs, self.clock.now());
         let deadline = contents.deadline.max(now.after(LEAST_TIME));
         let (writer, sealed) = (Arc::clone(self), Arc::clone(open));
         if contents.entries.is_empty() {
-            let remove = move |io: &IoJob| Ok(io.remove(&[private])?.iter().all(Result::is_ok));
-            let removed = move |gone: Result<bool>| {
-                let kept = if gone.unwrap_or(false) {
-                    0
-                } else {
-                    sealed.room
-                };
+            let removed = move |removed: Result<()>| {
+                let kept = if removed.is_ok() { 0 } else { sealed.room };
                 writer.ended(&sealed, &contents, kept, None);
             };
-            return self.shared.io.job(LANE_LOOKUP, deadline, remove, removed);
+            return blobs.discard(open.name, deadline, Box::new(removed));
         }
-        let owner = Owner {
-            time_ns: self.shared.clock.wall_ns(),
-            ..self.cache.blobs.owner(open.name)
-        };
-        let ordinal = contents.first_ordinal;
-        let recency = &self.shared.recency;
-        let used = recency.published(open.name.as_id(), ordinal, owner.time_ns);
-        let target = self.shared.layout.segment(open.name);
-        let offset = contents.end;
+        let sealed_ns = self.clock.wall_ns();
+        let (owner, offset) = (self.cache.owner(open.name, sealed_ns), contents.end);
         let footer = encode_footer(&owner, offset, &contents.entries);
-        let finish = move |io: &IoJob| {
-            io.finish(Finish {
-                private: &private,
-                target: &target,
-                footer: &footer,
-                offset,
-                mtime_ns: used,
-            })
+        let len = offset + footer.len() as u64;
+        let seal = Seal {
+            name: open.name,
+            sealed_ns,
+            offset,
+            footer,
+            first_ordinal: contents.first_ordinal,
+            deadline,
         };
-        let finished = move |result: Result<ucm_io::FileMeta>| match result {
-            Ok(meta) => {
-                let (number, len) = (sealed.number, meta.len);
-                writer.cache.index.named(number, owner.time_ns, used, len);
+        let ended = move |result: Result<BlobMeta>| match result {
+            Ok(BlobMeta { len, used_ns, .. }) => {
+                writer
+                    .cache
+                    .index
+                    .named(sealed.number, sealed_ns, used_ns, len);
                 writer.ended(&sealed, &contents, len, None);
             }
             Err(error) => {
-                writer.shared.missed(&error);
-                let kept = if unsure(&error) { sealed.room } else { 0 };
+                let kept = match unsure(&error) {
+                    true if B::TAKES_ALL_ROOM => sealed.room,
+                    true => len,
+                    false => 0,
+                };
                 writer.ended(&sealed, &contents, kept, Some(error));
             }
         };
-        self.shared.io.job(LANE_LOOKUP, deadline, finish, finished);
+        blobs.seal(seal, Box::new(ended));
     }
 
     /// A segment has its name, or never will: the outcomes of its receipts are reported.
-    fn ended(&self, open: &Arc<OpenSegment>, contents: &Contents, kept: u64, error: Option<Error>) {
+    fn ended(
+        &self,
+        open: &Arc<OpenSegment<B::Room>>,
+        contents: &Contents,
+        kept: u64,
+        error: Option<Error>,
+    ) {
         if error.is_some() || contents.entries.is_empty() {
             self.cache.index.vanished(open.number);
         }
-        let found = self.shared.clock.now().after(FOUND_BY);
+        let found = self.clock.now().after(self.config.found_within);
         for entry in &contents.entries {
             match error {
                 None => self.cache.locally_visible.published(entry.id, found),
@@ -79,31 +76,37 @@ impl SegmentWriter {
             }
         }
         let trouble = error.as_ref().or(contents.trouble.as_ref());
-        self.shared.space.commit(open.reserved, kept, trouble);
+        self.cache.blobs.commit(open.reserved, kept, trouble);
         let outcome = error.map_or(Ok(()), Err);
         for receipt in open.awaited() {
-            self.shared.sealed(receipt, outcome.clone());
+            self.report(receipt, outcome.clone());
         }
         self.forget(open);
-        self.seal_notify.notify();
+        self.changed.notify();
+    }
+
+    /// Reports the outcome of a receipt.
+    fn report(&self, receipt: Receipt, outcome: Result<()>) {
+        if let Some(on_sealed) = self.config.on_sealed.get() {
+            on_sealed(receipt, outcome);
+        }
     }
 
     /// Seals what is old enough, and reports the records whose time is over; when to be called
     /// again.
-    pub(super) fn seal_due(self: &Arc<Self>, now: MonotonicTime) -> Option<MonotonicTime> {
+    pub(crate) fn seal_due(self: &Arc<Self>, now: MonotonicTime) -> Option<MonotonicTime> {
         let mut next = Vec::new();
         for open in self.living() {
             let after = open.write_off_lost();
             self.go_on(&open, after);
-            match open.due(self.config.age) {
+            match open.due(self.config.age, B::QUARTERS) {
                 Some(due) if due <= now => self.close_due(&open, now),
                 due => next.extend(due),
             }
             let (late, next_late) = open.late(now);
             for receipt in late {
                 let text = "the segment of this record was not sealed in time";
-                self.shared
-                    .sealed(receipt, Err(Error::new(ErrorKind::Timeout, text)));
+                self.report(receipt, Err(Error::new(ErrorKind::Timeout, text)));
             }
             next.extend(next_late);
         }

@@ -21,7 +21,7 @@ impl Segments {
             return;
         }
         let clock = Arc::clone(&self.shared.clock);
-        let (weak, notify) = (Arc::downgrade(self), self.writer.seal_notify.clone());
+        let (weak, notify) = (Arc::downgrade(self), self.writer.changed.clone());
         let seal = move || loop {
             let seen = notify.seen();
             let Some(segments) = weak.upgrade() else {

@@ -1,62 +1,68 @@
-//! The way of a record into a segment: which segments are open, which of them takes the next
-//! record, and the write itself, on the thread that brought the record.
+//! The way of a record into a segment, on any medium ([`AppendBlobs`]): which segments are open,
+//! which of them takes the next record, and the write itself, on the thread that brought the record.
 //!
 //! One segment takes records; those before it are being sealed. Through the page cache a file is
 //! written by one thread at a time, so a thread that finds all of them busy opens another one, and
 //! they are filled side by side. A thread that finds none open opens one; the others wait for it,
-//! by their deadlines. Room for all of a segment is reserved when it is opened, and what it did not
-//! need is given back when it ended.
+//! by their deadlines, as they do where too many are being sealed. Room for all of a segment is
+//! reserved when it is opened, and what it did not need is given back when it ended.
 
 use std::collections::HashSet;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, PAGE, Result, round_up};
-use ucm_infra::{MonotonicTime, Notify};
-use ucm_io::{IoJob, JobWatch};
+use ucm_infra::{Clock, MonotonicTime, Notify};
+use ucm_io::{IoJob, JobWatch, Process};
 use ucm_quota::layout::SegmentName;
 
-use super::SegmentConfig;
 use super::cache::SegmentCache;
-use super::files::SegmentFiles;
 use super::format::{Entry, HEAD_LEN, encode_head, footer_len};
 use super::index::Known;
 use super::open::{Append, Next, OpenSegment, unsure};
-use crate::backend::{WriteOptions, Written};
-use crate::shared::Shared;
+use crate::backend::{OnSealed, WriteOptions, Written};
+use crate::blobs::AppendBlobs;
+use crate::lengths::Lengths;
 
-/// Part of the root's limit that a segment may be.
-const SHARE: u64 = 64;
-/// Most segments that take records side by side.
-const STRIPES: usize = 4;
-/// Least time between two times that what is open is sealed because a caller waits.
-const SPACING: Duration = Duration::from_millis(50);
+/// Part of the limit that a segment may be.
+pub(crate) const SHARE: u64 = 64;
 
-/// See the module.
-pub(super) struct SegmentWriter {
-    pub(super) shared: Arc<Shared>,
-    pub(super) config: SegmentConfig,
-    pub(super) cache: Arc<SegmentCache<SegmentFiles>>,
-    state: Mutex<State>,
-    /// Rung when a segment was opened, or not.
-    opened: Notify,
-    /// Held while a record goes into the index in place of copies in segments beside it.
-    adding: Mutex<()>,
-    /// Rung when a segment may have to be sealed, or has ended.
-    pub(super) seal_notify: Notify,
+/// How segments are written.
+pub(crate) struct WriterConfig {
+    /// Length at which a segment is sealed, bytes.
+    pub(crate) size: u64,
+    /// How long after its oldest record was written a segment is sealed.
+    pub(crate) age: Duration,
+    /// How long after a segment got its name every process that polls has found it.
+    pub(crate) found_within: Duration,
+    /// The process that writes.
+    pub(crate) process: Process,
+    /// Called with the outcomes of receipts.
+    pub(crate) on_sealed: Arc<OnceLock<OnSealed>>,
 }
 
-#[derive(Default)]
-struct State {
+/// See the module.
+pub(crate) struct SegmentWriter<B: AppendBlobs> {
+    pub(super) clock: Arc<dyn Clock>,
+    pub(crate) config: WriterConfig,
+    pub(super) cache: Arc<SegmentCache<B>>,
+    state: Mutex<State<B::Room>>,
+    /// Held while a record goes into the index in place of copies in segments beside it.
+    adding: Mutex<()>,
+    /// Notified when a segment was opened, may have to be sealed, or has ended.
+    pub(crate) changed: Notify,
+}
+
+struct State<R> {
     /// Those that take records, the last written to last.
-    open: Vec<Arc<OpenSegment>>,
+    open: Vec<Arc<OpenSegment<R>>>,
     /// The jobs that open one, each with a number.
     opening: Vec<(u64, JobWatch)>,
     /// How often one was opened, for these numbers.
     openings: u64,
     /// Segments that were opened and have not ended, those that take records too.
-    living: Vec<Arc<OpenSegment>>,
+    living: Vec<Arc<OpenSegment<R>>>,
     /// Nothing waits for more records any more.
     last: bool,
     /// When a segment was last closed for its age or because a caller waited.
@@ -73,24 +79,26 @@ struct Queued<'a> {
 }
 
 /// What a thread with a record does next.
-enum Step {
+enum Step<R> {
     /// Writes it into this segment.
-    Write(Arc<OpenSegment>, Append),
+    Write(Arc<OpenSegment<R>>, Append),
     /// Opens a segment for it, under this number; `needed`: there is no other one for it.
     Open { number: u64, needed: bool },
-    /// Waits for one that is being opened.
+    /// Waits for one that is being opened, or sealed.
     Wait,
 }
 
-impl State {
+impl<R> State<R> {
     /// Finds a place for a record, in a segment that no thread writes to if there is one, and the
-    /// segments that had no more room. `beside`: how many may be open for that.
+    /// segments that had no more room. `beside`: how many may be open for that, while at most
+    /// `sealing` others are being sealed.
     fn place(
         &mut self,
         queued: &Queued<'_>,
         job: &JobWatch,
         beside: usize,
-    ) -> (Step, Vec<Arc<OpenSegment>>) {
+        sealing: usize,
+    ) -> (Step<R>, Vec<Arc<OpenSegment<R>>>) {
         let mut full = Vec::new();
         // A thread that hangs opens none any more.
         self.opening.retain(|(_, job)| job.is_wanted());
@@ -114,6 +122,9 @@ impl State {
                 None => full.push(open),
             }
         }
+        if self.sealing() >= sealing {
+            return (Step::Wait, full);
+        }
         let needed = self.opening.is_empty();
         // Not to go cold while another thread opens one.
         if needed || self.open.len() + self.opening.len() < beside {
@@ -122,7 +133,12 @@ impl State {
         (Step::Wait, full)
     }
 
-    fn begin_opening(&mut self, job: &JobWatch, needed: bool) -> Step {
+    /// How many take no more records and have not ended.
+    fn sealing(&self) -> usize {
+        self.living.len() - self.open.len()
+    }
+
+    fn begin_opening(&mut self, job: &JobWatch, needed: bool) -> Step<R> {
         let number = self.openings;
         self.openings += 1;
         self.opening.push((number, job.clone()));
@@ -130,43 +146,56 @@ impl State {
     }
 }
 
-/// How many segments of that room are filled side by side below a root with this limit: where one
-/// file is written by one thread at a time, no more than are a 64th of the limit together.
-fn side_by_side(shared: &Shared, limit: u64, room: u64) -> usize {
-    if !shared.writes_cached() {
-        return 1;
-    }
-    let most = usize::try_from(limit / SHARE / room.max(1)).unwrap_or(STRIPES);
-    most.clamp(1, STRIPES)
+/// Bytes of a segment with one record of `len` bytes.
+fn least_room(len: u64) -> u64 {
+    HEAD_LEN + round_up(len, PAGE) + footer_len(1)
 }
 
-impl SegmentWriter {
-    pub(super) fn new(cache: &Arc<SegmentCache<SegmentFiles>>, config: SegmentConfig) -> Arc<Self> {
+/// `Config` unless enough segments of one record each fit below the limit of what `at` names.
+pub(crate) fn check_limit(limit: u64, lengths: &Lengths, at: (&'static str, &str)) -> Result<()> {
+    let least = least_room(lengths.own_len()) * 8;
+    if limit >= least {
+        return Ok(());
+    }
+    let text = "storage_capacity must hold at least 8 segments of one block; raise it or make room";
+    let error = Error::new(ErrorKind::Config, text).with("storage_capacity", limit);
+    Err(error.with("at_least", least).with(at.0, at.1))
+}
+
+impl<B: AppendBlobs> SegmentWriter<B> {
+    pub(crate) fn new(
+        cache: &Arc<SegmentCache<B>>,
+        clock: &Arc<dyn Clock>,
+        config: WriterConfig,
+    ) -> Arc<Self> {
         Arc::new(Self {
-            shared: Arc::clone(&cache.blobs.shared),
+            clock: Arc::clone(clock),
             config,
             cache: Arc::clone(cache),
-            state: Mutex::default(),
-            opened: Notify::new(),
+            state: Mutex::new(State {
+                open: Vec::new(),
+                opening: Vec::new(),
+                openings: 0,
+                living: Vec::new(),
+                last: false,
+                closed: None,
+            }),
             adding: Mutex::new(()),
-            seal_notify: Notify::new(),
+            changed: Notify::new(),
         })
     }
 
-    /// Bytes of a segment with one record of `len` bytes.
-    pub(super) fn least_room(len: u64) -> u64 {
-        HEAD_LEN + round_up(len, PAGE) + footer_len(1)
-    }
-
     /// Length at which segments are sealed now, bytes.
-    pub(super) fn room(&self) -> u64 {
-        let least = Self::least_room(self.shared.config.record.record_len() as u64);
-        let limit = self.shared.space.usage().capacity;
+    pub(crate) fn room(&self) -> u64 {
+        let (limit, least) = (
+            self.cache.blobs.limit(),
+            least_room(self.cache.lengths.own_len()),
+        );
         self.config.size.min(limit / SHARE).max(least)
     }
 
     /// Writes a record into a segment, and opens one for it if need be.
-    pub(super) fn write(
+    pub(crate) fn write(
         self: &Arc<Self>,
         io: &IoJob,
         id: BlockId,
@@ -177,13 +206,17 @@ impl SegmentWriter {
             id,
             record,
             ordinal: options.ordinal,
-            room: self.room().max(Self::least_room(record.len() as u64)),
+            room: self.room().max(least_room(record.len() as u64)),
         };
         let (job, mut beside) = (io.watch(), self.stripes(queued.room));
         loop {
             io.still_wanted()?;
-            let opened = self.opened.seen();
-            let (step, full) = self.state.lock().place(&queued, &job, beside);
+            let seen = self.changed.seen();
+            let placed = self
+                .state
+                .lock()
+                .place(&queued, &job, beside, B::MOST_SEALING);
+            let (step, full) = placed;
             full.iter()
                 .filter(|full| full.close())
                 .for_each(|full| self.seal(full));
@@ -193,10 +226,7 @@ impl SegmentWriter {
                     Some((open, append)) => return self.append(io, &open, append, record),
                     None => beside = 1,
                 },
-                Step::Wait => {
-                    let until = Some(io.deadline());
-                    self.shared.clock.sleep(&self.opened, opened, until);
-                }
+                Step::Wait => self.clock.sleep(&self.changed, seen, Some(io.deadline())),
             }
         }
     }
@@ -207,7 +237,7 @@ impl SegmentWriter {
         if self.seals_at_once() {
             return 1;
         }
-        side_by_side(&self.shared, self.shared.space.usage().capacity, room)
+        self.cache.blobs.side_by_side(room)
     }
 
     /// Opens a segment for a record, which has its place there. `None` where none is needed and no
@@ -218,7 +248,7 @@ impl SegmentWriter {
         number: u64,
         needed: bool,
         queued: &Queued<'_>,
-    ) -> Result<Option<(Arc<OpenSegment>, Append)>> {
+    ) -> Result<Option<(Arc<OpenSegment<B::Room>>, Append)>> {
         let made = match self.create(io, needed, queued.room) {
             Err(_) if !needed => Ok(None),
             made => made,
@@ -235,84 +265,70 @@ impl SegmentWriter {
                 Some((open, append))
             })
         };
-        self.opened.notify();
         // The timer keeps the deadline of what is written there, and the end waits for openings.
-        self.seal_notify.notify();
+        self.changed.notify();
         placed
     }
 
-    /// Makes the file of a segment: is the root still ours, is there room, and then the file.
-    fn create(&self, io: &IoJob, needed: bool, room: u64) -> Result<Option<OpenSegment>> {
-        let (shared, space) = (&self.shared, &self.shared.space);
-        let reservation = loop {
-            let seen = self.seal_notify.seen();
-            let marker = io.look(shared.layout.marker())?;
-            io.still_wanted()?; // before room is taken for a segment that stays empty
-            shared
-                .check_root(marker)
-                .inspect_err(|_| shared.look_again())?;
-            if !needed {
-                match space.try_reserve(room) {
-                    Ok(reservation) => break reservation,
-                    Err(_) => return Ok(None),
-                }
-            }
-            match space.reserve(room) {
-                Ok(Some(reservation)) => break reservation,
-                Ok(None) => space.await_grant(room, io.deadline()),
-                Err(_) if self.taking_records() > 0 => return Ok(None),
+    /// Makes the blob of a segment, once there is room for it.
+    fn create(&self, io: &IoJob, needed: bool, room: u64) -> Result<Option<OpenSegment<B::Room>>> {
+        let blobs = &self.cache.blobs;
+        let reserved = loop {
+            let seen = self.changed.seen();
+            match blobs.reserve(io, room, needed) {
+                Ok(Some(reserved)) => break reserved,
+                Ok(None) => {}
+                Err(_) if !needed || self.taking_records() > 0 => return Ok(None),
                 // Those that are being sealed give back what they do not need.
-                Err(error) if error.kind() == ErrorKind::Busy && !self.living().is_empty() => {
-                    let until = Some(io.deadline());
-                    shared.clock.sleep(&self.seal_notify, seen, until);
+                Err(error)
+                    if B::TAKES_ALL_ROOM
+                        && error.kind() == ErrorKind::Busy
+                        && !self.living().is_empty() =>
+                {
+                    self.clock.sleep(&self.changed, seen, Some(io.deadline()));
                 }
                 Err(error) => return Err(error),
             }
         };
-        let name = self.cache.blobs.next_name();
-        let head = encode_head(&self.cache.blobs.owner(name), &shared.config.process);
-        let mode = shared.config.modes.file;
-        let created = io.create(&self.cache.blobs.private(name), &head, room, mode);
-        if let Err(error) = created.and_then(|()| io.still_wanted()) {
-            space.commit(
-                reservation,
+        let (name, wall_ns) = (blobs.next_name(), self.clock.wall_ns());
+        let head = encode_head(&self.cache.owner(name, wall_ns), &self.config.process);
+        if let Err(error) = blobs.create(io, name, &head, room) {
+            blobs.commit(
+                reserved,
                 if unsure(&error) { room } else { 0 },
                 Some(&error),
             );
-            shared.missed(&error);
             return Err(error);
         }
         let number = self.cache.index.begin(Known {
             name,
-            part: shared.config.part,
+            part: self.cache.lengths.own_part(),
             private: true,
             sealed_ns: u64::MAX,
-            used_ns: i64::try_from(shared.clock.wall_ns()).unwrap_or(i64::MAX),
+            used_ns: i64::try_from(wall_ns).unwrap_or(i64::MAX),
             len: 0,
         });
         let Some(number) = number else {
             let twice = Error::internal("two segments have one name");
-            space.commit(reservation, room, Some(&twice));
+            blobs.commit(reserved, room, Some(&twice));
             return Err(twice);
         };
-        let now = shared.clock.now();
-        Ok(Some(OpenSegment::new(number, name, room, reservation, now)))
+        let now = self.clock.now();
+        Ok(Some(OpenSegment::new(number, name, room, reserved, now)))
     }
 
     /// Writes a record to its place.
     fn append(
         self: &Arc<Self>,
         io: &IoJob,
-        open: &Arc<OpenSegment>,
+        open: &Arc<OpenSegment<B::Room>>,
         append: Append,
         record: &[u8],
     ) -> Result<Written> {
         let Append { number, entry } = append;
-        let path = self.cache.blobs.private(open.name);
-        let written = io.write_at(&path, entry.offset, record, true);
-        let (at_once, now) = (self.seals_at_once(), self.shared.clock.now());
-        if let Err(error) = written.and_then(|()| io.still_wanted()) {
-            self.shared.missed(&error);
+        let written = self.cache.blobs.append(io, open.name, entry.offset, record);
+        let (at_once, now) = (self.seals_at_once(), self.clock.now());
+        if let Err(error) = written {
             let next = open.failed(number, &error, at_once);
             self.go_on(open, next);
             return Err(error);
@@ -331,10 +347,10 @@ impl SegmentWriter {
     }
 
     /// What follows when a write to a segment has ended.
-    pub(super) fn go_on(self: &Arc<Self>, open: &Arc<OpenSegment>, next: Next) {
+    pub(super) fn go_on(self: &Arc<Self>, open: &Arc<OpenSegment<B::Room>>, next: Next) {
         match next {
             Next::Wait => {}
-            Next::Begin => self.seal_notify.notify(),
+            Next::Begin => self.changed.notify(),
             Next::Seal => {
                 self.leave(open);
                 self.seal(open);
@@ -344,7 +360,7 @@ impl SegmentWriter {
 
     /// Takes a record that was written into the index, the last written in place of copies in
     /// segments beside this one; whether it is found there.
-    fn add_newest(&self, open: &OpenSegment, entry: &Entry) -> bool {
+    fn add_newest(&self, open: &OpenSegment<B::Room>, entry: &Entry) -> bool {
         let _one_at_a_time = self.adding.lock(); // or two copies drop each other
         self.cache.index.add(open.number, &[*entry]);
         let mut place = self.cache.index.find(entry.id);
@@ -356,7 +372,7 @@ impl SegmentWriter {
     }
 
     /// Takes a record out of the index again that its segment will not name.
-    fn take_back(&self, open: &OpenSegment, id: BlockId) {
+    fn take_back(&self, open: &OpenSegment<B::Room>, id: BlockId) {
         let found = self.cache.index.find(id);
         if let Some(hit) = found.filter(|hit| hit.segment == open.number) {
             self.cache.index.drop_copy(id, &hit);
@@ -365,7 +381,7 @@ impl SegmentWriter {
     }
 
     /// Takes no more records into this segment.
-    pub(super) fn close(self: &Arc<Self>, open: &Arc<OpenSegment>) {
+    pub(super) fn close(self: &Arc<Self>, open: &Arc<OpenSegment<B::Room>>) {
         self.leave(open);
         if open.close() {
             self.seal(open);
@@ -373,7 +389,7 @@ impl SegmentWriter {
     }
 
     /// The next record goes into another one.
-    fn leave(&self, open: &Arc<OpenSegment>) {
+    fn leave(&self, open: &Arc<OpenSegment<B::Room>>) {
         let mut state = self.state.lock();
         state.open.retain(|other| !Arc::ptr_eq(other, open));
     }
@@ -385,7 +401,7 @@ impl SegmentWriter {
     }
 
     /// Closes what is open; with `last`, from now on nothing waits for more.
-    pub(super) fn flush(self: &Arc<Self>, last: bool) {
+    pub(crate) fn flush(self: &Arc<Self>, last: bool) {
         let (open, living) = {
             let mut state = self.state.lock();
             state.last |= last;
@@ -401,14 +417,18 @@ impl SegmentWriter {
     }
 
     /// Closes a segment that is due.
-    pub(super) fn close_due(self: &Arc<Self>, open: &Arc<OpenSegment>, now: MonotonicTime) {
+    pub(super) fn close_due(
+        self: &Arc<Self>,
+        open: &Arc<OpenSegment<B::Room>>,
+        now: MonotonicTime,
+    ) {
         self.state.lock().closed = Some(now);
         self.close(open);
     }
 
     /// Closes what is open now, or soon if that was done a moment ago: a caller waits for it.
-    pub(super) fn flush_soon(self: &Arc<Self>) {
-        let now = self.shared.clock.now();
+    pub(crate) fn flush_soon(self: &Arc<Self>) {
+        let now = self.clock.now();
         let (open, due) = {
             let mut state = self.state.lock();
             if state.open.is_empty() {
@@ -416,7 +436,7 @@ impl SegmentWriter {
             }
             let due = state
                 .closed
-                .map_or(now, |last| last.after(SPACING).max(now));
+                .map_or(now, |last| last.after(B::SPACING).max(now));
             if due <= now {
                 state.closed = Some(now);
             }
@@ -426,16 +446,21 @@ impl SegmentWriter {
             return open.iter().for_each(|open| self.close(open));
         }
         open.iter().for_each(|open| open.seal_by(due));
-        self.seal_notify.notify();
+        self.changed.notify();
     }
 
     /// How many segments take records.
-    pub(super) fn taking_records(&self) -> usize {
+    pub(crate) fn taking_records(&self) -> usize {
         self.state.lock().open.len()
     }
 
+    /// How many segments are being sealed.
+    pub(crate) fn sealing(&self) -> usize {
+        self.state.lock().sealing()
+    }
+
     /// The segments that were opened and have not ended.
-    pub(super) fn living(&self) -> Vec<Arc<OpenSegment>> {
+    pub(super) fn living(&self) -> Vec<Arc<OpenSegment<B::Room>>> {
         self.state.lock().living.clone()
     }
 
@@ -446,27 +471,25 @@ impl SegmentWriter {
     }
 
     /// A segment has ended.
-    pub(super) fn forget(&self, open: &Arc<OpenSegment>) {
+    pub(super) fn forget(&self, open: &Arc<OpenSegment<B::Room>>) {
         let mut state = self.state.lock();
         state.living.retain(|living| !Arc::ptr_eq(living, open));
     }
 
     /// Whether a segment has not ended yet.
-    pub(super) fn is_writing(&self) -> bool {
+    pub(crate) fn is_writing(&self) -> bool {
         let state = self.state.lock();
         !state.living.is_empty() || state.opening.iter().any(|(_, job)| job.is_wanted())
     }
 
     /// Waits until every segment has ended, by `until` at the latest.
-    pub(super) fn await_sealed(&self, until: MonotonicTime) {
+    pub(crate) fn await_sealed(&self, until: MonotonicTime) {
         loop {
-            let seen = self.seal_notify.seen();
-            if !self.is_writing() || self.shared.clock.now() >= until {
+            let seen = self.changed.seen();
+            if !self.is_writing() || self.clock.now() >= until {
                 return;
             }
-            self.shared
-                .clock
-                .sleep(&self.seal_notify, seen, Some(until));
+            self.clock.sleep(&self.changed, seen, Some(until));
         }
     }
 }

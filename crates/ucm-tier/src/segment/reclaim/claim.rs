@@ -13,6 +13,7 @@ use ucm_quota::Reservation;
 use ucm_quota::layout::SegmentName;
 
 use super::Reclaim;
+use crate::blobs::AppendBlobs;
 use crate::segment::format::{HEAD_LEN, decode_head, encode_head};
 use crate::segment::recovery::SILENCE_NS;
 
@@ -76,7 +77,8 @@ impl<'a> Claim<'a> {
     /// Whether there was none.
     fn make(&self) -> Result<bool> {
         let files = &self.reclaim.files;
-        let owner = files.owner(files.next_name());
+        let cache = &self.reclaim.cache;
+        let owner = cache.owner(files.next_name(), files.shared.clock.wall_ns());
         let head = encode_head(&owner, &files.shared.config.process);
         match files.create_private(self.path.clone(), head, files.step()) {
             Err(error) if error.os_code() == Some(EEXIST) => Ok(false),

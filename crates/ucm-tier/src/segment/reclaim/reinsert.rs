@@ -15,6 +15,7 @@ use ucm_quota::layout::SegmentName;
 use ucm_record::RecordMeta;
 
 use super::uses::Uses;
+use crate::blobs::AppendBlobs;
 use crate::segment::cache::SegmentCache;
 use crate::segment::files::SegmentFiles;
 use crate::segment::format::{Entry, HEAD_LEN, Owner, encode_footer, encode_head, footer_len};
@@ -115,7 +116,8 @@ impl Reinsertion<'_> {
         done: &mut Reinserted,
     ) -> Result<Option<Known>> {
         let (files, shared) = (&self.cache.blobs, &self.cache.blobs.shared);
-        let (begun, path) = (files.owner(name), files.private(name));
+        let begun = self.cache.owner(name, shared.clock.wall_ns());
+        let path = files.private(name);
         let head = encode_head(&begun, &shared.config.process);
         files.create_private(path.clone(), head, self.step())?;
         let (mut end, mut first) = (HEAD_LEN, u32::MAX);
