@@ -17,6 +17,9 @@ use ucm_quota::layout::SegmentName;
 
 use crate::backend::Done;
 
+#[cfg(test)]
+pub(crate) mod conformance;
+
 /// A segment as a medium names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct BlobName {

@@ -34,6 +34,7 @@ pub mod segment;
 mod shared;
 pub mod side_by_side;
 pub mod spread;
+mod turns;
 pub mod values;
 mod writing;
 

@@ -22,12 +22,14 @@ use ucm_quota::layout::SegmentName;
 
 use super::remote::{DEFAULT_CAPACITY, Remote};
 use super::space::Space;
-use super::upkeep::LANE_UPLOAD;
-use super::{AT_ONCE, UPLOADS};
+use super::{AT_ONCE, LANE_UPLOAD, UPLOADS};
 use crate::backend::Done;
 use crate::blobs::{AppendBlobs, BlobMeta, BlobName, BlobPiece, Blobs, Filled, ReadAt, Seal};
 use crate::lengths::Lengths;
 use crate::segment::writer::check_limit;
+
+#[cfg(test)]
+mod tests;
 
 /// See the module.
 pub(super) struct BucketBlobs {

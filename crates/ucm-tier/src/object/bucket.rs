@@ -675,7 +675,7 @@ pub(super) fn time_of(meta: &ObjectMeta) -> u64 {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use object_store::ListResult;
     use object_store::list::PaginatedListResult;
     use object_store::memory::InMemory;
@@ -737,11 +737,14 @@ mod tests {
     }
 
     fn in_memory() -> Bucket {
-        let store = Arc::new(InMemory::new());
-        let pages = Arc::new(Pages(Arc::clone(&store)));
+        bucket_over(&Arc::new(InMemory::new()))
+    }
+
+    /// A client of this store.
+    pub(in crate::object) fn bucket_over(store: &Arc<InMemory>) -> Bucket {
         let client = Client {
-            store,
-            pages,
+            store: Arc::clone(store) as Arc<dyn ObjectStore>,
+            pages: Arc::new(Pages(Arc::clone(store))),
             is_ordered: true,
         };
         Bucket {

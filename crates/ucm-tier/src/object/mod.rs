@@ -25,15 +25,15 @@ mod names;
 mod place;
 mod remote;
 mod space;
-mod upkeep;
 mod uses;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use ucm_core::{BlockId, ErrorKind, Result, in_units};
 use ucm_device::Slot;
-use ucm_infra::{Clock, MonotonicTime};
+use ucm_infra::{Clock, Lane, MonotonicTime, WorkerPool};
 use ucm_io::{IoJob, IoPool, Process};
 
 use crate::backend::{
@@ -43,14 +43,20 @@ use crate::backend::{
 use crate::scope::Scope;
 use crate::segment::cache::SegmentCache;
 use crate::segment::writer::{SegmentWriter, WriterConfig};
+use crate::turns::{NextTurn, run};
 use blobs::BucketBlobs;
 pub use bucket::BucketConfig;
 use discovery::{Discovery, TURN};
 pub(crate) use place::ObjectPlace;
 use remote::Remote;
 use space::Space;
-use upkeep::{LANE_DISCOVERY, LANE_SPACE, LANE_TIMER, Next, Upkeep};
 
+/// Lanes of the background threads: one keeps the time of writes and waits, one lists others'
+/// segments, one counts and makes room, some put segments.
+const LANE_TIMER: usize = 0;
+const LANE_DISCOVERY: usize = 1;
+const LANE_SPACE: usize = 2;
+const LANE_UPLOAD: usize = 3;
 /// Segments that are put at once, while others take records.
 const UPLOADS: usize = 2;
 /// Objects that are read, or removed, at once.
@@ -96,7 +102,8 @@ struct Objects {
     cache: Arc<SegmentCache<BucketBlobs>>,
     writer: Arc<SegmentWriter<BucketBlobs>>,
     discovery: Discovery,
-    upkeep: Upkeep,
+    pool: Arc<WorkerPool>,
+    started: AtomicBool,
 }
 
 impl ObjectBackend {
@@ -106,8 +113,23 @@ impl ObjectBackend {
         let (lengths, capacity) = (Arc::new(config.scope.lengths()), config.capacity);
         let namespace = *config.scope.identity.digest();
         let remote = Arc::new(Remote::new(config, clock)?);
-        let upkeep = Upkeep::new(&remote.clock)?;
-        let blobs = Arc::new(BucketBlobs::new(&remote, &lengths, &upkeep.pool));
+        let lane = |name, max_running| Lane {
+            name,
+            capacity: 8,
+            max_running,
+        };
+        let pool = WorkerPool::builder("ucm-object")
+            .on_demand()
+            .size(3 + UPLOADS)
+            .lanes(&[
+                lane("timer", 1),
+                lane("finder", 1),
+                lane("space", 1),
+                lane("upload", UPLOADS),
+            ])
+            .clock(Arc::clone(&remote.clock))
+            .build()?;
+        let blobs = Arc::new(BucketBlobs::new(&remote, &lengths, &pool));
         if let Some(capacity) = capacity {
             blobs.check_limit(capacity)?;
         }
@@ -125,7 +147,8 @@ impl ObjectBackend {
             writer,
             cache,
             remote,
-            upkeep,
+            pool,
+            started: AtomicBool::new(false),
         };
         Ok(Self {
             objects: Arc::new(objects),
@@ -157,34 +180,18 @@ impl Objects {
 
     /// Starts the threads, once.
     pub(super) fn start(self: &Arc<Self>) {
-        if !self.upkeep.begins() {
+        if self.started.swap(true, Ordering::AcqRel) {
             return;
         }
-        self.run(LANE_DISCOVERY, Self::tend_finding);
-        self.run(LANE_TIMER, Self::tend_time);
+        let (pool, clock) = (&self.pool, &self.remote.clock);
+        run(pool, LANE_DISCOVERY, clock, self, Self::find);
+        run(pool, LANE_TIMER, clock, self, |objects| {
+            let looks = &objects.discovery.looks;
+            objects.writer.turn(looks, objects.remote.is_closing())
+        });
         if !self.remote.config.scope.lookup_only {
-            self.run(LANE_SPACE, Self::keep_space);
+            run(pool, LANE_SPACE, clock, self, Self::keep_space);
         }
-    }
-
-    /// Makes one turn after the other on a thread of its own, as long as the store is open and in
-    /// use.
-    fn run(self: &Arc<Self>, lane: usize, turn: fn(&Arc<Self>) -> Next) {
-        let (weak, clock) = (Arc::downgrade(self), Arc::clone(&self.remote.clock));
-        let work = move || {
-            while let Some(objects) = weak
-                .upgrade()
-                .filter(|objects| !objects.remote.is_closing())
-            {
-                let (notify, seen, until) = turn(&objects);
-                drop(objects); // a thread that sleeps keeps nothing alive
-                clock.sleep(&notify, seen, until);
-            }
-        };
-        let _ = self
-            .upkeep
-            .pool
-            .submit(lane, MonotonicTime::NEVER, work, |_| {}); // a pool that ends wants no more
     }
 
     /// Has every thread check whether it is to end.
@@ -194,31 +201,27 @@ impl Objects {
         self.space().wanted.notify();
     }
 
-    fn tend_time(self: &Arc<Self>) -> Next {
-        let (seen, now) = (self.writer.changed.seen(), self.remote.clock.now());
-        let writes = self.writer.seal_due(now);
-        let looks = self.discovery.looks.end_late(now);
-        let next = writes.into_iter().chain(looks).min();
-        (self.writer.changed.clone(), seen, next)
-    }
-
-    fn tend_finding(self: &Arc<Self>) -> Next {
+    fn find(self: &Arc<Self>) -> Option<NextTurn> {
         let (notify, now) = (self.discovery.notify.clone(), self.remote.clock.now());
         let seen = notify.seen();
-        let due = self.discovery.next_turn(now);
+        if self.remote.is_closing() {
+            return None;
+        }
+        let mut due = self.discovery.next_turn(now);
         if due.is_some_and(|due| due <= now) {
             self.discovery.find(now.after(TURN));
-            let next = self.discovery.next_turn(self.remote.clock.now());
-            return (notify, seen, next);
+            due = self.discovery.next_turn(self.remote.clock.now());
         }
-        (notify, seen, due)
+        Some((notify, seen, due))
     }
 
-    fn keep_space(self: &Arc<Self>) -> Next {
+    fn keep_space(self: &Arc<Self>) -> Option<NextTurn> {
         let notify = self.space().wanted.clone();
         let seen = notify.seen();
-        let next = self.space().turn();
-        (notify, seen, Some(next))
+        if self.remote.is_closing() {
+            return None;
+        }
+        Some((notify, seen, Some(self.space().turn())))
     }
 }
 
@@ -262,9 +265,6 @@ impl Backend for ObjectBackend {
     }
 
     fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions) -> Result<Written> {
-        if let Some(outcome) = self.objects.cache.needs_no_write(id, &options) {
-            return outcome;
-        }
         let record = &slot.as_slice()[..options.len];
         self.objects.writer.write(io, id, record, &options)
     }
@@ -290,11 +290,7 @@ impl Backend for ObjectBackend {
     }
 
     fn flush(&self, how: Flush) {
-        match how {
-            Flush::Soon => self.objects.writer.flush_soon(),
-            Flush::Now => self.objects.writer.flush(false),
-            Flush::Last => self.objects.writer.flush(true),
-        }
+        self.objects.writer.flush(how);
     }
 
     fn stats(&self) -> MediumStats {
@@ -320,11 +316,11 @@ impl Backend for ObjectBackend {
         let left = || until.since(clock.now());
         objects.remote.close();
         objects.discovery.looks.end();
-        objects.writer.flush(true);
+        objects.writer.flush(Flush::Last);
         objects.writer.await_sealed(clock.now().after(left() / 2));
         objects.space().leave(clock.now().after(left() / 2));
         objects.wake();
-        objects.upkeep.pool.shutdown(left() / 2);
+        objects.pool.shutdown(left() / 2);
         self.io.shutdown(left());
     }
 }

@@ -85,7 +85,7 @@ impl<B: Blobs> SegmentCache<B> {
 
     /// The outcome of a write for which nothing is written: the record is present, or there is no
     /// room for it in the index.
-    pub(crate) fn needs_no_write(
+    pub(super) fn needs_no_write(
         &self,
         id: BlockId,
         options: &WriteOptions,

@@ -18,6 +18,9 @@ use crate::blobs::{AppendBlobs, BlobMeta, BlobName, BlobPiece, Blobs, Filled, Re
 use crate::reading::explain;
 use crate::shared::Shared;
 
+#[cfg(test)]
+mod tests;
+
 /// Most segments that take records side by side.
 const STRIPES: usize = 4;
 /// How long one step of a background thread may take.

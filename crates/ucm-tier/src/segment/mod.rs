@@ -259,9 +259,6 @@ impl Backend for SegmentBackend {
     }
 
     fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions) -> Result<Written> {
-        if let Some(outcome) = self.segments.cache.needs_no_write(id, &options) {
-            return outcome;
-        }
         let record = &slot.as_slice()[..options.len];
         self.segments.writer.write(io, id, record, &options)
     }
@@ -291,11 +288,7 @@ impl Backend for SegmentBackend {
     }
 
     fn flush(&self, how: Flush) {
-        match how {
-            Flush::Soon => self.segments.writer.flush_soon(),
-            Flush::Now => self.segments.writer.flush(false),
-            Flush::Last => self.segments.writer.flush(true),
-        }
+        self.segments.writer.flush(how);
     }
 
     fn stats(&self) -> MediumStats {
@@ -326,7 +319,7 @@ impl Backend for SegmentBackend {
         segments.files.close();
         segments.reclaim.notify.notify();
         segments.discovery.looks.end();
-        segments.writer.flush(true);
+        segments.writer.flush(Flush::Last);
         segments.writer.await_sealed(clock.now().after(left() / 2));
         segments.writer.changed.notify();
         segments.discovery.notify.notify();

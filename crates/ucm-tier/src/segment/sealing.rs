@@ -10,6 +10,8 @@ use super::open::{Contents, LEAST_TIME, OpenSegment, unsure};
 use super::writer::SegmentWriter;
 use crate::backend::Receipt;
 use crate::blobs::{AppendBlobs, BlobMeta, Seal};
+use crate::pending_looks::PendingLooks;
+use crate::turns::NextTurn;
 
 impl<B: AppendBlobs> SegmentWriter<B> {
     /// Writes the footer of a segment and gives it its name. Called once for each.
@@ -92,10 +94,16 @@ impl<B: AppendBlobs> SegmentWriter<B> {
         }
     }
 
-    /// Seals what is old enough, and reports the records whose time is over; when to be called
-    /// again.
-    pub(crate) fn seal_due(self: &Arc<Self>, now: MonotonicTime) -> Option<MonotonicTime> {
-        let mut next = Vec::new();
+    /// One turn of the thread that keeps the time, of callers that wait for a listing too: seals
+    /// what is old enough, and reports the records whose time is over. None once `is_closing`, when
+    /// every segment has ended.
+    pub(crate) fn turn(
+        self: &Arc<Self>,
+        looks: &PendingLooks,
+        is_closing: bool,
+    ) -> Option<NextTurn> {
+        let (seen, now) = (self.changed.seen(), self.clock.now());
+        let mut next: Vec<_> = looks.end_late(now).into_iter().collect();
         for open in self.living() {
             let after = open.write_off_lost();
             self.go_on(&open, after);
@@ -110,6 +118,9 @@ impl<B: AppendBlobs> SegmentWriter<B> {
             }
             next.extend(next_late);
         }
-        next.into_iter().min()
+        if is_closing && !self.is_writing() {
+            return None;
+        }
+        Some((self.changed.clone(), seen, next.into_iter().min()))
     }
 }

@@ -10,6 +10,7 @@ use ucm_infra::MonotonicTime;
 
 use super::discovery::TURN;
 use super::{LANE_DISCOVERY, LANE_MERGER, LANE_TIMER, Segments};
+use crate::turns::{NextTurn, run};
 
 /// Time between two looks for the segments of others.
 const LOOK: Duration = Duration::from_secs(1);
@@ -20,67 +21,35 @@ impl Segments {
         if self.started.swap(true, Ordering::AcqRel) {
             return;
         }
-        let clock = Arc::clone(&self.shared.clock);
-        let (weak, notify) = (Arc::downgrade(self), self.writer.changed.clone());
-        let seal = move || loop {
-            let seen = notify.seen();
-            let Some(segments) = weak.upgrade() else {
-                return;
-            };
-            let now = segments.shared.clock.now();
-            let sealed = segments.writer.seal_due(now);
-            let waits = segments.discovery.looks.end_late(now);
-            if segments.files.is_closing() && !segments.writer.is_writing() {
-                return;
-            }
-            let next = sealed.into_iter().chain(waits).min();
-            drop(segments);
-            clock.sleep(&notify, seen, next);
-        };
-        let clock = Arc::clone(&self.shared.clock);
-        let (weak, notify) = (Arc::downgrade(self), self.discovery.notify.clone());
-        let find = move || loop {
-            let seen = notify.seen();
-            let Some(segments) = weak.upgrade() else {
-                return;
-            };
-            if segments.files.is_closing() {
-                return;
-            }
-            let now = segments.shared.clock.now();
-            let more = segments.discovery.find(now.after(TURN));
-            if !more {
-                segments.recover(u64::MAX, MonotonicTime::NEVER); // every step of it has a deadline
-            }
-            drop(segments);
-            if !more {
-                clock.sleep(&notify, seen, Some(now.after(LOOK)));
-            }
-        };
-        let clock = Arc::clone(&self.shared.clock);
-        let (weak, notify) = (Arc::downgrade(self), self.reclaim.notify.clone());
-        let merge = move || loop {
-            let seen = notify.seen();
-            let Some(segments) = weak.upgrade() else {
-                return;
-            };
-            if segments.files.is_closing() {
-                return;
-            }
-            let room = segments.room();
-            let next = segments.reclaim.turn(segments.shared.clock.now(), room);
-            drop(segments);
-            clock.sleep(&notify, seen, Some(next));
-        };
-        // A pool that is shut down seals, finds and merges nothing any more.
-        let _ = self
-            .pool
-            .submit(LANE_TIMER, MonotonicTime::NEVER, seal, |_| {});
-        let _ = self
-            .pool
-            .submit(LANE_DISCOVERY, MonotonicTime::NEVER, find, |_| {});
-        let _ = self
-            .pool
-            .submit(LANE_MERGER, MonotonicTime::NEVER, merge, |_| {});
+        let (pool, clock) = (&self.pool, &self.shared.clock);
+        run(pool, LANE_TIMER, clock, self, |segments| {
+            let looks = &segments.discovery.looks;
+            segments.writer.turn(looks, segments.files.is_closing())
+        });
+        run(pool, LANE_DISCOVERY, clock, self, Self::find);
+        run(pool, LANE_MERGER, clock, self, Self::merge);
+    }
+
+    fn find(self: &Arc<Self>) -> Option<NextTurn> {
+        let (notify, now) = (self.discovery.notify.clone(), self.shared.clock.now());
+        let seen = notify.seen();
+        if self.files.is_closing() {
+            return None;
+        }
+        if self.discovery.find(now.after(TURN)) {
+            return Some((notify, seen, Some(now))); // there is more
+        }
+        self.recover(u64::MAX, MonotonicTime::NEVER); // every step of it has a deadline
+        Some((notify, seen, Some(now.after(LOOK))))
+    }
+
+    fn merge(self: &Arc<Self>) -> Option<NextTurn> {
+        let notify = self.reclaim.notify.clone();
+        let seen = notify.seen();
+        if self.files.is_closing() {
+            return None;
+        }
+        let next = self.reclaim.turn(self.shared.clock.now(), self.room());
+        Some((notify, seen, Some(next)))
     }
 }

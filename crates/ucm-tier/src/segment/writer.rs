@@ -21,7 +21,7 @@ use super::cache::SegmentCache;
 use super::format::{Entry, HEAD_LEN, encode_head, footer_len};
 use super::index::Known;
 use super::open::{Append, Next, OpenSegment, unsure};
-use crate::backend::{OnSealed, WriteOptions, Written};
+use crate::backend::{Flush, OnSealed, WriteOptions, Written};
 use crate::blobs::AppendBlobs;
 use crate::lengths::Lengths;
 
@@ -194,7 +194,8 @@ impl<B: AppendBlobs> SegmentWriter<B> {
         self.config.size.min(limit / SHARE).max(least)
     }
 
-    /// Writes a record into a segment, and opens one for it if need be.
+    /// Writes a record into a segment, and opens one for it if need be; unless it is present, or
+    /// the index has no room for it.
     pub(crate) fn write(
         self: &Arc<Self>,
         io: &IoJob,
@@ -202,6 +203,9 @@ impl<B: AppendBlobs> SegmentWriter<B> {
         record: &[u8],
         options: &WriteOptions,
     ) -> Result<Written> {
+        if let Some(outcome) = self.cache.needs_no_write(id, options) {
+            return outcome;
+        }
         let queued = Queued {
             id,
             record,
@@ -400,8 +404,13 @@ impl<B: AppendBlobs> SegmentWriter<B> {
         self.config.age.is_zero() || self.state.lock().last
     }
 
-    /// Closes what is open; with `last`, from now on nothing waits for more.
-    pub(crate) fn flush(self: &Arc<Self>, last: bool) {
+    /// Closes what is open; after the last time nothing waits for more.
+    pub(crate) fn flush(self: &Arc<Self>, how: Flush) {
+        let last = match how {
+            Flush::Soon => return self.flush_soon(),
+            Flush::Now => false,
+            Flush::Last => true,
+        };
         let (open, living) = {
             let mut state = self.state.lock();
             state.last |= last;
@@ -427,7 +436,7 @@ impl<B: AppendBlobs> SegmentWriter<B> {
     }
 
     /// Closes what is open now, or soon if that was done a moment ago: a caller waits for it.
-    pub(crate) fn flush_soon(self: &Arc<Self>) {
+    fn flush_soon(self: &Arc<Self>) {
         let now = self.clock.now();
         let (open, due) = {
             let mut state = self.state.lock();

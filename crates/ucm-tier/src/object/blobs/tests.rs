@@ -1,0 +1,66 @@
+//! The suite of every medium, over a bucket in memory.
+
+use std::collections::BTreeMap;
+
+use object_store::memory::InMemory;
+use ucm_core::{Geometry, Identity, Part};
+use ucm_infra::{Lane, SystemClock};
+use ucm_record::RecordLayout;
+
+use super::*;
+use crate::blobs::conformance::check_blobs;
+use crate::object::bucket::tests::bucket_over;
+use crate::object::{BucketConfig, ObjectConfig};
+use crate::scope::Scope;
+
+fn blobs(store: &Arc<InMemory>, writer: u64) -> Arc<BucketBlobs> {
+    let geometry = Geometry::new(vec![4096], 1, 1).unwrap();
+    let identity = r#"{"format_version":1,"architecture":"A","world_size":1,"dtype":"f32",
+        "weights":"w","model_config":{},"position":{},"kv_dtype":"f32","attention_backend":"a",
+        "kv_packing":{},"kv_layout":"l","kv_groups":[],"block_tokens":16,"tensor_parallel":1,
+        "pipeline_parallel":1,"decode_context_parallel":1}"#;
+    let scope = Scope {
+        identity: Identity::parse(identity).unwrap(),
+        labels: BTreeMap::new(),
+        part: Part::default(),
+        record: RecordLayout::new(&geometry),
+        geometry,
+        other_parts: Vec::new(),
+        shorter: false,
+        lookup_only: false,
+        writer,
+    };
+    let lengths = Arc::new(scope.lengths());
+    let config = ObjectConfig {
+        place: BucketConfig {
+            url: "s3://bucket/p".to_owned(),
+            endpoint: Some("http://127.0.0.1:1".to_owned()),
+            ..BucketConfig::default()
+        },
+        scope,
+        capacity: Some(1 << 30),
+        expire_after: None,
+        size: 1 << 20,
+        age: Duration::from_secs(1),
+        refresh: Duration::from_secs(1),
+    };
+    let mut remote = Remote::new(config, SystemClock::shared()).unwrap();
+    remote.bucket = bucket_over(store);
+    let lane = |name| Lane {
+        name,
+        capacity: 8,
+        max_running: 2,
+    };
+    let pool = WorkerPool::builder("test")
+        .size(2)
+        .lanes(&[lane("a"), lane("b"), lane("c"), lane("upload")])
+        .build()
+        .unwrap();
+    Arc::new(BucketBlobs::new(&Arc::new(remote), &lengths, &pool))
+}
+
+#[test]
+fn a_bucket_is_a_medium_of_segments() {
+    let (store, writers) = (Arc::new(InMemory::new()), AtomicU64::new(1));
+    check_blobs(&|| blobs(&store, writers.fetch_add(1, Ordering::Relaxed)));
+}
