@@ -140,7 +140,8 @@ pub(crate) trait AppendBlobs: Blobs {
         1
     }
 
-    /// Room for a blob; `None` where a grant was awaited and the caller tries again. `needed`: it
+    /// Room for a blob; `None` where a grant was awaited, or the limit has become known, and the
+    /// caller tries again. `needed`: it
     /// is worth a wait, since the record has no other place. `Busy` where there is no room now.
     fn reserve(&self, io: &IoJob, bytes: u64, needed: bool) -> Result<Option<Self::Room>>;
 

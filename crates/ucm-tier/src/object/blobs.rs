@@ -229,6 +229,7 @@ impl AppendBlobs for BucketBlobs {
         if !self.space.may_write() {
             self.begin_writing(io.deadline())?;
             self.space.wanted.notify();
+            return Ok(None); // with the limit that was read now
         }
         self.space.take_room(io, bytes)?;
         Ok(Some(bytes))

@@ -74,8 +74,6 @@ struct Queued<'a> {
     id: BlockId,
     record: &'a [u8],
     ordinal: u32,
-    /// Bytes of the segment that is opened for it.
-    room: u64,
 }
 
 /// What a thread with a record does next.
@@ -194,6 +192,11 @@ impl<B: AppendBlobs> SegmentWriter<B> {
         self.config.size.min(limit / SHARE).max(least)
     }
 
+    /// Bytes of the segment that is opened for this record.
+    fn room_for(&self, record: &[u8]) -> u64 {
+        self.room().max(least_room(record.len() as u64))
+    }
+
     /// Writes a record into a segment, and opens one for it if need be; unless it is present, or
     /// the index has no room for it.
     pub(crate) fn write(
@@ -210,9 +213,8 @@ impl<B: AppendBlobs> SegmentWriter<B> {
             id,
             record,
             ordinal: options.ordinal,
-            room: self.room().max(least_room(record.len() as u64)),
         };
-        let (job, mut beside) = (io.watch(), self.stripes(queued.room));
+        let (job, mut beside) = (io.watch(), self.stripes(self.room_for(record)));
         loop {
             io.still_wanted()?;
             let seen = self.changed.seen();
@@ -253,7 +255,7 @@ impl<B: AppendBlobs> SegmentWriter<B> {
         needed: bool,
         queued: &Queued<'_>,
     ) -> Result<Option<(Arc<OpenSegment<B::Room>>, Append)>> {
-        let made = match self.create(io, needed, queued.room) {
+        let made = match self.create(io, needed, queued.record) {
             Err(_) if !needed => Ok(None),
             made => made,
         };
@@ -275,12 +277,17 @@ impl<B: AppendBlobs> SegmentWriter<B> {
     }
 
     /// Makes the blob of a segment, once there is room for it.
-    fn create(&self, io: &IoJob, needed: bool, room: u64) -> Result<Option<OpenSegment<B::Room>>> {
+    fn create(
+        &self,
+        io: &IoJob,
+        needed: bool,
+        record: &[u8],
+    ) -> Result<Option<OpenSegment<B::Room>>> {
         let blobs = &self.cache.blobs;
-        let reserved = loop {
-            let seen = self.changed.seen();
+        let (room, reserved) = loop {
+            let (seen, room) = (self.changed.seen(), self.room_for(record));
             match blobs.reserve(io, room, needed) {
-                Ok(Some(reserved)) => break reserved,
+                Ok(Some(reserved)) => break (room, reserved),
                 Ok(None) => {}
                 Err(_) if !needed || self.taking_records() > 0 => return Ok(None),
                 // Those that are being sealed give back what they do not need.
