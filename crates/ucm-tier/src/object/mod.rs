@@ -2,12 +2,12 @@
 //!
 //! An object is put whole and costs a request, so a segment grows in memory and is put when it is
 //! large or old enough, or when a caller waits for it ([`blobs`], below
-//! [`writer`](crate::segment::writer)). Its footer is the index, in the format of [`crate::segment`]; a process that looks finds segments by
-//! listing their names, which begin with a time, and reads their footers ([`discovery`]), so
-//! lookups are answered from memory. A read is a range of an object, neighbours together
-//! ([`reader`]). What is written is bounded by one document that writers change by
-//! compare-and-swap, where the server has that ([`space`], [`conditions`]); what was used longest
-//! ago goes ([`collector`], [`uses`]). [`bucket`] has the client, [`names`] where things lie.
+//! [`crate::segment::writer`]). Its footer is the index, in the format of [`crate::segment`]; a
+//! process finds segments by listing their names, which begin with a time, and reads their footers
+//! ([`discovery`]), so lookups are answered from memory. A read is a range of an object, neighbours
+//! together ([`crate::segment::reader`]). What is written is bounded by one document that writers
+//! change by compare-and-swap, where the server has that ([`space`]); what was used longest ago
+//! goes ([`collector`], [`uses`]). [`bucket`] has the client, [`names`] where things lie.
 //!
 //! A segment is put once, under a name that no one else uses, and never changed; it goes whole.
 //! What a writer that dies had not put yet was never published.

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_infra::MonotonicTime;
 
 use super::format::encode_footer;
 use super::open::{Contents, LEAST_TIME, OpenSegment, unsure};

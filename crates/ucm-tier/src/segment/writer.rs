@@ -1,5 +1,5 @@
 //! The way of a record into a segment, on any medium ([`AppendBlobs`]): which segments are open,
-//! which of them takes the next record, and the write itself, on the thread that brought the record.
+//! which of them takes the next record, and the write itself, on the thread that brought it.
 //!
 //! One segment takes records; those before it are being sealed. Through the page cache a file is
 //! written by one thread at a time, so a thread that finds all of them busy opens another one, and
