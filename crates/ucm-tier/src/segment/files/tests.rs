@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::atomic::AtomicU64;
 
 use tempfile::TempDir;
 use ucm_core::{Geometry, Identity, Part};
