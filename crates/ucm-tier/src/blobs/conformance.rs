@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use ucm_core::PAGE;
 use ucm_device::{ArenaOptions, HostArena, SlotPool};
-use ucm_infra::{Clock, LANE_SPACE, SystemClock};
+use ucm_infra::{LANE_SPACE, SystemClock};
 use ucm_io::{IoOptions, IoPool};
 
 use super::*;

@@ -76,6 +76,9 @@ struct Queued<'a> {
     ordinal: u32,
 }
 
+/// A segment, and a place in it.
+type Placed<R> = (Arc<OpenSegment<R>>, Append);
+
 /// What a thread with a record does next.
 enum Step<R> {
     /// Writes it into this segment.
@@ -254,7 +257,7 @@ impl<B: AppendBlobs> SegmentWriter<B> {
         number: u64,
         needed: bool,
         queued: &Queued<'_>,
-    ) -> Result<Option<(Arc<OpenSegment<B::Room>>, Append)>> {
+    ) -> Result<Option<Placed<B::Room>>> {
         let made = match self.create(io, needed, queued.record) {
             Err(_) if !needed => Ok(None),
             made => made,
