@@ -3,24 +3,20 @@
 use std::collections::BTreeMap;
 
 use object_store::memory::InMemory;
-use ucm_core::{Geometry, Identity, Part};
+use ucm_core::{Geometry, Part};
 use ucm_infra::{Lane, SystemClock};
 use ucm_record::RecordLayout;
 
 use super::*;
-use crate::blobs::conformance::check_blobs;
+use crate::blobs::conformance::{check_blobs, identity};
 use crate::object::bucket::tests::bucket_over;
 use crate::object::{BucketConfig, ObjectConfig};
 use crate::scope::Scope;
 
 fn blobs(store: &Arc<InMemory>, writer: u64) -> Arc<BucketBlobs> {
     let geometry = Geometry::new(vec![4096], 1, 1).unwrap();
-    let identity = r#"{"format_version":1,"architecture":"A","world_size":1,"dtype":"f32",
-        "weights":"w","model_config":{},"position":{},"kv_dtype":"f32","attention_backend":"a",
-        "kv_packing":{},"kv_layout":"l","kv_groups":[],"block_tokens":16,"tensor_parallel":1,
-        "pipeline_parallel":1,"decode_context_parallel":1}"#;
     let scope = Scope {
-        identity: Identity::parse(identity).unwrap(),
+        identity: identity(),
         labels: BTreeMap::new(),
         part: Part::default(),
         record: RecordLayout::new(&geometry),
@@ -56,7 +52,11 @@ fn blobs(store: &Arc<InMemory>, writer: u64) -> Arc<BucketBlobs> {
         .lanes(&[lane("a"), lane("b"), lane("c"), lane("upload")])
         .build()
         .unwrap();
-    Arc::new(BucketBlobs::new(&Arc::new(remote), &lengths, &pool))
+    let blobs = BucketBlobs::new(&Arc::new(remote), &lengths, &pool);
+    let deadline = blobs.remote.clock.now().after(Duration::from_secs(60));
+    blobs.begin_writing(deadline).unwrap();
+    let _ = blobs.space.turn(); // nothing is granted before it was counted
+    Arc::new(blobs)
 }
 
 #[test]

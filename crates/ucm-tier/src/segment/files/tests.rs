@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::atomic::AtomicU64;
 
 use tempfile::TempDir;
-use ucm_core::{Geometry, Identity, Part};
+use ucm_core::{Geometry, Part};
 use ucm_infra::SystemClock;
 use ucm_io::{IoOptions, IoPool, Process};
 use ucm_quota::layout::Modes;
@@ -13,19 +13,15 @@ use ucm_quota::{Capacity, Rules};
 use ucm_record::RecordLayout;
 
 use super::*;
-use crate::blobs::conformance::check_blobs;
+use crate::blobs::conformance::{check_blobs, identity};
 use crate::layout_kind::LayoutKind;
 use crate::shared::{PosixConfig, RootSlot};
 
 fn files(root: &Path, writer: u64) -> Arc<SegmentFiles> {
     let geometry = Geometry::new(vec![4096], 1, 1).unwrap();
-    let identity = r#"{"format_version":1,"architecture":"A","world_size":1,"dtype":"f32",
-        "weights":"w","model_config":{},"position":{},"kv_dtype":"f32","attention_backend":"a",
-        "kv_packing":{},"kv_layout":"l","kv_groups":[],"block_tokens":16,"tensor_parallel":1,
-        "pipeline_parallel":1,"decode_context_parallel":1}"#;
     let config = PosixConfig {
         root: root.to_owned(),
-        identity: Identity::parse(identity).unwrap(),
+        identity: identity(),
         labels: BTreeMap::new(),
         part: Part::default(),
         record: RecordLayout::new(&geometry),
