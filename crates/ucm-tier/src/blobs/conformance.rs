@@ -210,42 +210,35 @@ impl<B: AppendBlobs> Suite<B> {
 
     fn a_blob_grows_and_is_sealed(&self) {
         let (name, room) = self.begun();
-        // The second record is there before the first, which does not fill its last page.
+        // The second record is there before the first; two do not fill their last page.
         let (first, second) = (PAGE_LEN..2 * PAGE_LEN + 100, 3 * PAGE_LEN..5 * PAGE_LEN);
-        for range in [second.clone(), first.clone()] {
+        let (third, end) = (5 * PAGE_LEN..5 * PAGE_LEN + 100, 6 * PAGE_LEN);
+        for range in [second.clone(), first.clone(), third.clone()] {
             self.append(name, range.clone()).unwrap();
             let read = at(growing(name), true, range.start);
-            let found = Self::read(
-                &self.blobs,
-                &self.job_now(),
-                read,
-                &[100, range.len() - 100],
-            );
+            let lens = [50, range.len() - 50];
+            let found = Self::read(&self.blobs, &self.job_now(), read, &lens);
             assert_eq!(found.as_deref(), Ok(&content(range)[..]));
         }
         self.assert_absent(growing(name), false);
-        let other = Self::read(
-            &self.other,
-            &self.job_now(),
-            at(growing(name), false, 0),
-            &[10],
-        );
+        let other = at(growing(name), false, 0);
+        let other = Self::read(&self.other, &self.job_now(), other, &[10]);
         assert_eq!(other, Err(ErrorKind::NotFound), "nobody else finds it");
-        let meta = self.seal(name, second.end, self.job_now().deadline());
-        let meta = meta.unwrap();
+        let meta = self.seal(name, end, self.job_now().deadline()).unwrap();
         self.blobs.commit(room, meta.len, None);
-        assert_eq!(meta.len as usize, second.end + PAGE_LEN);
+        assert_eq!(meta.len as usize, end + PAGE_LEN);
+        let zeros = |range: Range<usize>| vec![0; range.len()];
+        let expected = [
+            content(0..first.end),
+            zeros(first.end..second.start),
+            content(second.start..third.end),
+            zeros(third.end..end),
+            content(end..end + PAGE_LEN),
+        ];
         for blobs in [&self.blobs, &self.other] {
-            let found = Self::read(
-                blobs,
-                &self.job_now(),
-                at(meta.blob, false, 0),
-                &[6 * PAGE_LEN],
-            );
-            let padding = vec![0; second.start - first.end];
-            let rest = content(second.start..second.end + PAGE_LEN);
-            let expected = [content(0..first.end), padding, rest].concat();
-            assert_eq!(found, Ok(expected));
+            let read = at(meta.blob, false, 0);
+            let found = Self::read(blobs, &self.job_now(), read, &[end + PAGE_LEN]);
+            assert_eq!(found, Ok(expected.concat()));
         }
     }
 
