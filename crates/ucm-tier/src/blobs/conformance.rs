@@ -57,6 +57,16 @@ fn content(range: Range<usize>) -> Vec<u8> {
     range.map(|n| (n % 251) as u8 | 1).collect()
 }
 
+/// Names the first byte that differs.
+fn assert_same(found: &[u8], expected: &[u8]) {
+    assert_eq!(found.len(), expected.len());
+    let differs = found
+        .iter()
+        .zip(expected)
+        .position(|(one, other)| one != other);
+    assert_eq!(differs, None, "the first byte that differs");
+}
+
 /// Where a read of a blob begins.
 fn at(blob: BlobName, open: bool, offset: usize) -> ReadAt {
     let offset = offset as u64;
@@ -177,7 +187,7 @@ impl<B: AppendBlobs> Suite<B> {
                 vec![len + 10],
             ] {
                 let found = Self::read(blobs, &self.job_now(), at(meta.blob, open, 0), &lens);
-                assert_eq!(found.as_deref(), Ok(&content(0..len)[..]), "{lens:?}");
+                assert_same(&found.unwrap(), &content(0..len));
             }
         }
     }
@@ -218,7 +228,7 @@ impl<B: AppendBlobs> Suite<B> {
             let read = at(growing(name), true, range.start);
             let lens = [50, range.len() - 50];
             let found = Self::read(&self.blobs, &self.job_now(), read, &lens);
-            assert_eq!(found.as_deref(), Ok(&content(range)[..]));
+            assert_same(&found.unwrap(), &content(range));
         }
         self.assert_absent(growing(name), false);
         let other = at(growing(name), false, 0);
@@ -238,7 +248,7 @@ impl<B: AppendBlobs> Suite<B> {
         for blobs in [&self.blobs, &self.other] {
             let read = at(meta.blob, false, 0);
             let found = Self::read(blobs, &self.job_now(), read, &[end + PAGE_LEN]);
-            assert_eq!(found, Ok(expected.concat()));
+            assert_same(&found.unwrap(), &expected.concat());
         }
     }
 
@@ -261,7 +271,7 @@ impl<B: AppendBlobs> Suite<B> {
             (filled.bytes, filled.failed.is_none()),
             (2 * PAGE_LEN, true)
         );
-        assert_eq!(slot.as_slice(), content(PAGE_LEN..3 * PAGE_LEN));
+        assert_same(slot.as_slice(), &content(PAGE_LEN..3 * PAGE_LEN));
         if B::READS_PARTS {
             let (parts, mut buf) = ([10..20, PAGE_LEN..2 * PAGE_LEN], vec![0; 2 * PAGE_LEN]);
             let read = self
@@ -273,7 +283,7 @@ impl<B: AppendBlobs> Suite<B> {
                 let there = PAGE_LEN + part.start..PAGE_LEN + part.end;
                 expected[part].copy_from_slice(&content(there));
             }
-            assert_eq!(buf, expected, "what lies between is as it was");
+            assert_same(&buf, &expected); // what lies between is as it was
         }
         let absent = growing(self.blobs.next_name());
         let wanted = [(two.blob, 0..10), (absent, 0..10), (one.blob, 100..one.len)];
@@ -285,7 +295,7 @@ impl<B: AppendBlobs> Suite<B> {
             for (piece, (meta, range)) in read.into_iter().zip([(two, 0..10), (one, 100..one.len)])
             {
                 let (bytes, len) = piece.unwrap();
-                assert_eq!(bytes, content(range.start as usize..range.end as usize));
+                assert_same(&bytes, &content(range.start as usize..range.end as usize));
                 assert!(len == meta.len || len == range.end, "{len}");
             }
         }
