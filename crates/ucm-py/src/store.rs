@@ -7,12 +7,12 @@ use std::sync::{Arc, OnceLock};
 use numpy::{PyReadonlyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
-use ucm_core::{BlockId, Error, MissReason};
+use ucm_core::{BlockId, Error, ErrorKind, MissReason};
 use ucm_device::{KvLayout, KvPiece};
 use ucm_infra::SystemClock;
 use ucm_infra::log::{self, Level};
 use ucm_store::builder::StoreSpec;
-use ucm_store::engine::{self, Engine, Hint, Located, Pieces, Row, RowSides};
+use ucm_store::engine::{self, Engine, EnginePart, Hint, Located, Pieces, Row, RowSides};
 use ucm_store::tiers::Priority;
 
 use crate::convert::{CallResult, Ids, id_list};
@@ -57,9 +57,16 @@ impl Asked {
     }
 }
 
-/// An engine over its tiers. All sizes in bytes, all times in seconds.
+/// An engine over its tiers, for the blocks of one of its parts. All sizes in bytes, all times in
+/// seconds.
 #[pyclass(frozen, module = "ucm._core")]
-pub(crate) struct Store(Arc<Engine>, OnceLock<Published>);
+pub(crate) struct Store {
+    engine: Arc<Engine>,
+    /// The number of the part that is loaded and dumped. Above 0 it is a view of another store,
+    /// which closes the engine.
+    part: usize,
+    table: OnceLock<Published>,
+}
 
 #[pymethods]
 impl Store {
@@ -67,17 +74,25 @@ impl Store {
     #[new]
     fn new(py: Python<'_>, setup: &str) -> CallResult<Self> {
         let engine = py.detach(|| StoreSpec::parse(setup)?.open(SystemClock::shared()))?;
-        Ok(Self(Arc::new(engine), OnceLock::new()))
+        Ok(Self::of(Arc::new(engine), 0))
+    }
+
+    /// The same store for the blocks of its part of this number: what it loads, dumps and registers
+    /// is of that part, all else is the store's.
+    fn for_part(&self, number: usize) -> CallResult<Self> {
+        self.engine.check_process()?;
+        self.engine.part_at(number)?;
+        Ok(Self::of(Arc::clone(&self.engine), number))
     }
 
     /// For each id, true if it is stored completely.
     fn lookup(&self, py: Python<'_>, block_ids: Ids) -> CallResult<Vec<bool>> {
-        Ok(py.detach(|| self.0.lookup(&block_ids.0))?)
+        Ok(py.detach(|| self.engine.lookup(&block_ids.0))?)
     }
 
     /// Number of ids stored without a gap, from the first on.
     fn lookup_on_prefix(&self, py: Python<'_>, block_ids: Ids) -> CallResult<usize> {
-        Ok(py.detach(|| self.0.lookup_on_prefix(&block_ids.0))?)
+        Ok(py.detach(|| self.engine.lookup_on_prefix(&block_ids.0))?)
     }
 
     /// The same, with the reason why the next id is no hit; `None` if every id is a hit.
@@ -86,7 +101,7 @@ impl Store {
         py: Python<'_>,
         block_ids: Ids,
     ) -> CallResult<(usize, Option<&'static str>)> {
-        let (run, reason) = py.detach(|| self.0.explain_on_prefix(&block_ids.0))?;
+        let (run, reason) = py.detach(|| self.engine.explain_on_prefix(&block_ids.0))?;
         Ok((run, reason.map(MissReason::name)))
     }
 
@@ -97,29 +112,29 @@ impl Store {
         py: Python<'py>,
         block_ids: Ids,
     ) -> CallResult<(Bound<'py, PyBytes>, Option<&'static str>)> {
-        let (tiers, reason) = look_up(py, &self.0, &block_ids.0, Engine::locate_on_prefix)?;
+        let (tiers, reason) = look_up(py, &self.engine, &block_ids.0, Engine::locate_on_prefix)?;
         Ok((PyBytes::new(py, &tiers), reason.map(MissReason::name)))
     }
 
     /// The same on a thread of the store.
     fn begin_locate_on_prefix(&self, block_ids: Ids) -> CallResult<Asked> {
-        Ok(Asked::new(self.0.begin_locate_on_prefix(block_ids.0)?))
+        Ok(Asked::new(self.engine.begin_locate_on_prefix(block_ids.0)?))
     }
 
     /// The tier from which each id would be read, a byte each, 255 for one that is no hit.
     fn locate<'py>(&self, py: Python<'py>, block_ids: Ids) -> CallResult<Bound<'py, PyBytes>> {
-        let (tiers, _) = look_up(py, &self.0, &block_ids.0, Engine::locate)?;
+        let (tiers, _) = look_up(py, &self.engine, &block_ids.0, Engine::locate)?;
         Ok(PyBytes::new(py, &tiers))
     }
 
     /// The same on a thread of the store, with the reason why the first one is no hit.
     fn begin_locate(&self, block_ids: Ids) -> CallResult<Asked> {
-        Ok(Asked::new(self.0.begin_locate(block_ids.0)?))
+        Ok(Asked::new(self.engine.begin_locate(block_ids.0)?))
     }
 
     /// True if lookups need memory only, no system call.
     fn answers_at_once(&self) -> bool {
-        self.0.answers_at_once()
+        self.engine.answers_at_once()
     }
 
     /// Starts a load; `timeout` in seconds, the configured deadline if `None`.
@@ -133,8 +148,8 @@ impl Store {
         timeout: Option<f64>,
     ) -> CallResult<Task> {
         let deadline = limit(timeout)?;
-        let rows = self.rows(block_ids, &shard_index, &addrs)?;
-        self.begin(py, rows, |rows| self.0.load(rows, deadline))
+        let rows = rows(self.part()?, block_ids, &shard_index, &addrs)?;
+        self.begin(py, rows, |part, rows| part.load(rows, deadline))
     }
 
     /// Registers the layout of the KV: piece `j` of block `n` is at `first[j] + n * stride[j]`, for
@@ -151,14 +166,15 @@ impl Store {
             let error = error.with("first", first.len());
             return Err(error.with("stride", stride.len()).into());
         }
-        let lengths = self.0.geometry().tensors().iter().cycle();
+        let part = self.part()?;
+        let lengths = part.geometry().tensors().iter().cycle();
         let pieces = first.iter().zip(stride).zip(lengths);
         let pieces = pieces.map(|((&first, &stride), &len)| KvPiece { first, stride, len });
         // SAFETY: the caller of the store vouches that each piece of each block is that many bytes
         // of device memory, valid until the tasks that name the block have ended: the contract of
         // register_kv, load_blocks and dump_blocks.
         let layout = unsafe { KvLayout::new(pieces.collect(), blocks) };
-        Ok(self.0.register_kv(layout?)?)
+        Ok(part.register_kv(layout?)?)
     }
 
     /// Starts a load of whole blocks into device blocks by number.
@@ -171,8 +187,8 @@ impl Store {
         timeout: Option<f64>,
     ) -> CallResult<Task> {
         let deadline = limit(timeout)?;
-        let rows = self.numbered(block_ids, &blocks)?;
-        self.begin(py, rows, |rows| self.0.load(rows, deadline))
+        let rows = numbered(self.part()?, block_ids, &blocks)?;
+        self.begin(py, rows, |part, rows| part.load(rows, deadline))
     }
 
     /// Starts a dump of whole device blocks by number, or refuses it at once; `event` and `sides`
@@ -186,9 +202,10 @@ impl Store {
         event: u64,
         sides: Option<PyReadonlyArray2<'_, u8>>,
     ) -> CallResult<Task> {
-        let rows = self.numbered(block_ids, &blocks)?;
+        let rows = numbered(self.part()?, block_ids, &blocks)?;
         let rows = beside(rows, sides.as_ref())?;
-        self.begin(py, rows, |rows| self.0.dump(self.after(rows, event)?))
+        let rows = after(&self.engine, rows, event)?;
+        self.begin(py, rows, |part, rows| part.dump(rows))
     }
 
     /// Starts reading the side shard of that name of each block, without its KV.
@@ -201,7 +218,7 @@ impl Store {
         timeout: Option<f64>,
     ) -> CallResult<Sides> {
         let (deadline, rows) = (limit(timeout)?, block_ids.0.len());
-        let sides = py.detach(|| self.0.load_sides(block_ids.0, name, deadline))?;
+        let sides = py.detach(|| self.engine.load_sides(block_ids.0, name, deadline))?;
         let task = self.task(sides.task.clone());
         let shape = [rows, sides.side_len()];
         Ok(Sides::new(py, task, sides, shape)?)
@@ -225,14 +242,14 @@ impl Store {
                 .iter()
                 .map(|(name, bytes)| (&**name, &bytes[..]))
                 .collect();
-            self.0.dump_sides(&block_ids.0, &sides)
+            self.engine.dump_sides(&block_ids.0, &sides)
         })?;
         Ok(self.task(task))
     }
 
     /// The configured side shards: name, version of the content, bytes.
     fn sides(&self) -> Vec<(String, u32, u64)> {
-        let sides = self.0.sides().iter();
+        let sides = self.engine.sides().iter();
         sides
             .map(|side| (side.name.clone(), side.version, side.len))
             .collect()
@@ -242,7 +259,8 @@ impl Store {
     #[pyo3(signature = (block_ids, timeout = None))]
     fn verify(&self, py: Python<'_>, block_ids: Ids, timeout: Option<f64>) -> CallResult<Task> {
         let deadline = limit(timeout)?;
-        let task = py.detach(|| self.0.verify(&block_ids.0, deadline))?;
+        let part = self.part()?;
+        let task = py.detach(|| part.verify(&block_ids.0, deadline))?;
         Ok(self.task(task))
     }
 
@@ -259,9 +277,10 @@ impl Store {
         event: u64,
         sides: Option<PyReadonlyArray2<'_, u8>>,
     ) -> CallResult<Task> {
-        let rows = self.rows(block_ids, &shard_index, &addrs)?;
+        let rows = rows(self.part()?, block_ids, &shard_index, &addrs)?;
         let rows = beside(rows, sides.as_ref())?;
-        self.begin(py, rows, |rows| self.0.dump(self.after(rows, event)?))
+        let rows = after(&self.engine, rows, event)?;
+        self.begin(py, rows, |part, rows| part.dump(rows))
     }
 
     /// Hints for the header: parallel lists of ids, parents, ordinals and token counts, and the
@@ -306,38 +325,38 @@ impl Store {
             .iter()
             .enumerate()
             .map(|(i, &block)| (block, hint(i)));
-        Ok(self.0.describe(hints)?)
+        Ok(self.engine.describe(hints)?)
     }
 
     /// Another rank could not use these records: they are no hits until the next dump has replaced
     /// them.
     fn mark_bad(&self, block_ids: Ids) -> CallResult<()> {
-        Ok(self.0.mark_bad(&block_ids.0)?)
+        Ok(self.engine.mark_bad(&block_ids.0)?)
     }
 
     /// Another rank replaces these records: their refusals are cleared.
     fn clear_bad(&self, block_ids: Ids) -> CallResult<()> {
-        Ok(self.0.clear_bad(&block_ids.0)?)
+        Ok(self.engine.clear_bad(&block_ids.0)?)
     }
 
     /// These blocks, in chain order from ordinal `first` on, were used.
     #[pyo3(signature = (block_ids, first = 0))]
     fn touch(&self, py: Python<'_>, block_ids: Ids, first: u32) -> CallResult<()> {
         let ids: Vec<(BlockId, u32)> = block_ids.0.into_iter().zip(first..).collect();
-        Ok(py.detach(|| self.0.touch(&ids))?)
+        Ok(py.detach(|| self.engine.touch(&ids))?)
     }
 
     /// The same, for records that only this process can touch.
     #[pyo3(signature = (block_ids, first = 0))]
     fn touch_own(&self, block_ids: Ids, first: u32) -> CallResult<()> {
         let ids: Vec<(BlockId, u32)> = block_ids.0.into_iter().zip(first..).collect();
-        Ok(self.0.touch_own(&ids)?)
+        Ok(self.engine.touch_own(&ids)?)
     }
 
     /// Whether `touch_own` does anything.
     fn wants_touch_own(&self) -> CallResult<bool> {
-        self.0.check_process()?;
-        Ok(self.0.wants_touch_own())
+        self.engine.check_process()?;
+        Ok(self.engine.wants_touch_own())
     }
 
     /// Prefetches blocks into the upper tiers; returns the number of accepted ones.
@@ -348,57 +367,61 @@ impl Store {
             let error = Error::invalid("there is no such priority").with("priority", priority);
             return Err(error.with("known", known).into());
         };
-        Ok(py.detach(|| self.0.prefetch(&block_ids.0, priority))?)
+        Ok(py.detach(|| self.engine.prefetch(&block_ids.0, priority))?)
     }
 
     /// Cancels the prefetch of these blocks; returns the number of those still waiting.
     fn cancel_prefetch(&self, py: Python<'_>, block_ids: Ids) -> CallResult<usize> {
-        Ok(py.detach(|| self.0.cancel_prefetch(&block_ids.0))?)
+        Ok(py.detach(|| self.engine.cancel_prefetch(&block_ids.0))?)
     }
 
     /// Publishes soon the dumped blocks that wait for others to be published with them.
     fn flush(&self, py: Python<'_>) -> CallResult<()> {
-        Ok(py.detach(|| self.0.flush())?)
+        Ok(py.detach(|| self.engine.flush())?)
     }
 
     /// Number of blocks that a dump could accept now.
     fn free_dump_slots(&self) -> CallResult<usize> {
-        self.0.check_process()?;
-        Ok(self.0.free_dump_slots())
+        self.engine.check_process()?;
+        Ok(self.engine.free_dump_slots())
     }
 
     /// Ids that this process can read before others, added and removed since the last call.
     fn early<'py>(&self, py: Python<'py>) -> CallResult<(Bound<'py, PyList>, Bound<'py, PyList>)> {
-        let early = self.0.locally_visible()?;
+        let early = self.engine.locally_visible()?;
         Ok((id_list(py, &early.gained)?, id_list(py, &early.lost)?))
     }
 
     /// Bytes of one record on the medium.
     #[getter]
-    fn record_len(&self) -> usize {
-        self.0.record_len()
+    fn record_len(&self) -> CallResult<usize> {
+        Ok(self.part()?.record_len())
     }
 
     /// Counters, gauges and histograms as JSON text.
     fn stats(&self, py: Python<'_>) -> CallResult<String> {
-        self.0.check_process()?;
-        Ok(py.detach(|| self.0.stats().to_string()))
+        self.engine.check_process()?;
+        Ok(py.detach(|| self.engine.stats().to_string()))
     }
 
     /// The core's log records of this store since the last call: (level of `logging`, message,
     /// fields).
     fn take_log(&self) -> Vec<Line> {
-        lines_of(self.0.writer())
+        lines_of(self.engine.writer())
     }
 
-    /// Address of the store's C table (`ucm_store.h`), the same in every call. An error after the
-    /// store was closed.
+    /// Address of the store's C table (`ucm_store.h`), the same in every call; it is for blocks of
+    /// the first part. An error after the store was closed.
     fn cc_store(&self) -> CallResult<usize> {
-        if let Some(table) = self.1.get() {
+        if self.part > 0 {
+            let text = "the C table of a store is for blocks of its first part";
+            return Err(Error::new(ErrorKind::Unsupported, text).into());
+        }
+        if let Some(table) = self.table.get() {
             return Ok(table.address());
         }
-        let table = Published::new(&self.0)?;
-        Ok(self.1.get_or_init(|| table).address())
+        let table = Published::new(&self.engine)?;
+        Ok(self.table.get_or_init(|| table).address())
     }
 
     /// Ends the store; repeatable, and without effect in a forked child.
@@ -414,7 +437,9 @@ impl Drop for Store {
         if Python::try_attach(|py| py.detach(close)).is_none() {
             close();
         }
-        log::forget(self.0.writer());
+        if self.part == 0 {
+            log::forget(self.engine.writer());
+        }
     }
 }
 
@@ -441,11 +466,26 @@ fn level(level: Level) -> u32 {
 }
 
 impl Store {
+    fn of(engine: Arc<Engine>, part: usize) -> Self {
+        Self {
+            engine,
+            part,
+            table: OnceLock::new(),
+        }
+    }
+
+    fn part(&self) -> ucm_core::Result<&EnginePart> {
+        self.engine.part_at(self.part)
+    }
+
     fn end(&self) {
-        if let Some(table) = self.1.get() {
+        if self.part > 0 {
+            return; // the store that this is a view of ends it
+        }
+        if let Some(table) = self.table.get() {
             table.close();
         }
-        self.0.close();
+        self.engine.close();
     }
 
     fn task(&self, task: ucm_store::engine::Task) -> Task {
@@ -461,79 +501,84 @@ impl Store {
         &self,
         py: Python<'_>,
         rows: Vec<Row>,
-        begin: impl FnOnce(Vec<Row>) -> ucm_core::Result<engine::Task> + Send,
+        begin: impl FnOnce(&EnginePart, Vec<Row>) -> ucm_core::Result<engine::Task> + Send,
     ) -> CallResult<Task> {
-        let many = rows.len() > ROWS_AT_ONCE;
-        let begin = || begin(rows);
+        let (many, part) = (rows.len() > ROWS_AT_ONCE, self.part()?);
+        let begin = || begin(part, rows);
         let task = if many { py.detach(begin) } else { begin() }?;
         Ok(self.task(task))
     }
+}
 
-    /// Rows of whole blocks by their numbers on the device.
-    fn numbered(&self, block_ids: Ids, blocks: &PyReadonlyArray1<'_, i64>) -> CallResult<Vec<Row>> {
-        let (ids, blocks) = (block_ids.0, blocks.as_array());
-        if ids.len() != blocks.len() {
-            let error = Error::invalid("block_ids and blocks must be equally many");
-            let error = error.with("block_ids", ids.len());
-            return Err(error.with("blocks", blocks.len()).into());
-        }
-        // A negative number also lies beyond every layout's last block.
-        let numbers = blocks.iter().map(|&number| number as u64);
-        Ok(self.0.rows_of_blocks(ids.into_iter().zip(numbers))?)
+/// Rows of whole blocks by their numbers on the device.
+fn numbered(
+    part: &EnginePart,
+    block_ids: Ids,
+    blocks: &PyReadonlyArray1<'_, i64>,
+) -> CallResult<Vec<Row>> {
+    let (ids, blocks) = (block_ids.0, blocks.as_array());
+    if ids.len() != blocks.len() {
+        let error = Error::invalid("block_ids and blocks must be equally many");
+        let error = error.with("block_ids", ids.len());
+        return Err(error.with("blocks", blocks.len()).into());
     }
+    // A negative number also lies beyond every layout's last block.
+    let numbers = blocks.iter().map(|&number| number as u64);
+    Ok(part.rows_of_blocks(ids.into_iter().zip(numbers))?)
+}
 
-    /// Rows that wait for an event of the device, unless its handle is 0.
-    fn after(&self, mut rows: Vec<Row>, event: u64) -> ucm_core::Result<Vec<Row>> {
-        if event != 0 {
-            let event = self.0.event_of(event)?;
-            for row in &mut rows {
-                row.ready = Some(Arc::clone(&event));
-            }
+/// Rows that wait for an event of the device, unless its handle is 0.
+fn after(engine: &Engine, mut rows: Vec<Row>, event: u64) -> ucm_core::Result<Vec<Row>> {
+    if event != 0 {
+        let event = engine.event_of(event)?;
+        for row in &mut rows {
+            row.ready = Some(Arc::clone(&event));
         }
-        Ok(rows)
     }
+    Ok(rows)
+}
 
-    fn rows(
-        &self,
-        block_ids: Ids,
-        shard_index: &[i64],
-        addrs: &PyReadonlyArray2<'_, u64>,
-    ) -> CallResult<Vec<Row>> {
-        let (ids, geometry) = (block_ids.0, self.0.geometry());
-        let (rows, pieces) = (addrs.shape()[0], addrs.shape()[1]);
-        if ids.len() != rows || shard_index.len() != rows {
-            let error =
-                Error::invalid("block_ids, shard_index and the rows of addrs must be equally many");
-            let error = error.with("block_ids", ids.len());
-            let error = error.with("shard_index", shard_index.len());
-            return Err(error.with("addrs", rows).into());
-        }
-        if rows > 0 && pieces != geometry.tensors_per_shard() {
-            let error = Error::invalid("addrs must have one column per tensor of a shard");
-            let error = error.with("columns", pieces);
-            return Err(error.with("expected", geometry.tensors_per_shard()).into());
-        }
-        let shards = ids.into_iter().zip(shard_index);
-        let mut read = Vec::with_capacity(rows);
-        for (number, ((id, &shard), addrs)) in shards.zip(addrs.as_array().rows()).enumerate() {
-            let shard = u32::try_from(shard).map_err(|_| {
-                let error = Error::invalid("shard index out of range").with("row", number);
-                error.with("shard", shard).with("shards", geometry.shards())
-            })?;
-            // SAFETY: the caller of the store vouches that each address names that many bytes
-            // of device memory, valid until the task ended; that is the contract of load_data
-            // and dump_data.
-            let spans = unsafe { spans(geometry, number, addrs.iter().copied()) }?;
-            read.push(Row {
-                id,
-                shard,
-                pieces: Pieces::Listed(spans),
-                ready: None,
-                sides: RowSides::None,
-            });
-        }
-        Ok(read)
+/// Rows by the addresses of their pieces.
+fn rows(
+    part: &EnginePart,
+    block_ids: Ids,
+    shard_index: &[i64],
+    addrs: &PyReadonlyArray2<'_, u64>,
+) -> CallResult<Vec<Row>> {
+    let (ids, geometry) = (block_ids.0, part.geometry());
+    let (rows, pieces) = (addrs.shape()[0], addrs.shape()[1]);
+    if ids.len() != rows || shard_index.len() != rows {
+        let error =
+            Error::invalid("block_ids, shard_index and the rows of addrs must be equally many");
+        let error = error.with("block_ids", ids.len());
+        let error = error.with("shard_index", shard_index.len());
+        return Err(error.with("addrs", rows).into());
     }
+    if rows > 0 && pieces != geometry.tensors_per_shard() {
+        let error = Error::invalid("addrs must have one column per tensor of a shard");
+        let error = error.with("columns", pieces);
+        return Err(error.with("expected", geometry.tensors_per_shard()).into());
+    }
+    let shards = ids.into_iter().zip(shard_index);
+    let mut read = Vec::with_capacity(rows);
+    for (number, ((id, &shard), addrs)) in shards.zip(addrs.as_array().rows()).enumerate() {
+        let shard = u32::try_from(shard).map_err(|_| {
+            let error = Error::invalid("shard index out of range").with("row", number);
+            error.with("shard", shard).with("shards", geometry.shards())
+        })?;
+        // SAFETY: the caller of the store vouches that each address names that many bytes
+        // of device memory, valid until the task ended; that is the contract of load_data
+        // and dump_data.
+        let spans = unsafe { spans(geometry, number, addrs.iter().copied()) }?;
+        read.push(Row {
+            id,
+            shard,
+            pieces: Pieces::Listed(spans),
+            ready: None,
+            sides: RowSides::None,
+        });
+    }
+    Ok(read)
 }
 
 /// Looks ids up, with the GIL held if that is short.

@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
-use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, MissReason, Part, Result};
+use ucm_core::{BlockId, Error, ErrorKind, Identity, MissReason, Part, Result};
 use ucm_record::RecordLayout;
 
 /// Permission bits of what we make; the process's umask takes away from them.
@@ -342,11 +342,11 @@ impl Manifest {
 
     /// Adds a part, and to one that is there already the lengths of this writer's records; whether
     /// that changed anything.
-    pub fn add(&mut self, part: Part, layout: &RecordLayout, geometry: &Geometry) -> bool {
+    pub fn add(&mut self, part: Part, layout: &RecordLayout) -> bool {
         let own = layout.record_lengths();
         let mut entry = PartEntry {
-            tensors: geometry.tensors().to_vec(),
-            layers: geometry.layers(),
+            tensors: layout.tensors().to_vec(),
+            layers: layout.layers(),
             block_tokens: layout.block_tokens(),
             dtype: layout.dtype().to_string(),
             record_lengths: Vec::new(),
@@ -461,10 +461,10 @@ mod tests {
 
     #[test]
     fn writers_add_the_lengths_of_their_records() {
+        use ucm_core::Geometry;
         use ucm_record::SideSpec;
 
-        let geometry = Geometry::new(vec![4096], 1, 1).unwrap();
-        let plain = RecordLayout::new(&geometry);
+        let plain = RecordLayout::new(&Geometry::new(vec![4096], 1, 1).unwrap());
         let sided = |len| {
             let name = "mean-k".to_owned();
             plain
@@ -482,16 +482,13 @@ mod tests {
         let identity = Identity::parse(&[text, more, last].concat()).unwrap();
         let (part, mut manifest) = (Part::default(), Manifest::new(&identity, BTreeMap::new()));
         assert_eq!(manifest.lengths(part), [0; 0]);
-        assert!(manifest.add(part, &plain, &geometry) && !manifest.add(part, &plain, &geometry));
+        assert!(manifest.add(part, &plain) && !manifest.add(part, &plain));
         assert_eq!(manifest.lengths(part), [8192]);
-        assert!(manifest.add(part, &sided(8192), &geometry));
+        assert!(manifest.add(part, &sided(8192)));
         assert_eq!(manifest.lengths(part), [8192, 12288, 16384]);
-        assert!(
-            !manifest.add(part, &plain, &geometry),
-            "what others write stays"
-        );
+        assert!(!manifest.add(part, &plain), "what others write stays");
         for pages in 3..200 {
-            manifest.add(part, &sided(pages * 4096), &geometry);
+            manifest.add(part, &sided(pages * 4096));
             assert!(manifest.lengths(part).len() <= MAX_LENGTHS);
             assert!(
                 manifest.lengths(part).contains(&(8192 + pages * 4096)),

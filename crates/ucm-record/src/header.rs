@@ -239,7 +239,8 @@ fn write_header(
     put(at::WRITER, &meta.writer.to_le_bytes());
     put(at::TENANT, &meta.tenant);
     put(at::SIDES, &(contents.sides.len() as u32).to_le_bytes());
-    put(at::TENSORS, &layout.tensors.to_le_bytes());
+    // At most MAX_TENSORS.
+    put(at::TENSORS, &(layout.tensors.len() as u32).to_le_bytes());
     put(at::LAYER_LEN, &layout.layer_len.to_le_bytes());
     put(at::SHAPE, &layout.shape.to_le_bytes());
     for (i, crc) in contents.layers.iter().enumerate() {
@@ -326,6 +327,12 @@ fn check_preamble(bytes: &[u8]) -> Result<usize, Refusal> {
 impl RecordHeader {
     /// Longest header of this version in bytes: enough of a file to identify it.
     pub const LONGEST: usize = LONGEST_HEADER;
+
+    /// The part that the header at the start of these bytes names, unverified: a hint for a reader
+    /// of several parts. `None` if they end before it.
+    pub fn part_of(bytes: &[u8]) -> Option<Part> {
+        (bytes.len() >= at::TOKENS).then(|| part_at(bytes, at::PART))
+    }
 
     /// True if these first bytes of a block file belong to a record of a newer version. Block files
     /// hold uncompressed records, so a compressed one counts as newer too.

@@ -56,7 +56,7 @@ pub struct RecordLayout {
     pub(super) layer_len: u64,
     pub(super) raw_len: u64,
     pub(super) payload_len: u64,
-    pub(super) tensors: u32,
+    pub(super) tensors: Vec<u64>,
     pub(super) shape: u32,
     pub(super) block_tokens: u32,
     pub(super) dtype: DType,
@@ -78,8 +78,7 @@ impl RecordLayout {
             layer_len: geometry.layer_len(),
             raw_len: geometry.raw_len(),
             payload_len: geometry.payload_len(),
-            // At most MAX_TENSORS.
-            tensors: geometry.tensors().len() as u32,
+            tensors: geometry.tensors().to_vec(),
             shape: crc32c(&sizes),
             block_tokens: 0,
             dtype: DType::default(),
@@ -155,6 +154,11 @@ impl RecordLayout {
     /// Number of layers.
     pub fn layers(&self) -> u32 {
         self.layers
+    }
+
+    /// Bytes of each tensor of a layer.
+    pub fn tensors(&self) -> &[u64] {
+        &self.tensors
     }
 
     /// Tokens of a block; 0 if unknown.

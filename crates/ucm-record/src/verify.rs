@@ -322,7 +322,11 @@ pub(crate) fn check_layout(header: &RecordHeader, layout: &RecordLayout) -> Resu
             layout.block_tokens.into(),
         ),
         ("dtype", header.dtype.into(), layout.dtype.code().into()),
-        ("tensors", header.tensors.into(), layout.tensors.into()),
+        (
+            "tensors",
+            header.tensors.into(),
+            layout.tensors.len() as u64,
+        ),
         ("layer_len", header.layer_len, layout.layer_len),
         ("shape", header.shape.into(), layout.shape.into()),
     ] {

@@ -15,7 +15,7 @@ use ucm_tier::lengths::PartRecord;
 use ucm_tier::registry::{Amount, BuildContext, seconds};
 
 use crate::breaker::BreakerConfig;
-use crate::engine::{Deadlines, Engine, EngineConfig};
+use crate::engine::{Deadlines, Engine, EngineConfig, OwnPart};
 use crate::tiers::{LevelConfig, TierConfig};
 
 pub use tier_spec::TierSpec;
@@ -74,8 +74,11 @@ pub struct StoreSpec {
     pub transfer: String,
     /// The identity's JSON text.
     pub identity: String,
-    /// KV group, pipeline rank, tensor rank.
+    /// KV group, pipeline rank, tensor rank; of the first part, where the store has several.
     pub part: (u32, u32, u32),
+    /// The other parts whose blocks the store loads and dumps.
+    #[serde(default)]
+    pub own_parts: Vec<PartSpec>,
     /// Parts of the namespace whose sizes differ from those of this one: a store that looks up
     /// finds their blocks too.
     #[serde(default)]
@@ -139,7 +142,7 @@ pub struct StoreSpec {
     pub breaker_damaged_per_minute: u32,
 }
 
-/// Another part of the namespace and its sizes, in bytes.
+/// A part of the namespace beside the first, and its sizes, in bytes.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PartSpec {
@@ -151,18 +154,33 @@ pub struct PartSpec {
     pub shard_size: u64,
     /// Bytes of KV in one block.
     pub block_size: u64,
+    /// Tokens in a block; of a part that is only looked up it may be left out.
+    #[serde(default)]
+    pub block_tokens: u32,
+    /// Element type; of a part that is only looked up it may be left out.
+    #[serde(default = "default_dtype")]
+    pub dtype: String,
 }
 
 impl PartSpec {
-    /// Where things lie in the records of the part. `encrypted`: with room for what encryption
-    /// adds.
-    fn record(self, encrypted: bool) -> Result<PartRecord> {
-        let geometry = Geometry::from_sizes(self.tensor_sizes, self.shard_size, self.block_size)?;
-        Ok(PartRecord {
+    fn sizes(self) -> Result<OwnPart> {
+        Ok(OwnPart {
             part: part_of(self.part),
-            record: with_room(RecordLayout::new(&geometry), encrypted)?,
+            geometry: Geometry::from_sizes(self.tensor_sizes, self.shard_size, self.block_size)?,
+            block_tokens: self.block_tokens,
+            dtype: DType::from_name(&self.dtype),
         })
     }
+}
+
+/// Where things lie in the records of a part. `encrypted`: with room for what encryption adds.
+fn record_of(sizes: &OwnPart, own: bool, encrypted: bool) -> Result<PartRecord> {
+    let record = RecordLayout::new(&sizes.geometry).describing(sizes.block_tokens, sizes.dtype);
+    Ok(PartRecord {
+        part: sizes.part,
+        record: with_room(record, encrypted)?,
+        own,
+    })
 }
 
 fn part_of((group, pipeline_rank, tensor_rank): (u32, u32, u32)) -> Part {
@@ -230,10 +248,21 @@ impl StoreSpec {
         let record = record.with_sides(sides.clone())?;
         let keys = encryption_keys(self.encryption_key_file.as_deref())?;
         let record = with_room(record, keys.is_some())?;
-        let mut other_parts = Vec::with_capacity(self.parts.len());
-        for other in self.parts {
-            other_parts.push(other.record(keys.is_some())?);
+        let (mut own_parts, mut other_parts) = (Vec::new(), Vec::new());
+        for own in self.own_parts {
+            let own = own.sizes()?;
+            other_parts.push(record_of(&own, true, keys.is_some())?);
+            own_parts.push(own);
         }
+        for other in self.parts {
+            let other = record_of(&other.sizes()?, false, keys.is_some())?;
+            if other_parts.iter().all(|own| own.part != other.part) {
+                other_parts.push(other);
+            }
+        }
+        let lens = other_parts.iter().filter(|other| other.own);
+        let lens = lens.map(|own| own.record.record_len());
+        let longest = lens.fold(record.record_len(), usize::max);
         let staging_bytes = match self.staging_bytes {
             _ if self.lookup_only => 0,
             Some(bytes) => bytes,
@@ -260,14 +289,12 @@ impl StoreSpec {
         let context = BuildContext {
             identity: &identity,
             part,
-            geometry: &geometry,
             record: &record,
             other_parts: &other_parts,
             labels: &self.labels,
             lookup_only: self.lookup_only,
             writer,
-            slots: usize::try_from(staging_bytes / record.record_len() as u64)
-                .unwrap_or(usize::MAX),
+            slots: usize::try_from(staging_bytes / longest as u64).unwrap_or(usize::MAX),
             processes: self.processes,
             scheduler_elsewhere: self.scheduler_elsewhere,
             clock: Arc::clone(&clock),
@@ -290,6 +317,7 @@ impl StoreSpec {
             geometry,
             identity,
             part,
+            own_parts,
             block_tokens: self.block_tokens,
             dtype,
             sides,
@@ -322,6 +350,10 @@ fn encryption_keys(file: Option<&Path>) -> Result<Option<Arc<Keys>>> {
     };
     let keys = Keys::parse(&text).map_err(|error| error.with("from", origin))?;
     Ok(Some(Arc::new(keys)))
+}
+
+fn default_dtype() -> String {
+    "opaque".to_owned()
 }
 
 fn default_transfer() -> String {

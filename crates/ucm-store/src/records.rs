@@ -1,11 +1,14 @@
-//! What the records of one store are: the same for everything that makes, verifies or moves one.
+//! What the records of a store are, part by part: the same for everything that makes, verifies or
+//! moves one.
 
 use std::borrow::Cow;
+use std::iter;
+use std::sync::Arc;
 
-use ucm_core::{BlockId, Error, Geometry, IdMask, Identity, MissReason, Part, Result};
-use ucm_record::{Expect, RecordLayout, SideSpec, verify_stored};
+use ucm_core::{BlockId, Error, ErrorKind, Geometry, IdMask, Identity, MissReason, Part, Result};
+use ucm_record::{Expect, RecordHeader, RecordLayout, SideSpec, verify_stored};
 
-/// See the module.
+/// The records of one part.
 pub(crate) struct StoredRecords {
     /// Sizes of a block on the device.
     pub(crate) geometry: Geometry,
@@ -15,8 +18,51 @@ pub(crate) struct StoredRecords {
     pub(crate) identity: Identity,
     /// Which part of a block.
     pub(crate) part: Part,
-    /// The store, as its headers and log lines name it.
-    pub(crate) writer: u64,
+}
+
+/// The parts whose blocks a store loads and dumps. Slots have the length of their longest record.
+pub(crate) struct OwnParts {
+    /// Side shards belong to this one.
+    pub(crate) first: Arc<StoredRecords>,
+    others: Vec<Arc<StoredRecords>>,
+}
+
+impl OwnParts {
+    /// `Config` where a part is named twice.
+    pub(crate) fn new(first: Arc<StoredRecords>, others: Vec<Arc<StoredRecords>>) -> Result<Self> {
+        let own = Self { first, others };
+        for (at, records) in own.all().enumerate() {
+            if own.all().take(at).any(|one| one.part == records.part) {
+                let text = "a store loads and dumps each of its parts once";
+                return Err(Error::new(ErrorKind::Config, text).with("part", records.part));
+            }
+        }
+        Ok(own)
+    }
+
+    pub(crate) fn all(&self) -> impl Iterator<Item = &Arc<StoredRecords>> {
+        iter::once(&self.first).chain(&self.others)
+    }
+
+    /// Bytes of the longest record.
+    pub(crate) fn record_len(&self) -> usize {
+        let lens = self.all().map(|records| records.layout.record_len());
+        lens.max().unwrap_or(0)
+    }
+
+    /// Bytes of the longest header.
+    pub(crate) fn header_len(&self) -> usize {
+        let lens = self.all().map(|records| records.layout.header_len());
+        lens.max().unwrap_or(0)
+    }
+
+    /// The part that the header of a record names, of a record that is known by its id alone; the
+    /// first, which this header then contradicts, where that is none of them.
+    pub(crate) fn of(&self, record: &[u8]) -> &Arc<StoredRecords> {
+        let named = RecordHeader::part_of(record);
+        let own = self.all().find(|records| Some(records.part) == named);
+        own.unwrap_or(&self.first)
+    }
 }
 
 /// The mask between the id of a block's record and the id of the record with this side shard alone.

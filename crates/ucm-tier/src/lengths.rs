@@ -1,19 +1,20 @@
 //! Which lengths the records of a namespace may have on a medium, for all media: this alone judges
 //! a length.
 //!
-//! Each part has lengths of its own: ranks may hold different numbers of layers. Known are those of
-//! the own part and of the parts that were named to the store, from the start, and those that the
-//! manifest names: parts that were not named, and writers that keep other side shards. A length of
-//! any part passes; the header of a record decides whether it is the right one.
+//! Each part has lengths of its own: ranks and KV groups may hold different numbers of layers. Known
+//! are those of the own parts, whose records this store writes, and of the parts that were named to
+//! the store, from the start, and those that the manifest names: parts that were not named, and
+//! writers that keep other side shards. A length of any part passes; the header of a record decides
+//! whether it is the right one.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
-use ucm_core::{Geometry, MissReason, Part, limits};
+use ucm_core::{BlockId, Geometry, MissReason, Part, limits};
 use ucm_infra::MonotonicTime;
 use ucm_quota::layout::{MAX_LENGTHS, Manifest};
-use ucm_record::{RecordHeader, RecordLayout};
+use ucm_record::{Expect, RecordHeader, RecordLayout};
 
 use crate::backend::Presence;
 
@@ -32,6 +33,8 @@ pub struct PartRecord {
     pub part: Part,
     /// Where things lie in its records.
     pub record: RecordLayout,
+    /// Whether the store writes its records too, or only looks them up.
+    pub own: bool,
 }
 
 /// A length that records have, and the length below which those of the same part have no KV.
@@ -43,9 +46,10 @@ struct Known {
 
 /// See the module.
 pub(crate) struct Lengths {
-    /// The own part, and those that were named.
-    parts: Vec<PartRecord>,
-    own_kv_len: u64,
+    /// The first of the own parts.
+    first: PartRecord,
+    /// The other own parts, and those that were named.
+    others: Vec<PartRecord>,
     /// Records may be shorter than the layout says, in another form that the caller can read.
     shorter: bool,
     known: RwLock<Vec<Known>>,
@@ -56,37 +60,68 @@ pub(crate) struct Lengths {
 }
 
 impl Lengths {
-    /// Those of the own part and of `others`. `shorter`: records may be shorter, in another form
-    /// that the caller can read.
+    /// Those of the first of the own parts and of `others`. `shorter`: records may be shorter, in
+    /// another form that the caller can read.
     pub(crate) fn new(
         part: Part,
         record: &RecordLayout,
         others: &[PartRecord],
         shorter: bool,
     ) -> Self {
-        let own = PartRecord {
-            part,
-            record: record.clone(),
-        };
         let others = others.iter().filter(|other| other.part != part).cloned();
-        let parts: Vec<PartRecord> = std::iter::once(own).chain(others).collect();
         let lengths = Self {
-            own_kv_len: record.kv_len() as u64,
+            first: PartRecord {
+                part,
+                record: record.clone(),
+                own: true,
+            },
+            others: others.collect(),
             shorter,
             known: RwLock::default(),
             met_unknown: AtomicBool::new(false),
             next_look: Mutex::default(),
-            parts,
         };
-        for PartRecord { record, .. } in &lengths.parts {
+        for PartRecord { record, .. } in lengths.parts() {
             lengths.add(record.kv_len() as u64, &record.record_lengths());
         }
         lengths
     }
 
-    /// The parts that are known by name, the own one first: each may have a manifest of its own.
-    pub(crate) fn parts(&self) -> impl Iterator<Item = Part> {
-        self.parts.iter().map(|known| known.part)
+    /// The parts that are known by name, the own ones first among them: each may have a manifest of
+    /// its own.
+    pub(crate) fn parts(&self) -> impl Iterator<Item = &PartRecord> {
+        std::iter::once(&self.first).chain(&self.others)
+    }
+
+    /// The parts whose records this store writes.
+    pub(crate) fn own(&self) -> impl Iterator<Item = &PartRecord> {
+        self.parts().filter(|known| known.own)
+    }
+
+    /// Bytes of the longest record that this store writes.
+    pub(crate) fn own_len(&self) -> u64 {
+        let lens = self.own().map(|own| own.record.record_len() as u64);
+        lens.max().unwrap_or(0)
+    }
+
+    /// Bytes of header and KV of the largest block that this store writes.
+    pub(crate) fn kv_len_of_own(&self) -> usize {
+        let lens = self.own().map(|own| own.record.kv_len());
+        lens.max().unwrap_or(0)
+    }
+
+    /// What the record that begins with these bytes must be: one of the own part that its header
+    /// names, else of the first, which its header then contradicts.
+    pub(crate) fn expect(&self, id: BlockId, namespace: [u8; 32], bytes: &[u8]) -> Expect<'_> {
+        let named = RecordHeader::part_of(bytes);
+        let own = self.own().find(|own| Some(own.part) == named);
+        let PartRecord { part, record, .. } = own.unwrap_or(&self.first);
+        Expect {
+            id,
+            namespace,
+            part: *part,
+            layout: record,
+        }
     }
 
     /// Whether a record of this length can be whole in the form in which it is used, with KV or
@@ -114,24 +149,19 @@ impl Lengths {
         Err(MissReason::WrongLength)
     }
 
-    /// Whether a copy of a record of the own part may have this length. Side shards of other
-    /// writers for which the own layout has no room may be cut off.
+    /// Whether a copy of a record of an own part may have this length. Side shards of other writers
+    /// for which the own layout has no room may be cut off.
     pub(crate) fn is_copy(&self, len: u64) -> bool {
-        (self.own_kv_len..=self.own_len()).contains(&len) || self.is_record(len)
+        let fits = |own: &PartRecord| {
+            let (kv_len, longest) = (own.record.kv_len(), own.record.record_len());
+            (kv_len as u64..=longest as u64).contains(&len)
+        };
+        self.own().any(fits) || self.is_record(len)
     }
 
-    /// The own part.
+    /// The first of the own parts, which the writer's segments name.
     pub(crate) fn own_part(&self) -> Part {
-        self.parts
-            .first()
-            .map_or_else(Part::default, |own| own.part)
-    }
-
-    /// Bytes of a whole record of the own part.
-    pub(crate) fn own_len(&self) -> u64 {
-        self.parts
-            .first()
-            .map_or(0, |own| own.record.record_len() as u64)
+        self.first.part
     }
 
     /// The length of the longest record that is known.
@@ -160,9 +190,11 @@ impl Lengths {
         self.kv_len(part).map_or(LONGEST_RECORD, |_| self.range().1)
     }
 
-    /// A record of the own part may have this length too, by its header.
-    pub(crate) fn learn(&self, len: u64) {
-        self.add(self.own_kv_len, &[len]);
+    /// A record of an own part may have this length too, by its header.
+    pub(crate) fn learn(&self, part: Part, len: u64) {
+        let kv_len = self.kv_len(part);
+        let kv_len = kv_len.unwrap_or(self.first.record.kv_len() as u64);
+        self.add(kv_len, &[len]);
     }
 
     /// Records may have the lengths that this manifest names for any part. One that is not as it
@@ -201,7 +233,7 @@ impl Lengths {
 
     /// Bytes of header and payload of a part that is known by name.
     fn kv_len(&self, part: Part) -> Option<u64> {
-        let known = self.parts.iter().find(|known| known.part == part)?;
+        let known = self.parts().find(|known| known.part == part)?;
         Some(known.record.kv_len() as u64)
     }
 
@@ -258,7 +290,7 @@ mod tests {
                 && lengths.is_look_due(at(11))
         );
         for len in [12288, 4096, u64::MAX, 12288] {
-            lengths.learn(len);
+            lengths.learn(part(0), len);
         }
         assert!(has_kv(&lengths, 12288) && lengths.is_record(4096) && lengths.longest() == 12288);
         assert!(!has_kv(&lengths, 4096), "too short for KV");
@@ -270,6 +302,7 @@ mod tests {
             let named = PartRecord {
                 part: part(1),
                 record: layout(other),
+                own: false,
             };
             let lengths = Lengths::new(part(0), &layout(own), &[named], false);
             assert!(
@@ -283,7 +316,8 @@ mod tests {
                 "the largest part bounds what is read"
             );
             assert_eq!(lengths.range(), (8192, 16384 + limits::MAX_SIDES_BYTES));
-            assert_eq!(lengths.parts().collect::<Vec<_>>(), [part(0), part(1)]);
+            let parts: Vec<Part> = lengths.parts().map(|known| known.part).collect();
+            assert_eq!(parts, [part(0), part(1)]);
             assert!(lengths.is_copy(u64::from(own + 1) * 4096) && !lengths.is_copy(12288));
             let most = 16384 + limits::MAX_SIDES_BYTES;
             assert_eq!(
@@ -299,6 +333,7 @@ mod tests {
         let named = [PartRecord {
             part: part(1),
             record: layout(3),
+            own: false,
         }];
         let lengths = Lengths::new(part(0), &layout(1), &named, true);
         assert!(has_kv(&lengths, 12288) && lengths.is_ours(4096));
@@ -309,8 +344,7 @@ mod tests {
     fn the_manifest_names_the_lengths_of_parts_that_were_not_named() {
         let text = r#"{"format_version":1,"architecture":"A","world_size":1,"dtype":"f32","weights":"w","model_config":{},"position":{},"kv_dtype":"f32","attention_backend":"a","kv_packing":{},"kv_layout":"l","kv_groups":[],"block_tokens":16,"tensor_parallel":1,"pipeline_parallel":1,"decode_context_parallel":1}"#;
         let mut manifest = Manifest::new(&Identity::parse(text).unwrap(), BTreeMap::new());
-        let three = Geometry::new(vec![4096], 3, 1).unwrap();
-        manifest.add(part(1), &layout(3), &three);
+        manifest.add(part(1), &layout(3));
         let lengths = Lengths::new(part(0), &layout(1), &[], false);
         assert!(!has_kv(&lengths, 16384));
         lengths.learn_from(&manifest);

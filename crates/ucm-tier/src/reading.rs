@@ -25,7 +25,7 @@ impl Shared {
             sides,
             ..
         } = read;
-        let (path, len) = (self.layout.record(id), self.config.record.record_len());
+        let (path, len) = (self.layout.record(id), self.lengths.own_len() as usize);
         let mode = if again {
             ReadMode::FreshDirect
         } else {
@@ -71,17 +71,13 @@ impl Shared {
         bytes: &[u8],
         stored_len: u64,
     ) -> Result<RecordHeader, MissReason> {
-        Ok(verify_stored(bytes, stored_len, &self.expect(id))?)
+        Ok(verify_stored(bytes, stored_len, &self.expect(id, bytes))?)
     }
 
-    /// What a record must be.
-    pub(crate) fn expect(&self, id: BlockId) -> Expect<'_> {
-        Expect {
-            id,
-            namespace: *self.config.identity.digest(),
-            part: self.config.part,
-            layout: &self.config.record,
-        }
+    /// What the record that begins with these bytes must be.
+    pub(crate) fn expect(&self, id: BlockId, bytes: &[u8]) -> Expect<'_> {
+        let namespace = *self.config.identity.digest();
+        self.lengths.expect(id, namespace, bytes)
     }
 }
 

@@ -269,7 +269,7 @@ impl Shared {
     pub(crate) fn furnish(&self, deadline: MonotonicTime) -> Result<bool> {
         let made = unless_read_only(self.make_dirs(deadline))?.is_some();
         if made {
-            unless_read_only(self.describe_part(deadline))?;
+            unless_read_only(self.describe_parts(deadline))?;
         }
         Ok(made)
     }
@@ -380,7 +380,7 @@ impl Shared {
 
     /// Whether enough records fit that those just written are not removed for the next.
     pub(crate) fn check_limit(&self, limit: u64) -> Result<()> {
-        let least = self.config.record.record_len() as u64 * LEAST_RECORDS;
+        let least = self.lengths.own_len() * LEAST_RECORDS;
         if limit >= least {
             return Ok(());
         }
@@ -519,9 +519,9 @@ impl Shared {
         }
     }
 
-    /// Adds this part to the manifest. Ranks do so at the same time: the rank that finds its part
-    /// lost adds it again, at the latest with the next count.
-    fn describe_part(&self, deadline: MonotonicTime) -> Result<()> {
+    /// Adds the own parts to the manifest. Ranks do so at the same time: the rank that finds its
+    /// part lost adds it again, at the latest with the next count.
+    fn describe_parts(&self, deadline: MonotonicTime) -> Result<()> {
         let config = &self.config;
         for _ in 0..8 {
             let stored = match self.read_document(self.layout.manifest(), deadline) {
@@ -531,7 +531,10 @@ impl Shared {
             let mut manifest = stored
                 .and_then(|bytes| serde_json::from_slice::<Manifest>(&bytes).ok())
                 .unwrap_or_else(|| Manifest::new(&config.identity, config.labels.clone()));
-            let changed = manifest.add(config.part, &config.record, &config.geometry);
+            let mut changed = false;
+            for own in self.lengths.own() {
+                changed |= manifest.add(own.part, &own.record);
+            }
             self.lengths.learn_from(&manifest);
             if !changed {
                 return Ok(());

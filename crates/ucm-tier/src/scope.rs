@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use ucm_core::{Geometry, Identity, Part};
+use ucm_core::{Identity, Part};
 use ucm_record::RecordLayout;
 
 use crate::lengths::{Lengths, PartRecord};
@@ -14,13 +14,11 @@ pub struct Scope {
     pub identity: Identity,
     /// Words for the manifest, outside the digest.
     pub labels: BTreeMap<String, String>,
-    /// Which part this backend's writer brings.
+    /// Which part this backend's writer brings, the first of several.
     pub part: Part,
-    /// Sizes of that part.
-    pub geometry: Geometry,
     /// Where things lie in that part's records.
     pub record: RecordLayout,
-    /// Other parts of the namespace whose records may be looked up.
+    /// Its other parts, and those of the namespace whose records may be looked up.
     pub other_parts: Vec<PartRecord>,
     /// Whether records may be shorter than the layout says, in another form that the caller can
     /// read.

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use tracing::warn;
-use ucm_core::{Error, ErrorKind, Geometry, Identity, MissReason, Part, Result};
+use ucm_core::{Error, ErrorKind, Identity, MissReason, Part, Result};
 use ucm_infra::Clock;
 use ucm_io::{ELOOP, FileMeta, IoPool, Probe, Process};
 use ucm_quota::layout::{Layout, Modes};
@@ -32,13 +32,11 @@ pub struct PosixConfig {
     pub identity: Identity,
     /// Words for the manifest, outside the digest.
     pub labels: BTreeMap<String, String>,
-    /// Which part this backend's writer brings.
+    /// Which part this backend's writer brings, the first of several.
     pub part: Part,
-    /// Sizes of that part.
-    pub geometry: Geometry,
     /// Where things lie in that part's records.
     pub record: RecordLayout,
-    /// Other parts of the namespace whose records may be looked up.
+    /// Its other parts, and those of the namespace whose records may be looked up.
     pub other_parts: Vec<PartRecord>,
     /// Whether records may be shorter than the layout says, in another form that the caller can
     /// read.
@@ -135,12 +133,18 @@ impl Shared {
         clock: Arc<dyn Clock>,
     ) -> Result<Self> {
         let layout = Layout::new(&config.root, &config.identity);
+        let lengths = Lengths::new(
+            config.part,
+            &config.record,
+            &config.other_parts,
+            config.shorter,
+        );
         io.keep_below(&config.root);
         let space = QuotaConfig {
             root: config.root.clone(),
             process: config.process.clone(),
             rules: config.rules,
-            record_len: config.record.record_len() as u64,
+            record_len: lengths.own_len(),
             modes: config.modes,
         };
         let space = Quota::new(space, Arc::clone(&io), Arc::clone(&clock))?;
@@ -157,12 +161,7 @@ impl Shared {
             sequence: AtomicU64::new(u64::from(config.place.number) << 48),
             space,
             recency: Recency::default(),
-            lengths: Arc::new(Lengths::new(
-                config.part,
-                &config.record,
-                &config.other_parts,
-                config.shorter,
-            )),
+            lengths: Arc::new(lengths),
             on_sealed: Arc::default(),
             config,
         };

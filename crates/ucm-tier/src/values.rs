@@ -23,7 +23,7 @@ use crate::backend::{
     Backend, BlockRead, Done, Features, InPlace, Indexed, Listed, MediumStats, Outcome, Presence,
     ReadDone, WriteOptions, Written,
 };
-use crate::lengths::Lengths;
+use crate::lengths::{Lengths, PartRecord};
 use crate::recency::Recency;
 use crate::scope::Scope;
 
@@ -315,7 +315,7 @@ impl Indexed for ValueRecords {
     /// Small records in runs that one call reads, large ones each by itself, so that every thread
     /// has some.
     fn runs(&self, reads: &[&BlockRead], threads: usize) -> Vec<Vec<usize>> {
-        let record_len = self.rules.scope.record.record_len().max(1);
+        let record_len = self.rules.lengths.own_len() as usize.max(1);
         let together = (self.rules.traits.batch / record_len).max(1);
         let share = reads.len().div_ceil(threads.max(1)).clamp(1, together);
         let numbers: Vec<usize> = (0..reads.len()).collect();
@@ -338,22 +338,22 @@ impl Indexed for ValueRecords {
 }
 
 impl RecordRules {
-    /// Adds the layout of this writer to its part's manifest.
+    /// Adds the layouts of this writer to the manifests of its parts.
     fn describe(&self, io: &IoJob) -> Result<()> {
         let scope = &self.scope;
-        let mut manifest = self
-            .manifest(io, scope.part)?
-            .unwrap_or_else(|| Manifest::new(&scope.identity, scope.labels.clone()));
-        manifest.add(scope.part, &scope.record, &scope.geometry);
-        self.lengths.learn_from(&manifest);
-        let put = self
-            .values
-            .put_manifest(io, scope.part, &manifest.to_bytes());
-        if let Err(error) = put
-            // A medium that takes no writes now can be read, and may take them again.
-            && !matches!(error.kind(), ErrorKind::NoSpace | ErrorKind::Unhealthy)
-        {
-            return Err(error);
+        for PartRecord { part, record, .. } in self.lengths.own() {
+            let mut manifest = self
+                .manifest(io, *part)?
+                .unwrap_or_else(|| Manifest::new(&scope.identity, scope.labels.clone()));
+            manifest.add(*part, record);
+            self.lengths.learn_from(&manifest);
+            let put = self.values.put_manifest(io, *part, &manifest.to_bytes());
+            if let Err(error) = put
+                // A medium that takes no writes now can be read, and may take them again.
+                && !matches!(error.kind(), ErrorKind::NoSpace | ErrorKind::Unhealthy)
+            {
+                return Err(error);
+            }
         }
         *self.described.lock() = self.clock.now();
         Ok(())
@@ -372,9 +372,9 @@ impl RecordRules {
             return false;
         }
         let mut any = false;
-        for part in self.lengths.parts() {
+        for PartRecord { part, .. } in self.lengths.parts() {
             // On an error, records of unknown lengths stay misses for now.
-            if let Ok(Some(manifest)) = self.manifest(io, part) {
+            if let Ok(Some(manifest)) = self.manifest(io, *part) {
                 self.lengths.learn_from(&manifest);
                 any = true;
             }
@@ -468,7 +468,7 @@ impl RecordRules {
     /// A read of as much of a record as its slot has room for, if that is known to be less than
     /// all; else of all of it. Of a longer value one byte more than the longest record is read.
     fn get_of(&self, id: BlockId, slot: Slot, in_place: InPlace, longest: u64) -> Get {
-        let most = if slot.len() < self.scope.record.kv_len() {
+        let most = if slot.len() < self.lengths.kv_len_of_own() {
             slot.len()
         } else {
             usize::try_from(longest + 1).unwrap_or(usize::MAX)
@@ -555,7 +555,7 @@ impl RecordRules {
                 // With the length that its header says it is of a writer that keeps other side
                 // shards.
                 if len == header.record_len {
-                    self.lengths.learn(len);
+                    self.lengths.learn(header.meta.part, len);
                 }
                 !header.codec.is_as_is() && !self.scope.shorter
             }

@@ -94,12 +94,12 @@ impl Shared {
         if RecordHeader::is_newer(&bytes) {
             return Ok(Some(Written::InTheWay(MissReason::NewerVersion)));
         }
-        let sided =
-            verify_header(&bytes, &self.expect(id)).is_ok_and(|header| header.record_len == len);
-        if sided {
-            self.lengths.learn(len);
+        let header = verify_header(&bytes, &self.expect(id, &bytes)).ok();
+        let sided = header.filter(|header| header.record_len == len);
+        if let Some(header) = &sided {
+            self.lengths.learn(header.meta.part, len);
         }
-        Ok((sided && !replace).then_some(Written::Present))
+        Ok((sided.is_some() && !replace).then_some(Written::Present))
     }
 
     fn publish(

@@ -89,7 +89,6 @@ mod tests {
         let context = BuildContext {
             identity: &identity,
             part: Part::default(),
-            geometry: &geometry,
             record: &RecordLayout::new(&geometry),
             other_parts: &[],
             labels: &BTreeMap::new(),

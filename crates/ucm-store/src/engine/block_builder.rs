@@ -4,16 +4,19 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use ucm_core::{BlockId, Geometry, Result};
+use ucm_core::{BlockId, Result};
 use ucm_device::Slot;
 use ucm_tier::backend::WriteOptions;
 
 use super::task::TaskState;
+use crate::records::StoredRecords;
 use crate::tiers::Request;
 
 /// One block being put together from its shards.
 pub(super) struct BlockBuilder {
     pub(super) id: BlockId,
+    /// Those of its part.
+    pub(super) records: Arc<StoredRecords>,
     /// The side shard that is all of its record, where that is no block's.
     pub(super) alone: Option<usize>,
     /// The dump that brought its first shard.
@@ -72,11 +75,12 @@ impl BlockBuilder {
     /// else.
     pub(super) fn new(
         id: BlockId,
+        records: &Arc<StoredRecords>,
         alone: Option<usize>,
         request: Request,
         slot: Slot,
-        geometry: &Geometry,
     ) -> Self {
+        let geometry = &records.geometry;
         let shards = if alone.is_some() {
             1
         } else {
@@ -84,6 +88,7 @@ impl BlockBuilder {
         };
         Self {
             id,
+            records: Arc::clone(records),
             alone,
             request,
             copying: Mutex::new(()),

@@ -40,18 +40,20 @@ impl Default for Deadlines {
 
 /// The settings of an engine.
 pub struct EngineConfig {
-    /// Sizes of this part's blocks.
+    /// Sizes of the first part's blocks.
     pub geometry: Geometry,
     /// Whose KV it is.
     pub identity: Identity,
-    /// Which part of a block this engine moves.
+    /// Which part of a block this engine moves, the first of several.
     pub part: Part,
+    /// The other parts that it moves.
+    pub own_parts: Vec<OwnPart>,
     /// Tokens in a block, for the header.
     pub block_tokens: u32,
     /// Element type, for the header.
     pub dtype: DType,
-    /// Side shards that blocks may have beside their KV; each a whole number of bytes for every
-    /// shard of a block.
+    /// Side shards that blocks of the first part may have beside their KV; each a whole number of
+    /// bytes for every shard of a block.
     pub sides: Vec<SideSpec>,
     /// Bytes of host memory for staging; 0 opens the engine for lookups only.
     pub staging_bytes: u64,
@@ -67,6 +69,18 @@ pub struct EngineConfig {
     pub keys: Option<Arc<Keys>>,
     /// The quota of the blocks of each tenant in every level below memory.
     pub tenant_quota: Option<Capacity>,
+}
+
+/// A part whose blocks an engine moves, beside its first.
+pub struct OwnPart {
+    /// Which part of a block.
+    pub part: Part,
+    /// Sizes of its blocks.
+    pub geometry: Geometry,
+    /// Tokens in a block, for the header.
+    pub block_tokens: u32,
+    /// Element type, for the header.
+    pub dtype: DType,
 }
 
 /// One row of a load or dump: block, shard, and where the device pieces of that shard lie.

@@ -13,7 +13,7 @@ use super::config::{Deadlines, Row};
 use super::task::{OpenTasks, TaskState};
 use super::transfer::DeviceSide;
 use super::{COPY_REPLACEMENTS, LEAST_SLOTS};
-use crate::records::StoredRecords;
+use crate::records::{OwnParts, StoredRecords};
 use crate::rejected::RejectedRecords;
 use crate::stats::{Stats, add};
 use crate::tiers::{Request, Tiers};
@@ -26,7 +26,9 @@ const MOMENTS: Duration = Duration::from_secs(1);
 
 /// See the module.
 pub(super) struct Core {
-    pub(super) records: Arc<StoredRecords>,
+    pub(super) parts: Arc<OwnParts>,
+    /// Number of the store in its headers and log lines.
+    pub(super) writer: u64,
     pub(super) deadlines: Deadlines,
     pub(super) clock: Arc<dyn Clock>,
     pub(super) tiers: Arc<Tiers>,
@@ -86,11 +88,16 @@ impl Core {
         Ok(())
     }
 
-    /// The same, and whether these rows can be loaded or dumped; `in_slots`: whether they may be
-    /// wanted in their slots alone.
-    pub(super) fn check_rows(&self, rows: &[Row], in_slots: bool) -> Result<()> {
+    /// The same, and whether these rows of a part can be loaded or dumped; `in_slots`: whether they
+    /// may be wanted in their slots alone.
+    pub(super) fn check_rows(
+        &self,
+        records: &StoredRecords,
+        rows: &[Row],
+        in_slots: bool,
+    ) -> Result<()> {
         self.check_count(rows.len())?;
-        self.records.check_rows(rows, in_slots)
+        records.check_rows(rows, in_slots)
     }
 
     /// Whether it was opened for lookups only, with one slot for what a lookup may need.
@@ -101,7 +108,7 @@ impl Core {
     /// Whether work may go to the tiers now: one of them may answer, and not too much is lost.
     pub(super) fn check_available(&self, now: MonotonicTime) -> Result<()> {
         self.check_open()?;
-        let (lost, store) = (self.lost(), self.records.writer);
+        let (lost, store) = (self.lost(), self.writer);
         let was = self.overrun.swap(lost.is_some(), Ordering::AcqRel);
         match &lost {
             Some(error) if !was => warn!(
@@ -169,7 +176,7 @@ impl Core {
     pub(super) fn refuse(&self, id: BlockId, tier: Option<usize>, reason: MissReason) -> Error {
         let error = self.refuse_id(id, reason);
         add(&self.stats.records_refused, 1);
-        let (store, name) = (self.records.writer, reason.name());
+        let (store, name) = (self.writer, reason.name());
         warn!(
             store,
             block = %id,
@@ -192,7 +199,7 @@ impl Core {
     /// The copy of one tier is not what it should be; a lower tier is next.
     pub(super) fn discard(&self, id: BlockId, tier: usize, reason: MissReason) {
         add(&self.stats.records_refused, 1);
-        let (store, name) = (self.records.writer, reason.name());
+        let (store, name) = (self.writer, reason.name());
         warn!(
             store,
             block = %id,
@@ -213,6 +220,11 @@ pub(super) fn await_end(pumping: impl Fn() -> bool) {
 
 pub(super) fn closed() -> Error {
     Error::new(ErrorKind::Closed, "the store is closed")
+}
+
+/// A block is named as of one part, and is loaded or dumped as of another one now.
+pub(super) fn other_part() -> Error {
+    Error::invalid("a block has the id of one of another part; the ids of two parts never agree")
 }
 
 /// The error of a record that is refused.

@@ -20,10 +20,11 @@ use ucm_tier::backend::{Flush, WriteOptions, Written};
 
 use super::block_builder::{After, BlockBuilder, BlockBuilders, Stage};
 use super::config::{Hint, Row};
-use super::core::Core;
+use super::core::{Core, other_part};
 use super::inline_writers::InlineWriters;
 use super::rows::{BlockRowList, by_block};
 use super::task::{Task, TaskState};
+use crate::records::StoredRecords;
 use crate::stats::add;
 use crate::tiers::{Request, TierWrite, WriteTarget};
 
@@ -113,7 +114,7 @@ impl Run {
 
 impl Dumps {
     pub(super) fn new(core: &Arc<Core>, copy_limit: usize, copy_threads: usize) -> Arc<Self> {
-        let slot_len = core.records.layout.record_len() as u64;
+        let slot_len = core.parts.record_len() as u64;
         Arc::new(Self {
             core: Arc::clone(core),
             builders: Mutex::default(),
@@ -159,10 +160,14 @@ impl Dumps {
             .saturating_sub(device.reserved_slots)
     }
 
-    /// Starts dumping rows, or refuses at once (Busy: no slot; Unhealthy: the breaker of the medium
+    /// Starts dumping rows of a part, or refuses at once (Busy: no slot; Unhealthy: the breaker of the medium
     /// or of writes is open).
-    pub(super) fn dump(self: &Arc<Self>, rows: Vec<Row>) -> Result<Task> {
-        self.core.check_rows(&rows, false)?;
+    pub(super) fn dump(
+        self: &Arc<Self>,
+        records: &Arc<StoredRecords>,
+        rows: Vec<Row>,
+    ) -> Result<Task> {
+        self.core.check_rows(records, &rows, false)?;
         let now = self.core.clock.now();
         let deadline = now.after(self.core.deadlines.dump);
         let state = TaskState::new(rows.len(), now, deadline);
@@ -186,7 +191,8 @@ impl Dumps {
             return Err(Error::new(ErrorKind::Unhealthy, text));
         }
         self.drop_incomplete(now);
-        let work = self.take_slots(by_block(rows), self.core.tiers.table.request(deadline))?;
+        let request = self.core.tiers.table.request(deadline);
+        let work = self.take_slots(records, by_block(rows), request)?;
         self.core.open_tasks.add(&state);
         add(&self.core.stats.dump_tasks, 1);
         let threads = self.copy_threads.min(work.len());
@@ -293,6 +299,7 @@ impl Dumps {
     /// nothing changed.
     fn take_slots(
         &self,
+        records: &Arc<StoredRecords>,
         blocks: Vec<(BlockId, BlockRowList)>,
         request: Request,
     ) -> Result<Vec<(Arc<BlockBuilder>, BlockRowList)>> {
@@ -303,6 +310,9 @@ impl Dumps {
         for (id, rows) in blocks {
             let builder = match builders.get(&id) {
                 _ if full => break,
+                Some(builder) if builder.records.part != records.part => {
+                    return Err(other_part().with("block", id));
+                }
                 Some(builder) => Arc::clone(builder),
                 None => {
                     let device = &self.core.device;
@@ -312,8 +322,7 @@ impl Dumps {
                         break;
                     };
                     let alone = rows.sides.iter().find_map(|(_, sides)| sides.alone());
-                    let builder =
-                        BlockBuilder::new(id, alone, request, slot, &self.core.records.geometry);
+                    let builder = BlockBuilder::new(id, records, alone, request, slot);
                     let builder = Arc::new(builder);
                     fresh.push(Arc::clone(&builder));
                     builder
@@ -348,7 +357,7 @@ impl Dumps {
                     .with("id", builder.id),
             );
         }
-        let _alone = builder.copying.lock();
+        let (_alone, records) = (builder.copying.lock(), &builder.records);
         let (mut slot, wanted) = {
             let mut inner = builder.inner.lock();
             let missing = |row: &&(usize, u32, _)| !inner.have[row.1 as usize];
@@ -359,16 +368,14 @@ impl Dumps {
             let lost = || Error::internal("the record in the making was lost");
             (inner.slot.take().ok_or_else(lost)?, wanted)
         };
-        let pieces = self.core.records.pieces(wanted.iter().copied())?;
+        let pieces = records.pieces(wanted.iter().copied())?;
         let with_kv = wanted.iter().filter(|_| builder.alone.is_none());
-        let layers: Vec<u32> = with_kv
-            .flat_map(|row| self.core.records.layers_of(row.1))
-            .collect();
+        let layers: Vec<u32> = with_kv.flat_map(|row| records.layers_of(row.1)).collect();
         let mut crcs = Vec::with_capacity(layers.len());
         // Each layer as soon as its last piece is there: its bytes are in the caches then.
         let mut seal = |record: &mut [u8], landed: usize| {
-            for &layer in &layers[crcs.len()..landed / self.core.records.geometry.tensors().len()] {
-                crcs.push((layer, self.core.records.layout.seal_layer(record, layer)));
+            for &layer in &layers[crcs.len()..landed / records.geometry.tensors().len()] {
+                crcs.push((layer, records.layout.seal_layer(record, layer)));
             }
         };
         self.core
@@ -378,7 +385,7 @@ impl Dumps {
                 stream.gather(&pieces, slot.as_mut_slice(), &mut seal)
             })?;
         seal(slot.as_mut_slice(), pieces.len());
-        let sided = self.core.records.place_sides(rows, slot.as_mut_slice());
+        let sided = records.place_sides(rows, slot.as_mut_slice());
         let staged: u64 = pieces.iter().map(|piece| piece.span.len()).sum();
         add(&self.core.stats.bytes_staged, staged);
         let mut inner = builder.inner.lock();
@@ -494,21 +501,21 @@ impl Dumps {
         mut crcs: Vec<u32>,
         sided: bool,
     ) -> Result<WriteOptions> {
-        let layout = &self.core.records.layout;
-        let block = self.core.records.block_of(builder.id, builder.alone);
+        let (records, layout) = (&builder.records, &builder.records.layout);
+        let block = records.block_of(builder.id, builder.alone);
         let hint = self.hints.lock().get(&block).copied().unwrap_or_default();
         let meta = RecordMeta {
             id: builder.id,
             parent: hint.parent,
             ordinal: hint.ordinal,
-            namespace: *self.core.records.identity.digest(),
-            part: self.core.records.part,
+            namespace: *records.identity.digest(),
+            part: records.part,
             tokens: match hint.tokens {
                 0 => layout.block_tokens(),
                 tokens => tokens,
             },
             time_ns: self.core.clock.wall_ns(),
-            writer: self.core.records.writer,
+            writer: self.core.writer,
             tenant: hint.tenant,
         };
         let record = slot.as_mut_slice();
@@ -612,7 +619,7 @@ impl Dumps {
         let options = builder.inner.lock().options;
         if result.is_ok() {
             // else it may be offered again
-            let block = self.core.records.block_of(builder.id, builder.alone);
+            let block = builder.records.block_of(builder.id, builder.alone);
             self.hints.lock().remove(&block);
         }
         let in_the_way = match result {
@@ -630,7 +637,7 @@ impl Dumps {
         match &result {
             Ok(written) => {
                 if *written == Written::Published && self.unwritable.swap(false, Ordering::AcqRel) {
-                    info!(store = self.core.records.writer, "blocks are stored again");
+                    info!(store = self.core.writer, "blocks are stored again");
                 }
                 let counted = match (*written, builder.alone) {
                     (Written::Present, None) => &self.core.stats.blocks_present,
@@ -651,7 +658,7 @@ impl Dumps {
                 {
                     add(&self.core.stats.records_replaced, 1);
                     let id = builder.id;
-                    info!(store = self.core.records.writer, block = %id, "a refused record was \
+                    info!(store = self.core.writer, block = %id, "a refused record was \
                     replaced: {id}");
                 }
             }
@@ -661,7 +668,7 @@ impl Dumps {
                     && in_the_way.is_none()
                     && !self.unwritable.swap(true, Ordering::AcqRel)
                 {
-                    let (store, kind) = (self.core.records.writer, error.kind().name());
+                    let (store, kind) = (self.core.writer, error.kind().name());
                     let id = builder.id;
                     warn!(store, block = %id, error = kind, "a block could not be stored: {error}");
                 }
@@ -702,7 +709,7 @@ impl Dumps {
             }
         };
         if !self.in_the_way.swap(true, Ordering::AcqRel) {
-            let (store, why) = (self.core.records.writer, reason.name());
+            let (store, why) = (self.core.writer, reason.name());
             warn!(store, block = %id, reason = why, "{text}; further blocks like this are not \
             named");
         }

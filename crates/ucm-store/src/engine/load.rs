@@ -20,6 +20,7 @@ use super::config::Row;
 use super::core::Core;
 use super::rows::{BlockRow, BlockRowList, by_block};
 use super::task::{Task, TaskState};
+use crate::records::StoredRecords;
 use crate::stats::add;
 use crate::tiers::Request;
 
@@ -52,6 +53,8 @@ impl BlockRows {
 /// See the module.
 pub(super) struct LoadTask {
     core: Arc<Core>,
+    /// Those of the part of its blocks.
+    pub(super) records: Arc<StoredRecords>,
     pub(super) state: Arc<TaskState>,
     pub(super) request: Request,
     pub(super) blocks: Vec<BlockRows>,
@@ -71,7 +74,12 @@ struct Cut {
 
 impl LoadTask {
     /// A load of rows that were checked.
-    pub(super) fn new(core: &Arc<Core>, rows: Vec<Row>, deadline: Option<Duration>) -> Arc<Self> {
+    pub(super) fn new(
+        core: &Arc<Core>,
+        records: &Arc<StoredRecords>,
+        rows: Vec<Row>,
+        deadline: Option<Duration>,
+    ) -> Arc<Self> {
         let (state, request) = core.begin_load(rows.len(), deadline);
         add(&core.stats.load_tasks, 1);
         let (mut blocks, mut first) = (Vec::new(), 0);
@@ -82,6 +90,7 @@ impl LoadTask {
         }
         Arc::new(Self {
             core: Arc::clone(core),
+            records: Arc::clone(records),
             state,
             request,
             load_state: LoadState::new(first),
@@ -142,7 +151,7 @@ impl LoadTask {
     ) -> bool {
         let (block, stats) = (&self.blocks[index], &self.core.stats);
         let rows = || taken.iter().map(|&at| &block.rows[at]);
-        let copied = self.core.records.pieces(rows()).and_then(|pieces| {
+        let copied = self.records.pieces(rows()).and_then(|pieces| {
             let streams = &self.core.device.streams;
             streams.with(&block.rows.ready, self.state.deadline, |stream| {
                 stream.scatter(record, &pieces)
@@ -152,7 +161,7 @@ impl LoadTask {
             Ok(()) => {
                 self.state.rows_arrived(rows().map(|(row, _, _)| *row));
                 let shards = rows().filter(|(_, _, pieces)| !pieces.in_slot()).count();
-                let geometry = &self.core.records.geometry;
+                let geometry = &self.records.geometry;
                 let shard_len = geometry.layer_len() * u64::from(geometry.layers_per_shard());
                 add(&stats.bytes_loaded, shards as u64 * shard_len);
                 if block.rows.iter().all(|row| self.state.has_arrived(row.0)) {

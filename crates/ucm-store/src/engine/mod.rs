@@ -14,33 +14,36 @@ mod dump;
 mod inline_writers;
 mod load;
 mod lookup;
+mod part;
 mod reads;
 mod rows;
 mod side_reads;
 mod task;
 mod transfer;
 
+use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use ucm_core::{BlockId, Error, ErrorKind, Geometry, MissReason, Result, in_units};
-use ucm_device::{ArenaOptions, Device, Event, KvLayout, SlotPool};
+use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, in_units};
+use ucm_device::{ArenaOptions, Device, Event, SlotPool};
 use ucm_infra::{Clock, MonotonicTime, WorkerPool};
 use ucm_record::{RecordLayout, SideSpec};
 use ucm_tier::backend::{Flush, LocallyVisible};
 
-use crate::records::StoredRecords;
+use crate::records::{OwnParts, StoredRecords};
 use crate::rejected::RejectedRecords;
 use crate::stats::Stats;
 use crate::tiers::{LevelConfig, Priority, TenantQuota, Tiers, TiersConfig, lane};
 
-pub use config::{Deadlines, EngineConfig, Hint, Pieces, Row, RowSides};
+pub use config::{Deadlines, EngineConfig, Hint, OwnPart, Pieces, Row, RowSides};
 use core::Core;
 use dump::Dumps;
 use lookup::Lookups;
 pub use lookup::{Asked, Located, NOWHERE};
+pub use part::EnginePart;
 use reads::Loads;
 use side_reads::SideLoads;
 pub use side_reads::SidesTask;
@@ -65,13 +68,24 @@ const COPY_REPLACEMENTS: usize = 4;
 /// Most copies queued, however large the arena.
 const MAX_COPIES: usize = 1 << 20;
 
-/// The engine. Dropping it closes it.
+/// The engine. Dropping it closes it. For callers of one part it is its first part.
 pub struct Engine {
     core: Arc<Core>,
+    first: EnginePart,
+    /// The other parts.
+    parts: Vec<EnginePart>,
     dumps: Arc<Dumps>,
     loads: Arc<Loads>,
     side_loads: Arc<SideLoads>,
     lookups: Arc<Lookups>,
+}
+
+impl Deref for Engine {
+    type Target = EnginePart;
+
+    fn deref(&self) -> &EnginePart {
+        &self.first
+    }
 }
 
 impl Engine {
@@ -84,22 +98,32 @@ impl Engine {
         device: Arc<dyn Device>,
         clock: Arc<dyn Clock>,
     ) -> Result<Self> {
-        let layout =
-            RecordLayout::new(&config.geometry).describing(config.block_tokens, config.dtype);
-        let layout = layout.with_sides(config.sides)?;
-        let layout = match config.keys {
-            Some(_) => layout.encrypted()?,
-            None => layout,
+        let (writer, keys, identity) = (config.writer, config.keys, config.identity);
+        let records_of = |own: OwnPart, sides: Vec<SideSpec>| {
+            let layout = RecordLayout::new(&own.geometry).describing(own.block_tokens, own.dtype);
+            let layout = layout.with_sides(sides)?;
+            let records = StoredRecords {
+                geometry: own.geometry,
+                layout: match keys {
+                    Some(_) => layout.encrypted()?,
+                    None => layout,
+                },
+                identity: identity.clone(),
+                part: own.part,
+            };
+            records.check_shares().map(|()| Arc::new(records))
         };
-        let slot_len = layout.record_len() as u64;
-        let records = Arc::new(StoredRecords {
-            geometry: config.geometry,
-            layout,
-            identity: config.identity,
+        let first = OwnPart {
             part: config.part,
-            writer: config.writer,
-        });
-        records.check_shares()?;
+            geometry: config.geometry,
+            block_tokens: config.block_tokens,
+            dtype: config.dtype,
+        };
+        let first = records_of(first, config.sides)?;
+        let others = config.own_parts.into_iter();
+        let others: Result<Vec<_>> = others.map(|own| records_of(own, Vec::new())).collect();
+        let parts = Arc::new(OwnParts::new(first, others?)?);
+        let slot_len = parts.record_len() as u64;
         let slots = config.staging_bytes / slot_len;
         if config.staging_bytes > 0 && slots < LEAST_SLOTS as u64 {
             return Err(Error::new(
@@ -129,8 +153,9 @@ impl Engine {
         };
         let below = TiersConfig {
             levels,
-            records: Arc::clone(&records),
-            keys: config.keys,
+            store: writer,
+            parts: Arc::clone(&parts),
+            keys,
             tenant_quota: config.tenant_quota.map(|limit| TenantQuota {
                 limit,
                 lookup_only: config.staging_bytes == 0,
@@ -163,7 +188,8 @@ impl Engine {
             .clock(Arc::clone(&clock))
             .build()?;
         let core = Arc::new(Core {
-            records,
+            parts,
+            writer,
             deadlines: config.deadlines,
             clock,
             tiers,
@@ -172,7 +198,6 @@ impl Engine {
                 slots,
                 reserved_slots,
                 copies,
-                kv: Mutex::default(),
                 _attached: attached,
             },
             asks,
@@ -202,7 +227,15 @@ impl Engine {
         }));
         core.tiers
             .open(core.clock.now().after(core.deadlines.probe));
+        let part = |records: &Arc<StoredRecords>| EnginePart {
+            records: Arc::clone(records),
+            dumps: Arc::clone(&dumps),
+            loads: Arc::clone(&loads),
+            kv: Mutex::default(),
+        };
         Ok(Self {
+            first: part(&core.parts.first),
+            parts: core.parts.all().skip(1).map(part).collect(),
             lookups: Arc::new(Lookups {
                 core: Arc::clone(&core),
             }),
@@ -213,75 +246,25 @@ impl Engine {
         })
     }
 
+    /// One of its parts, by number: 0 is the first. `InvalidInput` for a number that it has not.
+    pub fn part_at(&self, number: usize) -> Result<&EnginePart> {
+        let other = number.checked_sub(1).map(|at| self.parts.get(at));
+        let none = || {
+            let none = Error::invalid("this store has no part of that number");
+            none.with("part", number)
+                .with("parts", self.parts.len() + 1)
+        };
+        other.unwrap_or(Some(&self.first)).ok_or_else(none)
+    }
+
     /// An event of the device by its runtime's handle, for [`Row::ready`]; see
     /// [`Device::event_of`].
     pub fn event_of(&self, handle: u64) -> Result<Arc<dyn Event>> {
         self.device().event_of(handle)
     }
 
-    /// Registers where the KV lies whose blocks [`Engine::rows_of_blocks`] names by number, in
-    /// place of an earlier registration. Tasks under way keep theirs.
-    ///
-    /// # Errors
-    /// `InvalidInput` where its pieces are not those of the geometry.
-    pub fn register_kv(&self, layout: KvLayout) -> Result<()> {
-        let geometry = self.geometry();
-        let sizes = geometry.tensors();
-        let expected = sizes.len() * geometry.layers() as usize;
-        let lengths = layout.spans(0, 0..layout.pieces()).map(|span| span.len());
-        if layout.pieces() != expected || !lengths.eq(sizes.iter().copied().cycle().take(expected))
-        {
-            let text = "the KV must have the pieces that the store was opened for";
-            let wrong = Error::invalid(text).with("pieces", layout.pieces());
-            return Err(wrong.with("expected", expected));
-        }
-        *self.core.device.kv.lock() = Some(Arc::new(layout));
-        Ok(())
-    }
-
-    /// Rows of whole blocks, each with its number in the KV that was registered.
-    ///
-    /// # Errors
-    /// `InvalidInput` before [`Engine::register_kv`], `Unsupported` where a block has several
-    /// shards.
-    pub fn rows_of_blocks(
-        &self,
-        blocks: impl IntoIterator<Item = (BlockId, u64)>,
-    ) -> Result<Vec<Row>> {
-        let Some(layout) = self.core.device.kv.lock().clone() else {
-            return Err(Error::invalid(
-                "no KV is registered with this store: name addresses, or register it first",
-            ));
-        };
-        let shards = self.geometry().shards();
-        if shards > 1 {
-            let text =
-                "this store splits its blocks into shards, which are named with their addresses";
-            return Err(Error::new(ErrorKind::Unsupported, text).with("shards", shards));
-        }
-        let row = |(id, number)| Row::whole(id, Pieces::Block(Arc::clone(&layout), number));
-        Ok(blocks.into_iter().map(row).collect())
-    }
-
-    /// Starts loading rows. A block that is absent, refused or late fails the task; see
-    /// [`Task::failures`]. Blocks go by the order of their first rows: those before the first that
-    /// failed are loaded, those after it that are still being read are cancelled. `deadline`: from
-    /// now, the configured one if `None`, ten minutes at most; it ends all of them. A block whose
-    /// row is wanted in its slot is read and verified whole, as by [`Engine::verify`].
-    pub fn load(&self, rows: Vec<Row>, deadline: Option<Duration>) -> Result<Task> {
-        self.loads.load(rows, deadline)
-    }
-
-    /// Loads whole blocks into staging slots and no further: they are read and verified as for a
-    /// load, which fails where that one would and has the same effects (a refused record is no hit
-    /// any more), and no device memory is touched. `deadline` as of [`Engine::load`].
-    pub fn verify(&self, ids: &[BlockId], deadline: Option<Duration>) -> Result<Task> {
-        let rows = ids.iter().map(|&id| Row::whole(id, Pieces::Slot));
-        self.load(rows.collect(), deadline)
-    }
-
     /// Starts reading the side shard of that name of each block, without its KV. `deadline` as of
-    /// [`Engine::load`]. A side shard that is missing, late or not sound fails its own row and no
+    /// [`EnginePart::load`]. A side shard that is missing, late or not sound fails its own row and no
     /// other.
     ///
     /// # Errors
@@ -296,22 +279,16 @@ impl Engine {
         self.side_loads.load(ids, name, deadline)
     }
 
-    /// Starts dumping rows, or refuses at once (Busy: no slot; Unhealthy: the breaker of the medium
-    /// or of writes is open).
-    pub fn dump(&self, rows: Vec<Row>) -> Result<Task> {
-        self.dumps.dump(rows)
-    }
-
     /// Starts writing side shards of blocks that are stored without them, each as a record of its
     /// own: for each of these, by name, the bytes of every block, one behind the other. Or refuses
-    /// at once, as [`Engine::dump`]. The task has a row for each, those of one name after those of
+    /// at once, as [`EnginePart::dump`]. The task has a row for each, those of one name after those of
     /// another.
     ///
     /// # Errors
     /// `InvalidInput` for a name that the store was not opened with, and where there are not as
     /// many bytes as belong there.
     pub fn dump_sides(&self, ids: &[BlockId], sides: &[(&str, &[u8])]) -> Result<Task> {
-        self.dump(self.core.records.side_rows(ids, sides)?)
+        self.dump(self.records.side_rows(ids, sides)?)
     }
 
     /// Which of these blocks are stored whole, as far as the lookup deadline allows; exact per id.
@@ -384,7 +361,7 @@ impl Engine {
         core.check_open()?;
         let deadline = core.clock.now().after(core.deadlines.dump);
         core.tiers
-            .touch(&core.records.with_sides(ids), deadline, own);
+            .touch(&self.records.with_sides(ids), deadline, own);
         Ok(())
     }
 
@@ -464,22 +441,12 @@ impl Engine {
     /// Number that no other store has: in the headers of its records, and in the field `store` of
     /// its log lines.
     pub fn writer(&self) -> u64 {
-        self.core.records.writer
+        self.core.writer
     }
 
-    /// The sizes the engine was opened with.
-    pub fn geometry(&self) -> &Geometry {
-        &self.core.records.geometry
-    }
-
-    /// Side shards of this store, in order.
+    /// Side shards of this store, in order; those of blocks of its first part.
     pub fn sides(&self) -> &[SideSpec] {
-        self.core.records.layout.sides()
-    }
-
-    /// Bytes of one record on the medium.
-    pub fn record_len(&self) -> usize {
-        self.core.records.layout.record_len()
+        self.records.layout.sides()
     }
 
     /// Fails with `Forked` in a child process: nothing else of the store may be called there.
@@ -507,7 +474,7 @@ impl Engine {
             ("storage_paused", u64::from(usage.paused)),
             ("slots", core.device.slots.capacity() as u64),
             ("slots_free", core.device.slots.available() as u64),
-            ("slot_bytes", self.record_len() as u64),
+            ("slot_bytes", core.parts.record_len() as u64),
             ("loads_queued", self.loads.queued() as u64),
             ("sides_queued", self.side_loads.queued() as u64),
             (

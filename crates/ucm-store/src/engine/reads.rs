@@ -22,10 +22,11 @@ use ucm_tier::backend::{BlockRead, InPlace, Part, Parts, ReadDone};
 
 use super::LANE_LOADS;
 use super::config::Row;
-use super::core::{Core, await_end, closed, reason_named, reason_of, refusal};
+use super::core::{Core, await_end, closed, other_part, reason_named, reason_of, refusal};
 use super::load::LoadTask;
 use super::rows::BlockRow;
 use super::task::Task;
+use crate::records::StoredRecords;
 use crate::stats::add;
 use crate::tiers::{Reader, Request, TierRead};
 
@@ -74,6 +75,16 @@ struct Wanted {
     so_far: Option<Failed>,
 }
 
+/// A read that can begin.
+struct Begun {
+    wanted: Wanted,
+    records: Arc<StoredRecords>,
+    slot: Slot,
+    request: Request,
+    /// The layers that are wanted, if few.
+    layers: Option<Range<u32>>,
+}
+
 /// A read under way.
 struct Reading {
     loads: Arc<Loads>,
@@ -95,6 +106,8 @@ struct Progress {
     /// The layers that are read.
     layers: Range<u32>,
     deadline: MonotonicTime,
+    /// Those of the part of the block.
+    records: Arc<StoredRecords>,
     /// Layers before this one were verified as they were read.
     verified: AtomicU32,
     /// The layers, with their checksums, of the record that this block is read from: another record
@@ -118,14 +131,15 @@ impl Loads {
         })
     }
 
-    /// Starts loading rows; see [`Engine::load`](super::Engine::load).
+    /// Starts loading rows of a part; see [`EnginePart::load`](super::EnginePart::load).
     pub(super) fn load(
         self: &Arc<Self>,
+        records: &Arc<StoredRecords>,
         rows: Vec<Row>,
         deadline: Option<Duration>,
     ) -> Result<Task> {
-        self.core.check_rows(&rows, true)?;
-        let task = LoadTask::new(&self.core, rows, deadline);
+        self.core.check_rows(records, &rows, true)?;
+        let task = LoadTask::new(&self.core, records, rows, deadline);
         if !task.blocks.is_empty() {
             self.begin(&task);
         }
@@ -151,9 +165,12 @@ impl Loads {
                 return; // nothing lies before it
             }
         }
-        if !self.enqueue(task) {
+        let Some(clashing) = self.enqueue(task) else {
             let full = Error::new(ErrorKind::Busy, "too many blocks wait for a staging slot");
             return task.end(full.with("most", MAX_PENDING));
+        };
+        for index in clashing {
+            task.fail_block(index, other_part(), &mut None);
         }
         self.pump_elsewhere();
         // Either the thread that closes the engine has seen the blocks, or we see here that it is
@@ -179,12 +196,12 @@ impl Loads {
         }
     }
 
-    /// Joins reads under way or queues new ones, for the blocks not cancelled yet; false if that
-    /// would be too many.
-    fn enqueue(&self, task: &Arc<LoadTask>) -> bool {
-        let mut reads = self.reads.lock();
+    /// Joins reads under way or queues new ones, for the blocks not cancelled yet; `None` if that
+    /// would be too many. Those that others load as of another part are returned.
+    fn enqueue(&self, task: &Arc<LoadTask>) -> Option<Vec<usize>> {
+        let (mut clashing, mut reads) = (Vec::new(), self.reads.lock());
         if reads.pending.len() + task.blocks.len() > MAX_PENDING {
-            return false;
+            return None;
         }
         for (index, block) in task.blocks.iter().enumerate() {
             if !task.reads(index) {
@@ -192,6 +209,13 @@ impl Loads {
             }
             let waiter = (Arc::clone(task), index);
             if let Some(waiters) = reads.waiters.get_mut(&block.id) {
+                if waiters
+                    .iter()
+                    .any(|(other, _)| other.records.part != task.records.part)
+                {
+                    clashing.push(index);
+                    continue;
+                }
                 waiters.push(waiter);
                 add(&self.core.stats.loads_joined, 1);
             } else {
@@ -199,7 +223,7 @@ impl Loads {
                 reads.pending.push_back(Wanted::new(block.id));
             }
         }
-        true
+        Some(clashing)
     }
 
     /// Starts waiting reads on another thread: the thread that begins a load has a model to
@@ -222,7 +246,14 @@ impl Loads {
                 return;
             }
             let mut reads = Vec::with_capacity(begun.len());
-            for (wanted, slot, request, layers) in begun {
+            for Begun {
+                wanted,
+                records,
+                slot,
+                request,
+                layers,
+            } in begun
+            {
                 let (id, tiers) = (wanted.id, &self.core.tiers);
                 let Some(tier) = tiers.table.place(id, wanted.after, request.number) else {
                     drop(slot);
@@ -230,12 +261,13 @@ impl Loads {
                     continue;
                 };
                 let layers = layers.filter(|_| tiers.table.reads_parts(tier));
-                let all = 0..self.core.records.geometry.layers();
+                let all = 0..records.geometry.layers();
                 let progress = Progress {
                     id,
                     tier,
                     layers: layers.clone().unwrap_or(all),
                     deadline: request.deadline,
+                    records,
                     verified: AtomicU32::new(0),
                     record: Mutex::default(),
                 };
@@ -262,9 +294,8 @@ impl Loads {
     }
 
     /// Reads that can begin now, at most a batch of them; none ends the pumping. Blocks that no
-    /// load wants any more are dropped. Each with its request and the layers that are wanted, if
-    /// few.
-    fn take_slots(&self) -> Vec<(Wanted, Slot, Request, Option<Range<u32>>)> {
+    /// load wants any more are dropped.
+    fn take_slots(&self) -> Vec<Begun> {
         let (mut begun, mut reads) = (Vec::new(), self.reads.lock());
         let reads = &mut *reads;
         while begun.len() < TOGETHER
@@ -272,8 +303,8 @@ impl Loads {
         {
             let waiters = reads.waiters.entry(wanted.id).or_default();
             waiters.retain(|(task, index)| task.reads(*index));
-            let requests = waiters.iter().map(|(task, _)| task.request);
-            let Some(request) = requests.max_by_key(|request| request.deadline) else {
+            let latest = waiters.iter().max_by_key(|(task, _)| task.request.deadline);
+            let Some((task, _)) = latest else {
                 reads.waiters.remove(&wanted.id);
                 continue;
             };
@@ -285,34 +316,23 @@ impl Loads {
                 reads.pending.push_front(wanted);
                 break;
             };
-            let layers = self.few_layers(waiters);
             reads.running += 1;
-            begun.push((wanted, slot, request, layers));
+            begun.push(Begun {
+                wanted,
+                records: Arc::clone(&task.records),
+                slot,
+                request: task.request,
+                layers: few_layers(&task.records, waiters),
+            });
         }
         reads.pumping = !begun.is_empty();
         begun
     }
 
-    /// The layers that all who wait for a block want together, if they are few enough to be read by
-    /// themselves.
-    fn few_layers(&self, waiters: &[Waiter]) -> Option<Range<u32>> {
-        let (geometry, layout) = (&self.core.records.geometry, &self.core.records.layout);
-        if geometry.shards() == 1 {
-            return None;
-        }
-        let wanted = waiters
-            .iter()
-            .map(|(task, index)| task.blocks[*index].layers(geometry));
-        let all = wanted.reduce(|one, other| one.start.min(other.start)..one.end.max(other.end))?;
-        let bytes: usize = layout.parts(all.clone()).iter().map(Range::len).sum();
-        let whole = layout.record_len();
-        (bytes + WORTH.max(whole / 2) <= whole).then_some(all)
-    }
-
     /// Part of a record was read: the layers that are whole by now are verified and go where they
     /// are wanted, before the rest of it is there.
     fn part_read(&self, io: &IoJob, read: &Progress, part: &Part<'_>) {
-        let (records, verified) = (&self.core.records, &read.verified);
+        let (records, verified) = (&read.records, &read.verified);
         let from = match part.range.start {
             0 => read.layers.start, // it begins anew
             _ => verified.load(Ordering::Acquire),
@@ -342,14 +362,14 @@ impl Loads {
     /// The layers of one block never come from two records: where some went to the device of
     /// another one than this, the loads that wait for the rest fail.
     fn stay_with(&self, read: &Progress, header: &RecordHeader) {
-        if self.core.records.geometry.shards() == 1 {
+        if read.records.geometry.shards() == 1 {
             return;
         }
         let before = read.record.lock().replace(header.table.clone());
         if before.is_some_and(|before| before != header.table) {
             let text = "another record took the name of this one while its layers were read";
             let error = Error::new(ErrorKind::Busy, text).with("block", read.id);
-            self.fail_begun(read.id, &Failed::Unread(error));
+            self.fail_begun(read, &Failed::Unread(error));
         }
     }
 
@@ -362,7 +382,7 @@ impl Loads {
         read: &Progress,
         upto: u32,
     ) -> Vec<(Arc<LoadTask>, usize, Vec<usize>)> {
-        let geometry = &self.core.records.geometry;
+        let geometry = &read.records.geometry;
         let per_shard = geometry.layers_per_shard();
         let ready =
             |(_, shard, pieces): &BlockRow| !pieces.in_slot() && (shard + 1) * per_shard <= upto;
@@ -404,7 +424,7 @@ impl Loads {
         if let Failed::Refused(reason, _) = &failed {
             self.core.discard(id, tier, *reason);
         }
-        self.fail_begun(id, &failed);
+        self.fail_begun(&reading.progress, &failed);
         let mut reads = self.reads.lock();
         reads.running -= 1;
         reads.pending.push_front(Wanted {
@@ -419,12 +439,12 @@ impl Loads {
 
     /// The layers of one block never come from two copies: loads that have rows of this one fail
     /// with it.
-    fn fail_begun(&self, id: BlockId, failed: &Failed) {
-        if self.core.records.geometry.shards() == 1 {
+    fn fail_begun(&self, read: &Progress, failed: &Failed) {
+        if read.records.geometry.shards() == 1 {
             return;
         }
         let mut begun = Vec::new();
-        if let Some(waiters) = self.reads.lock().waiters.get_mut(&id) {
+        if let Some(waiters) = self.reads.lock().waiters.get_mut(&read.id) {
             begun.extend(waiters.extract_if(.., |(task, index)| task.has_begun(*index)));
         }
         let (error, reason) = match failed {
@@ -525,6 +545,22 @@ impl Loads {
     }
 }
 
+/// The layers that all who wait for a block want together, if they are few enough to be read by
+/// themselves.
+fn few_layers(records: &StoredRecords, waiters: &[Waiter]) -> Option<Range<u32>> {
+    let (geometry, layout) = (&records.geometry, &records.layout);
+    if geometry.shards() == 1 {
+        return None;
+    }
+    let wanted = waiters
+        .iter()
+        .map(|(task, index)| task.blocks[*index].layers(geometry));
+    let all = wanted.reduce(|one, other| one.start.min(other.start)..one.end.max(other.end))?;
+    let bytes: usize = layout.parts(all.clone()).iter().map(Range::len).sum();
+    let whole = layout.record_len();
+    (bytes + WORTH.max(whole / 2) <= whole).then_some(all)
+}
+
 impl Wanted {
     fn new(id: BlockId) -> Self {
         Self {
@@ -571,7 +607,7 @@ impl Reading {
     /// are wanted.
     fn parts(&self) -> Option<Parts> {
         let core = &self.loads.core;
-        let geometry = &core.records.geometry;
+        let geometry = &self.progress.records.geometry;
         if geometry.shards() == 1 || self.again || core.tiers.table.recodes(self.tier) {
             return None;
         }
@@ -600,7 +636,7 @@ impl Reading {
     /// The operations that bring these layers of a record: each some whole shards, if they are
     /// enough to be worth one.
     fn steps(&self, layers: &Range<u32>) -> Vec<Vec<Range<usize>>> {
-        let records = &self.loads.core.records;
+        let records = &self.progress.records;
         let (mut steps, mut step) = (Vec::new(), records.layout.parts(layers.clone()));
         let per_shard = records.geometry.layers_per_shard();
         for upto in (layers.start + per_shard..layers.end).step_by(per_shard as usize) {
@@ -621,7 +657,7 @@ impl Reading {
     /// Verifies a record that was read; layers that were verified as they were read are not
     /// verified again.
     fn verify(&self, read: &ReadDone) -> Result<RecordHeader, Refusal> {
-        let records = &self.loads.core.records;
+        let records = &self.progress.records;
         let expect = records.expect(self.id);
         let verified = self.progress.verified.load(Ordering::Acquire);
         let Some(layers) = &self.layers else {
@@ -647,7 +683,7 @@ impl Reading {
         loads.stay_with(&self.progress, header);
         let waiters = loads.end_read(id, |task, index| match &self.layers {
             Some(layers) => {
-                let wanted = task.blocks[index].layers(&loads.core.records.geometry);
+                let wanted = task.blocks[index].layers(&task.records.geometry);
                 wanted.start < layers.start || wanted.end > layers.end
             }
             None => false,

@@ -165,8 +165,11 @@ impl SideLoads {
     ) -> Result<SidesTask> {
         let core = &self.core;
         core.check_count(ids.len())?;
-        let index = core.records.side_index(name)?;
-        let (rows, len) = (ids.len(), core.records.layout.sides()[index].len as usize);
+        let index = core.parts.first.side_index(name)?;
+        let (rows, len) = (
+            ids.len(),
+            core.parts.first.layout.sides()[index].len as usize,
+        );
         if (rows as u64).saturating_mul(len as u64) > limits::MAX_BLOCK_BYTES {
             let text = "too many side shards in one call: at most 1 GiB";
             let many = Error::invalid(text).with("name", name);
@@ -298,7 +301,7 @@ impl SideLoads {
     fn place(self: &Arc<Self>, mut read: SideRead) -> Option<SideReading> {
         loop {
             let (core, number) = (&self.core, read.load.request.number);
-            let id = read.id(&core.records.layout);
+            let id = read.id(&core.parts.first.layout);
             if let Some(tier) = core.tiers.table.place(id, read.after, number) {
                 return Some(SideReading {
                     loads: Arc::clone(self),
@@ -336,7 +339,7 @@ impl SideReading {
     /// The read in its tier: the header, and the pages where the side shard lies in records of this
     /// store. Where the header names other pages, these are read after it.
     fn in_tier(self, slot: Slot) -> TierRead<Self> {
-        let (layout, index) = (&self.loads.core.records.layout, self.read.load.index);
+        let (layout, index) = (&self.loads.core.parts.first.layout, self.read.load.index);
         let pages = |range: Range<usize>| range.start..range.end.next_multiple_of(PAGE as usize);
         let mut first = Vec::with_capacity(2);
         if self.read.alone {
@@ -381,7 +384,7 @@ impl SideReading {
     /// Decrypts and verifies a side shard.
     fn verify<'a>(&self, done: &'a mut ReadDone) -> Result<&'a [u8], Refusal> {
         let core = &self.loads.core;
-        let wanted = &core.records.layout.sides()[self.read.load.index];
+        let wanted = &core.parts.first.layout.sides()[self.read.load.index];
         if let Err(error) = core.tiers.decrypt_side(self.tier, self.id, wanted, done) {
             let reason = reason_named(&error);
             return Err(Refusal::new(
@@ -395,7 +398,7 @@ impl SideReading {
         verify_side(
             record,
             done.stored_len,
-            &core.records.expect(self.id),
+            &core.parts.first.expect(self.id),
             wanted,
         )
     }
@@ -424,8 +427,8 @@ impl SideReading {
             core.refuse(id, Some(self.tier), reason);
             return;
         }
-        let side = &core.records.layout.sides()[self.read.load.index].name;
-        let (store, name) = (core.records.writer, reason.name());
+        let side = &core.parts.first.layout.sides()[self.read.load.index].name;
+        let (store, name) = (core.writer, reason.name());
         warn!(
             store,
             block = %id,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use ucm_core::Result;
-use ucm_device::{Device, Event, KvLayout, SlotPool, Stream};
+use ucm_device::{Device, Event, SlotPool, Stream};
 use ucm_infra::{MonotonicTime, WorkerPool};
 
 /// The device of an engine, the memory on the way to it, and the threads that copy from it.
@@ -15,8 +15,6 @@ pub(super) struct DeviceSide {
     /// How many of these are never given to dumps.
     pub(super) reserved_slots: usize,
     pub(super) copies: Arc<WorkerPool>,
-    /// Where the KV lies, once it was registered.
-    pub(super) kv: Mutex<Option<Arc<KvLayout>>>,
     /// The device's mappings of the memory that tiers lend records from, until the engine ends.
     pub(super) _attached: Vec<Arc<dyn Any + Send + Sync>>,
 }

@@ -5,11 +5,13 @@
 
 use parking_lot::Mutex;
 use serde::Serialize;
-use ucm_core::Result;
+use ucm_core::{Error, Part, Result};
 use ucm_infra::LANE_LOAD;
 use ucm_io::IoPool;
 use ucm_record::{Codec, Coder, RecordHeader, RecordLayout};
 use ucm_tier::backend::WriteOptions;
+
+use crate::records::OwnParts;
 
 /// One record in this many is decoded again before it is written, and compared.
 const PROVEN: u64 = 64;
@@ -34,21 +36,36 @@ pub struct Compression {
 
 /// The codec of one tier, with the memory that its threads need for it.
 pub(super) struct TierCodec {
-    codec: Codec,
-    layout: RecordLayout,
-    /// Coders not in use, at most `most`.
-    coders: Mutex<Vec<Coder>>,
+    /// One for each own part, the first one first.
+    parts: Vec<PartCodec>,
+    /// Most coders kept for a part.
     most: usize,
     stats: Mutex<Compression>,
 }
 
+/// The codec of the records of one part.
+struct PartCodec {
+    part: Part,
+    codec: Codec,
+    layout: RecordLayout,
+    /// Coders not in use.
+    coders: Mutex<Vec<Coder>>,
+}
+
 impl TierCodec {
     /// `Unsupported` in a build without codecs.
-    pub(super) fn new(layout: &RecordLayout, pool: &IoPool) -> Result<Self> {
+    pub(super) fn new(own: &OwnParts, pool: &IoPool) -> Result<Self> {
+        let mut parts = Vec::new();
+        for records in own.all() {
+            parts.push(PartCodec {
+                part: records.part,
+                codec: Codec::of(&records.layout),
+                layout: records.layout.clone(),
+                coders: Mutex::new(vec![Coder::new(&records.layout)?]),
+            });
+        }
         Ok(Self {
-            codec: Codec::of(layout),
-            layout: layout.clone(),
-            coders: Mutex::new(vec![Coder::new(layout)?]),
+            parts,
             most: pool.width(LANE_LOAD),
             stats: Mutex::default(),
         })
@@ -56,24 +73,34 @@ impl TierCodec {
 
     /// What it does, for the log.
     pub(super) fn describe(&self) -> String {
-        format!(
-            "compressed by zstd in {} byte planes, into ",
-            self.codec.width()
-        )
+        let width = |part: &PartCodec| part.codec.width().to_string();
+        let mut widths: Vec<_> = self.parts.iter().map(width).collect();
+        widths.dedup();
+        let widths = widths.join(" or ");
+        format!("compressed by zstd in {widths} byte planes, into ")
     }
 
     pub(super) fn stats(&self) -> Compression {
         *self.stats.lock()
     }
 
-    fn with_coder<T>(&self, work: impl FnOnce(&mut Coder) -> T) -> Result<T> {
-        let kept = self.coders.lock().pop();
+    /// Works with a coder for records of a part, of the first one where it is none of the store's:
+    /// what has another layout stays as it is.
+    fn with_coder<T>(
+        &self,
+        part: Option<Part>,
+        work: impl FnOnce(&mut Coder, Codec) -> T,
+    ) -> Result<T> {
+        let known = self.parts.iter().find(|known| Some(known.part) == part);
+        let none = || Error::internal("the codec knows no part");
+        let known = known.or(self.parts.first()).ok_or_else(none)?;
+        let kept = known.coders.lock().pop();
         let mut coder = match kept {
             Some(coder) => coder,
-            None => Coder::new(&self.layout)?,
+            None => Coder::new(&known.layout)?,
         };
-        let result = work(&mut coder);
-        let mut coders = self.coders.lock();
+        let result = work(&mut coder, known.codec);
+        let mut coders = known.coders.lock();
         if coders.len() < self.most {
             coders.push(coder);
         }
@@ -85,7 +112,8 @@ impl TierCodec {
         let count = self.stats.lock().records_compressed;
         let proven = count.is_multiple_of(PROVEN);
         let record = &mut slot[..options.len];
-        let encoded = self.with_coder(|coder| coder.encode(self.codec, record, proven));
+        let part = RecordHeader::part_of(record);
+        let encoded = self.with_coder(part, |coder, codec| coder.encode(codec, record, proven));
         let mut stats = self.stats.lock();
         match encoded.flatten() {
             Ok(Some(len)) => {
@@ -114,7 +142,8 @@ impl TierCodec {
         slot: &mut [u8],
         stored: usize,
     ) -> Result<(usize, bool)> {
-        let (len, whole) = self.with_coder(|coder| coder.decode(header, slot, stored))?;
+        let part = Some(header.meta.part);
+        let (len, whole) = self.with_coder(part, |coder, _| coder.decode(header, slot, stored))?;
         let mut stats = self.stats.lock();
         stats.records_decompressed += u64::from(whole);
         stats.records_undecodable += u64::from(!whole);

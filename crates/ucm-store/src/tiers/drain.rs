@@ -58,7 +58,7 @@ impl Writes {
             let below = self.table.levels[level].members().start;
             let (name, all) = (self.table.tiers[below].health.name(), records.len());
             warn!(
-                store = self.records.writer,
+                store = self.store,
                 tier = name,
                 left,
                 "{left} of {all} blocks in memory were not written back to {name} in the time for \

@@ -24,7 +24,7 @@ use ucm_tier::backend::{Backend, BlockRead, Outcome, ReadDone, WriteOptions, Wri
 
 use super::codec::{Compression, TierCodec};
 use super::{TierConfig, TierSetup};
-use crate::records::StoredRecords;
+use crate::records::OwnParts;
 
 /// Most records remembered whose key is known. Forgetting one costs one read of a header.
 const REMEMBERED: usize = 1 << 16;
@@ -33,7 +33,9 @@ const REMEMBERED: usize = 1 << 16;
 pub(super) struct StoredForm {
     /// The tier, as log lines name it.
     tier: String,
-    records: Arc<StoredRecords>,
+    /// Number of the store in the log.
+    store: u64,
+    parts: Arc<OwnParts>,
     codec: Option<TierCodec>,
     keys: Option<Arc<Keys>>,
     headers: Option<Arc<SlotPool>>,
@@ -48,10 +50,11 @@ impl StoredForm {
         Ok(Self {
             tier: name.to_owned(),
             codec: match tier.compressed {
-                true => Some(TierCodec::new(&setup.records.layout, &tier.pool)?),
+                true => Some(TierCodec::new(&setup.parts, &tier.pool)?),
                 false => None,
             },
-            records: Arc::clone(&setup.records),
+            store: setup.store,
+            parts: Arc::clone(&setup.parts),
             keys: setup.keys.clone().filter(|_| !memory),
             headers: setup.headers.clone(),
             key_fits: IdSet::default(),
@@ -96,7 +99,7 @@ impl StoredForm {
             match codec.encode(slot.as_mut_slice(), &options) {
                 Ok(len) => options.len = len,
                 Err(error) => warn!(
-                    store = self.records.writer,
+                    store = self.store,
                     block = %id,
                     tier = self.tier,
                     error = %error,
@@ -149,13 +152,14 @@ impl StoredForm {
             return Ok(());
         };
         let stored = &read.slot.as_slice()[..len];
-        let Some(header) = stored_form(stored, read.stored_len, &self.records.expect(id)) else {
+        let expect = self.parts.of(stored).expect(id);
+        let Some(header) = stored_form(stored, read.stored_len, &expect) else {
             return Ok(()); // as it is, or damaged
         };
         let (len, whole) = codec.decode(&header, read.slot.as_mut_slice(), len)?;
         if !whole {
             warn!(
-                store = self.records.writer,
+                store = self.store,
                 block = %id,
                 "record {id} does not come back from its compressed form, though that is whole; it \
                  will be recomputed"

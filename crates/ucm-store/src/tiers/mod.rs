@@ -37,7 +37,7 @@ use ucm_record::{Keys, SideSpec};
 use ucm_tier::backend::{Backend, Flush, LocallyVisible, ReadDone, Victim};
 
 use crate::breaker::BreakerConfig;
-use crate::records::StoredRecords;
+use crate::records::OwnParts;
 use level::TierTable;
 use locally_visible::LocallyVisibleIds;
 use lookup::TierLookups;
@@ -165,8 +165,10 @@ pub struct TierStats {
 pub(crate) struct TiersConfig {
     /// Top first; at most [`MAX_LEVELS`].
     pub(crate) levels: Vec<LevelConfig>,
-    /// Copies are verified by it before they are kept.
-    pub(crate) records: Arc<StoredRecords>,
+    /// Number of the store in the log.
+    pub(crate) store: u64,
+    /// Copies are verified by them before they are kept.
+    pub(crate) parts: Arc<OwnParts>,
     /// Encrypts records in every tier that is not memory.
     pub(crate) keys: Option<Arc<Keys>>,
     /// The quota of each tenant in a level.
@@ -185,7 +187,8 @@ pub(crate) struct TiersConfig {
 
 /// What the tiers of one store have in common.
 struct TierSetup {
-    records: Arc<StoredRecords>,
+    store: u64,
+    parts: Arc<OwnParts>,
     /// Encrypts what is written to every tier that is not memory.
     keys: Option<Arc<Keys>>,
     /// Where headers are read that are compared with a dump; none where nothing is encrypted.
@@ -216,15 +219,15 @@ impl Tiers {
         device: &dyn Device,
         clock: Arc<dyn Clock>,
     ) -> Result<Self> {
-        let store = config.records.writer;
-        let records = config.records;
+        let (store, parts) = (config.store, config.parts);
         let count = config.levels.iter().map(|level| level.tiers.len()).sum();
         let setup = TierSetup {
             headers: match config.keys {
-                Some(_) => Some(header_slots(&config.levels, &records, device)?),
+                Some(_) => Some(header_slots(&config.levels, &parts, device)?),
                 None => None,
             },
-            records: Arc::clone(&records),
+            store,
+            parts: Arc::clone(&parts),
             keys: config.keys,
             breaker: config.breaker,
             clock,
@@ -235,7 +238,7 @@ impl Tiers {
             1 => 1,
             _ => config.spare_slots.max(1),
         };
-        let slot_len = records.layout.record_len();
+        let slot_len = parts.record_len();
         let spare_len = spare * slot_len.next_multiple_of(4096);
         let arena = device.make_arena(spare_len, ArenaOptions::default())?;
         let pool = WorkerPool::builder("ucm-tier")
@@ -247,7 +250,7 @@ impl Tiers {
             .build()?;
         let tenants = match config.tenant_quota {
             Some(quota) => {
-                let made = (&records.layout, device);
+                let made = (parts.header_len(), device);
                 Some(Arc::new(Tenants::new(
                     quota,
                     &table,
@@ -270,7 +273,8 @@ impl Tiers {
         let writes = Arc::new(Writes {
             table: Arc::clone(&table),
             probes: Arc::clone(&probes),
-            records,
+            store,
+            parts,
             tenants: tenants.clone(),
             moves: Moves {
                 spare: SlotPool::new(arena, slot_len)?,
@@ -464,12 +468,12 @@ fn write_back(writes: &Arc<Writes>) -> Result<()> {
 /// A slot for the header of a record for every thread that writes.
 fn header_slots(
     levels: &[LevelConfig],
-    records: &StoredRecords,
+    parts: &OwnParts,
     device: &dyn Device,
 ) -> Result<Arc<SlotPool>> {
     let tiers = levels.iter().flat_map(|level| &level.tiers);
     let threads: usize = tiers.map(|tier| tier.pool.width(LANE_DUMP)).sum();
-    let (count, len) = (threads.max(1), records.layout.header_len());
+    let (count, len) = (threads.max(1), parts.header_len());
     let arena = device.make_arena(count * len, ArenaOptions::default())?;
     SlotPool::with_slots(arena, len, count)
 }

@@ -323,7 +323,8 @@ impl Prefetches {
     /// the next load, which reads it twice and logs it.
     fn copy_up(self: &Arc<Self>, number: usize, id: BlockId, read: ReadDone) {
         let record = &read.slot.as_slice()[..read.read];
-        let Ok(ordinal) = self.writes.records.verify(id, record, read.stored_len) else {
+        let records = self.writes.parts.of(record); // only the id was known
+        let Ok(ordinal) = records.verify(id, record, read.stored_len) else {
             drop(read);
             return self.end(id);
         };

@@ -18,7 +18,7 @@ use ucm_device::{ArenaOptions, Device, SlotPool};
 use ucm_infra::{Completion, LANE_SPACE, MonotonicTime, Notify, begin_thread};
 use ucm_io::IoJob;
 use ucm_quota::Capacity;
-use ucm_record::{RecordHeader, RecordLayout};
+use ucm_record::RecordHeader;
 use ucm_tier::backend::{BlockRead, Listed, Outcome, Presence};
 
 use super::WritePolicy;
@@ -108,10 +108,10 @@ impl Tenants {
         table: &Arc<TierTable>,
         store: u64,
         deadline: Duration,
-        (layout, device): (&RecordLayout, &dyn Device),
+        (header_len, device): (usize, &dyn Device),
     ) -> Result<Self> {
-        // A page more than those of this part: others may have some more layers.
-        let longest = round_up(layout.header_len() as u64, PAGE) + PAGE;
+        // A page more than those of the own parts: others may have some more layers.
+        let longest = round_up(header_len as u64, PAGE) + PAGE;
         let len = RecordHeader::LONGEST.min(longest as usize);
         let arena = device.make_arena(len * TOGETHER, ArenaOptions::default())?;
         let bytes = match quota.limit {

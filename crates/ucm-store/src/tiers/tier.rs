@@ -67,7 +67,7 @@ impl Tier {
             max_stuck: config.max_stuck,
             ..setup.breaker
         };
-        let (store, clock) = (setup.records.writer, Arc::clone(&setup.clock));
+        let (store, clock) = (setup.store, Arc::clone(&setup.clock));
         Ok(Self {
             form: StoredForm::new(&config, &name, setup)?,
             health: Health::new(

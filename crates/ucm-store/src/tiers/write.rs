@@ -25,7 +25,7 @@ use super::level::{Level, TierTable};
 use super::probes::Probes;
 use super::tenants::{Counted, Tenants};
 use super::{LANE_MOVE, Request, WritePolicy};
-use crate::records::StoredRecords;
+use crate::records::OwnParts;
 use crate::stats::add;
 
 /// A record that is to be written.
@@ -124,7 +124,9 @@ pub(super) struct Moves {
 pub(crate) struct Writes {
     pub(super) table: Arc<TierTable>,
     pub(super) probes: Arc<Probes>,
-    pub(super) records: Arc<StoredRecords>,
+    /// Number of the store in the log.
+    pub(super) store: u64,
+    pub(super) parts: Arc<OwnParts>,
     pub(super) tenants: Option<Arc<Tenants>>,
     pub(super) moves: Moves,
     pub(super) receipts: Receipts,
@@ -573,13 +575,14 @@ impl Writes {
         request: Request,
         held: Held,
     ) {
-        let ordinal = match self.records.verify(id, &slot.as_slice()[..len], len as u64) {
+        let record = &slot.as_slice()[..len];
+        let ordinal = match self.parts.of(record).verify(id, record, len as u64) {
             Ok(ordinal) => ordinal,
             Err(reason) => {
                 add(&self.table.tiers[number].counts.copies_dropped, 1);
                 let why = reason.name();
                 warn!(
-                    store = self.records.writer,
+                    store = self.store,
                     block = %id,
                     reason = why,
                     "record {id} was damaged in memory ({why}) and is not written back"

@@ -197,6 +197,7 @@ impl Beside {
             geometry,
             identity,
             part: setup.part,
+            own_parts: Vec::new(),
             block_tokens: 16,
             dtype: DType::F32,
             staging_bytes: setup.slots * record.record_len() as u64,

@@ -103,11 +103,10 @@ pub(super) fn of_kind(
     writer: u64,
     clock: &Arc<dyn Clock>,
 ) -> ucm_core::Result<(Arc<dyn Backend>, Arc<IoPool>)> {
-    let ((geometry, record), identity) = (shape(setup), identity(setup.weights));
+    let ((_, record), identity) = (shape(setup), identity(setup.weights));
     let context = BuildContext {
         identity: &identity,
         part: setup.part,
-        geometry: &geometry,
         record: &record,
         other_parts: &other_parts(setup),
         labels: &BTreeMap::new(),
@@ -152,7 +151,14 @@ pub(crate) fn shape(setup: &Setup) -> (Geometry, RecordLayout) {
     (geometry, record)
 }
 
-/// The other parts that are named to a test's store.
+/// Bytes of the longest record of a test's store.
+pub(crate) fn slot_len(setup: &Setup) -> u64 {
+    let parts = (0..=setup.own_parts.len()).map(|number| setup.of_part(number));
+    let lens = parts.map(|setup| shape(&setup).1.record_len());
+    lens.max().unwrap() as u64
+}
+
+/// The other parts of a test's store, and those that are named to it.
 fn other_parts(setup: &Setup) -> Vec<PartRecord> {
     let other = |&(part, layers): &(Part, u32)| {
         let sizes = Setup {
@@ -161,16 +167,29 @@ fn other_parts(setup: &Setup) -> Vec<PartRecord> {
             ..setup.clone()
         };
         let record = shape(&sizes).1;
-        PartRecord { part, record }
+        PartRecord {
+            part,
+            record,
+            own: false,
+        }
     };
-    setup.other_parts.iter().map(other).collect()
+    let own = |number| {
+        let setup = setup.of_part(number);
+        PartRecord {
+            part: setup.part,
+            record: shape(&setup).1,
+            own: true,
+        }
+    };
+    let own = (1..=setup.own_parts.len()).map(own);
+    own.chain(setup.other_parts.iter().map(other)).collect()
 }
 
 /// A memory tier for this many records of a test.
 pub(crate) fn memory_config(setup: &Setup, records: Option<u64>) -> MemoryConfig {
     let record = shape(setup).1;
-    let bytes =
-        |records| records * (record.record_len().next_multiple_of(4096) as u64 + 64) + 3 * 4096;
+    let slot_len = slot_len(setup).next_multiple_of(4096);
+    let bytes = |records| records * (slot_len + 64) + 3 * 4096;
     let capacity = records.map(bytes).and_then(std::num::NonZeroU64::new);
     MemoryConfig {
         other_parts: other_parts(setup),
@@ -185,13 +204,12 @@ pub(super) fn posix_config(
     identity: &Identity,
     writer: u64,
 ) -> PosixConfig {
-    let (geometry, record) = shape(setup);
+    let record = shape(setup).1;
     PosixConfig {
         root: root.to_owned(),
         identity: identity.clone(),
         labels: BTreeMap::new(),
         part: setup.part,
-        geometry,
         record,
         other_parts: other_parts(setup),
         shorter: setup.compressed && matches!(setup.layout, Layout::Segment(_)),

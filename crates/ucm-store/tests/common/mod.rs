@@ -30,7 +30,7 @@ use tempfile::TempDir;
 use ucm_core::{BlockId, DType, Identity};
 use ucm_infra::{Clock, LANE_DUMP, LANE_LOAD, LANE_LOOKUP, SystemClock, log};
 use ucm_io::{IoOptions, IoPool, PsyncEngine};
-use ucm_store::engine::{Engine, EngineConfig, Task, Until};
+use ucm_store::engine::{Engine, EngineConfig, OwnPart, Task, Until};
 use ucm_store::tiers::{TierConfig, WritePolicy};
 use ucm_testkit::{Fault, FaultyEngine, Gate, OpKind, Rule};
 use ucm_tier::backend::Backend;
@@ -40,7 +40,7 @@ use map::{MapBackend, MapTier};
 #[allow(unused_imports, reason = "each test file uses its part of this")]
 pub(crate) use over::only_over;
 #[allow(unused_imports, reason = "each test file uses its part of this")]
-pub(crate) use setup::{Above, Layout, Setup};
+pub(crate) use setup::{Above, Layout, PartShape, Setup};
 
 #[allow(unused_imports, reason = "each test file uses its part of this")]
 pub(crate) use device::{Device, SlowDevice, SoftCuda, content};
@@ -176,8 +176,16 @@ impl Store {
         for rule in rules {
             faults.add(rule);
         }
-        let (geometry, record) = shape(&setup);
-        let record_len = record.record_len() as u64;
+        let (geometry, slot_len) = (shape(&setup).0, media::slot_len(&setup));
+        let own = |number| {
+            let setup = setup.of_part(number);
+            OwnPart {
+                part: setup.part,
+                geometry: shape(&setup).0,
+                block_tokens: 16,
+                dtype: DType::F32,
+            }
+        };
         let identity = identity(setup.weights);
         let writer = ucm_infra::random_u64();
         let mut memory = None;
@@ -238,13 +246,14 @@ impl Store {
             geometry,
             identity,
             part: setup.part,
+            own_parts: (1..=setup.own_parts.len()).map(own).collect(),
             block_tokens: 16,
             dtype: DType::F32,
             sides: setup.side_specs(),
             staging_bytes: if setup.lookup_only {
                 0
             } else {
-                setup.slots * record_len
+                setup.slots * slot_len
             },
             copy_threads: setup.copy_threads,
             deadlines: setup.deadlines,

@@ -64,6 +64,8 @@ pub(crate) struct Setup {
     pub(crate) process: Process,
     pub(crate) weights: &'static str,
     pub(crate) part: Part,
+    /// The parts that the store loads and dumps beside the first.
+    pub(crate) own_parts: Vec<PartShape>,
     /// Other parts of the namespace that are named to the store, and the layers of their blocks.
     pub(crate) other_parts: Vec<(Part, u32)>,
     pub(crate) deadlines: Deadlines,
@@ -90,6 +92,15 @@ pub(crate) struct Setup {
     pub(crate) keys: Option<Arc<Keys>>,
     /// What each tenant may have below memory.
     pub(crate) tenant_quota: Option<Capacity>,
+}
+
+/// A part, and the sizes of its blocks.
+#[derive(Clone)]
+pub(crate) struct PartShape {
+    pub(crate) part: Part,
+    pub(crate) tensors: Vec<u64>,
+    pub(crate) layers: u32,
+    pub(crate) layers_per_shard: u32,
 }
 
 /// How records lie below the root.
@@ -181,6 +192,21 @@ impl Setup {
         }
     }
 
+    /// The setup of a store of this number's part alone.
+    pub(crate) fn of_part(&self, number: usize) -> Self {
+        let Some(own) = number.checked_sub(1).map(|at| self.own_parts[at].clone()) else {
+            return self.clone();
+        };
+        Self {
+            part: own.part,
+            tensors: own.tensors,
+            layers: own.layers,
+            layers_per_shard: own.layers_per_shard,
+            sides: Vec::new(),
+            ..self.clone()
+        }
+    }
+
     /// The side shards of blocks, as the settings of a store name them.
     pub(crate) fn side_specs(&self) -> Vec<SideSpec> {
         let spec = |&(name, len): &(&str, u64)| SideSpec {
@@ -244,6 +270,7 @@ impl Default for Setup {
             process: Process::this(),
             weights: "w",
             part: Part::default(),
+            own_parts: Vec::new(),
             other_parts: Vec::new(),
             // No test that is kept from running for a while misses what is there.
             deadlines: Deadlines {

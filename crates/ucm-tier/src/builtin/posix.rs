@@ -263,7 +263,6 @@ fn config(
         other_parts: context.other_parts.to_vec(),
         shorter: options.codec.is_on(),
         direct: options.io_direct,
-        geometry: context.geometry.clone(),
         lookup_only: context.lookup_only,
         capacity: options.storage_capacity.and_then(Amount::limit),
         rules,

@@ -13,7 +13,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::value::{RawValue, to_raw_value};
 use serde_json::{Map, Value};
-use ucm_core::{Error, ErrorKind, Geometry, Identity, Part, Result};
+use ucm_core::{Error, ErrorKind, Identity, Part, Result};
 use ucm_infra::Clock;
 use ucm_io::{IoEngine, IoOptions, IoPool, PsyncEngine};
 use ucm_record::RecordLayout;
@@ -39,13 +39,11 @@ impl<T: Default + Serialize + DeserializeOwned + JsonSchema + 'static> TierOptio
 pub struct BuildContext<'a> {
     /// Whose KV it is.
     pub identity: &'a Identity,
-    /// Which part of a block.
+    /// Which part of a block the store brings, the first of several.
     pub part: Part,
-    /// Sizes of that part.
-    pub geometry: &'a Geometry,
     /// Where things lie in its records.
     pub record: &'a RecordLayout,
-    /// Other parts of the namespace whose records may be looked up.
+    /// Its other parts, and those of the namespace whose records may be looked up.
     pub other_parts: &'a [PartRecord],
     /// Labels for people who inspect what is stored, outside the identity.
     pub labels: &'a BTreeMap<String, String>,
@@ -77,7 +75,6 @@ impl BuildContext<'_> {
             identity: self.identity.clone(),
             labels: self.labels.clone(),
             part: self.part,
-            geometry: self.geometry.clone(),
             record: self.record.clone(),
             other_parts: self.other_parts.to_vec(),
             shorter,

@@ -69,11 +69,12 @@ use tier::Tier;
 pub struct MemoryConfig {
     /// Whose KV it is.
     pub identity: Identity,
-    /// Which part this process brings.
+    /// Which part this process brings, the first of several.
     pub part: Part,
     /// Where things lie in that part's records.
     pub record: RecordLayout,
-    /// Other parts of the namespace whose records may be looked up.
+    /// Its other parts, and those of the namespace whose records may be looked up. A slot of the
+    /// region holds the longest record of an own part, so a shorter one takes as much room.
     pub other_parts: Vec<PartRecord>,
     /// Bytes of the own region, see [`cache_bytes`]; `None`: it only looks up and reads what others
     /// hold.

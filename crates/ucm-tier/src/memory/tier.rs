@@ -16,7 +16,7 @@ use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, in_units, limits};
 use ucm_device::{Pinned, RegionOptions, SharedRegion, WriteLease};
 use ucm_infra::Clock;
 use ucm_quota::Usage;
-use ucm_record::{Expect, verify_stored};
+use ucm_record::verify_stored;
 
 use super::eviction::Eviction;
 use super::locally_visible::Changes;
@@ -72,10 +72,11 @@ struct State {
 
 impl Tier {
     pub(super) fn new(config: MemoryConfig, clock: Arc<dyn Clock>) -> Result<Arc<Self>> {
+        let lengths = Lengths::new(config.part, &config.record, &config.other_parts, false);
         let region = config.capacity.map(|capacity| {
             SharedRegion::create(RegionOptions {
                 capacity: capacity.get(),
-                record_len: config.record.record_len(),
+                record_len: lengths.own_len() as usize,
                 namespace: *config.identity.digest(),
                 huge_pages: config.huge_pages,
             })
@@ -90,7 +91,7 @@ impl Tier {
                 telling: true, // until the region is announced
                 out: HashMap::new(),
             }),
-            lengths: Lengths::new(config.part, &config.record, &config.other_parts, false),
+            lengths,
             config,
             clock,
             region,
@@ -145,7 +146,7 @@ impl Tier {
             return Err(
                 Error::invalid("these are not as many bytes as a record has")
                     .with("len", record.len())
-                    .with("record_len", self.config.record.record_len()),
+                    .with("record_len", self.lengths.own_len() as usize),
             );
         }
         if !replace && self.use_one(id, ordinal) {
@@ -299,12 +300,8 @@ impl Tier {
 
     /// Verifies a record, with KV or without.
     pub(super) fn verify(&self, id: BlockId, record: &[u8]) -> Result<(), MissReason> {
-        let expect = Expect {
-            id,
-            namespace: *self.config.identity.digest(),
-            part: self.config.part,
-            layout: &self.config.record,
-        };
+        let namespace = *self.config.identity.digest();
+        let expect = self.lengths.expect(id, namespace, record);
         verify_stored(record, record.len() as u64, &expect)?;
         Ok(())
     }

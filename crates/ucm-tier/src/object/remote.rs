@@ -13,7 +13,7 @@ use ucm_quota::layout::{FORMAT, Manifest, Marker};
 use super::bucket::{Bucket, Url};
 use super::names::Names;
 use super::{DOCUMENT, ObjectConfig};
-use crate::lengths::Lengths;
+use crate::lengths::{Lengths, PartRecord};
 
 /// The limit where none is configured, bytes.
 pub(super) const DEFAULT_CAPACITY: u64 = 100 << 30;
@@ -145,10 +145,20 @@ impl Remote {
         self.stored_marker(deadline)
     }
 
-    /// Adds the sizes of this writer's part to its manifest.
+    /// Adds the sizes of this writer's parts to their manifests.
     pub(super) fn describe(&self, lengths: &Lengths, deadline: MonotonicTime) -> Result<()> {
+        let mut own = lengths.own();
+        own.try_for_each(|own| self.describe_part(own, lengths, deadline))
+    }
+
+    fn describe_part(
+        &self,
+        own: &PartRecord,
+        lengths: &Lengths,
+        deadline: MonotonicTime,
+    ) -> Result<()> {
         let (scope, bucket) = (&self.config.scope, &self.bucket);
-        let path = self.names.manifest(scope.part);
+        let path = self.names.manifest(own.part);
         // Of several that begin at once each adds to what the others wrote.
         loop {
             let stored = self.call(deadline, bucket.get(&path, DOCUMENT))?;
@@ -157,7 +167,7 @@ impl Remote {
                 .and_then(|(bytes, _)| serde_json::from_slice::<Manifest>(bytes).ok());
             let mut manifest =
                 known.unwrap_or_else(|| Manifest::new(&scope.identity, scope.labels.clone()));
-            let is_new = manifest.add(scope.part, &scope.record, &scope.geometry);
+            let is_new = manifest.add(own.part, &own.record);
             lengths.learn_from(&manifest);
             if !is_new {
                 return Ok(());
@@ -184,8 +194,8 @@ impl Remote {
         if !lengths.is_look_due(self.clock.now()) {
             return;
         }
-        for part in lengths.parts() {
-            let path = self.names.manifest(part);
+        for known in lengths.parts() {
+            let path = self.names.manifest(known.part);
             let stored = self.call(deadline, self.bucket.get(&path, DOCUMENT));
             if let Ok(Some((bytes, _))) = stored
                 && let Ok(manifest) = serde_json::from_slice::<Manifest>(&bytes)

@@ -173,7 +173,7 @@ impl Recovery<'_> {
     /// Where the record at a place lies, if it is whole.
     fn whole_record(&self, path: &Path, offset: u64) -> Result<Option<Entry>> {
         let shared = &self.cache.blobs.shared;
-        let len = shared.config.record.record_len() as u64;
+        let len = shared.lengths.own_len();
         let mut bytes = self.read(path.to_owned(), offset, len)?.ok_or_else(gone)?;
         let Ok(header) = RecordHeader::decode(&bytes) else {
             return Ok(None);

@@ -115,7 +115,7 @@ impl Relief<'_> {
         }
         // Those that found no room in this turn are among the next still, with the records that are
         // left.
-        if room >= round_up(reclaim.shared.config.record.record_len() as u64, PAGE) {
+        if room >= round_up(reclaim.lengths.own_len(), PAGE) {
             sources
                 .segments
                 .iter()
