@@ -21,6 +21,7 @@ mod merging;
 mod merging_faults;
 mod model;
 mod object;
+mod own_parts;
 mod record_fixture;
 mod redis;
 mod reinserting;

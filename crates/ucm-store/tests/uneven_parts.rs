@@ -7,7 +7,9 @@ use std::path::Path;
 
 use ucm_core::{BlockId, Part};
 
-use crate::common::{Device, Layout, Medium, Setup, Store, directory, eventually, id, media, on};
+use crate::common::{
+    Device, Layout, Medium, PartShape, Setup, Store, directory, eventually, id, media, on,
+};
 
 /// Layers of the blocks of two ranks.
 const LAYERS: [u32; 2] = [3, 1];
@@ -44,6 +46,16 @@ fn part(pipeline_rank: u32) -> Part {
     }
 }
 
+/// What is named of the second rank.
+fn other(layers: u32) -> PartShape {
+    PartShape {
+        part: part(1),
+        tensors: vec![4096],
+        layers,
+        layers_per_shard: layers,
+    }
+}
+
 /// Blocks of one rank.
 fn blocks(number: u32) -> Vec<BlockId> {
     (0..4).map(|n| id(100 * number as u8 + n)).collect()
@@ -68,7 +80,7 @@ fn a_store_to_which_the_parts_are_named_finds_the_blocks_of_each() {
             let _ranks = dumped(&root, &column, [first, second]);
             let scheduler = Setup {
                 lookup_only: true,
-                other_parts: vec![(part(1), second)],
+                other_parts: vec![other(second)],
                 ..rank(&column, 0, first)
             };
             let scheduler = Store::open(&root, scheduler);
@@ -124,7 +136,7 @@ fn a_record_of_another_part_is_refused_by_its_header_and_replaced() {
     std::fs::copy(second.file(blocks(1)[0]), first.file(blocks(0)[0])).unwrap();
     drop(first);
     let first = Setup {
-        other_parts: vec![(part(1), LAYERS[1])],
+        other_parts: vec![other(LAYERS[1])],
         ..rank(&column, 0, LAYERS[0])
     };
     let first = Store::open(&root, first);

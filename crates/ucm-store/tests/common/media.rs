@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
-use ucm_core::{DType, Geometry, Identity, Part};
+use ucm_core::{DType, Geometry, Identity};
 use ucm_infra::Clock;
 use ucm_io::{IoEngine, IoOptions, IoPool};
 use ucm_quota::Capacity;
@@ -20,7 +20,7 @@ use ucm_tier::registry::{self, BuildContext, TierKind};
 use ucm_tier::segment::{SegmentBackend, SegmentConfig};
 
 use super::servers::{S3, shared_redis, shared_s3};
-use super::{Layout, Setup, identity};
+use super::{Layout, PartShape, Setup, identity};
 
 /// What a test's store keeps its records on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -160,29 +160,14 @@ pub(crate) fn slot_len(setup: &Setup) -> u64 {
 
 /// The other parts of a test's store, and those that are named to it.
 fn other_parts(setup: &Setup) -> Vec<PartRecord> {
-    let other = |&(part, layers): &(Part, u32)| {
-        let sizes = Setup {
-            layers,
-            layers_per_shard: layers,
-            ..setup.clone()
-        };
-        let record = shape(&sizes).1;
-        PartRecord {
-            part,
-            record,
-            own: false,
-        }
+    let record = |shape: &PartShape, own| PartRecord {
+        part: shape.part,
+        record: self::shape(&setup.shaped(shape)).1,
+        own,
     };
-    let own = |number| {
-        let setup = setup.of_part(number);
-        PartRecord {
-            part: setup.part,
-            record: shape(&setup).1,
-            own: true,
-        }
-    };
-    let own = (1..=setup.own_parts.len()).map(own);
-    own.chain(setup.other_parts.iter().map(other)).collect()
+    let own = setup.own_parts.iter().map(|shape| record(shape, true));
+    let others = setup.other_parts.iter().map(|shape| record(shape, false));
+    own.chain(others).collect()
 }
 
 /// A memory tier for this many records of a test.

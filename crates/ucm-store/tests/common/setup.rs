@@ -66,8 +66,8 @@ pub(crate) struct Setup {
     pub(crate) part: Part,
     /// The parts that the store loads and dumps beside the first.
     pub(crate) own_parts: Vec<PartShape>,
-    /// Other parts of the namespace that are named to the store, and the layers of their blocks.
-    pub(crate) other_parts: Vec<(Part, u32)>,
+    /// Other parts of the namespace that are named to the store.
+    pub(crate) other_parts: Vec<PartShape>,
     pub(crate) deadlines: Deadlines,
     pub(crate) breaker: BreakerConfig,
     pub(crate) lookup_only: bool,
@@ -192,18 +192,23 @@ impl Setup {
         }
     }
 
-    /// The setup of a store of this number's part alone.
-    pub(crate) fn of_part(&self, number: usize) -> Self {
-        let Some(own) = number.checked_sub(1).map(|at| self.own_parts[at].clone()) else {
-            return self.clone();
-        };
+    /// The setup of a store of another part alone.
+    pub(crate) fn shaped(&self, shape: &PartShape) -> Self {
         Self {
-            part: own.part,
-            tensors: own.tensors,
-            layers: own.layers,
-            layers_per_shard: own.layers_per_shard,
+            part: shape.part,
+            tensors: shape.tensors.clone(),
+            layers: shape.layers,
+            layers_per_shard: shape.layers_per_shard,
             sides: Vec::new(),
             ..self.clone()
+        }
+    }
+
+    /// The setup of a store of its part of this number alone.
+    pub(crate) fn of_part(&self, number: usize) -> Self {
+        match number.checked_sub(1) {
+            Some(at) => self.shaped(&self.own_parts[at]),
+            None => self.clone(),
         }
     }
 
