@@ -217,6 +217,9 @@ class Store:
     def __new__(cls, setup: str) -> Store:
         """``setup``: the description as JSON text."""
 
+    def for_part(self, number: int) -> Store:
+        """The same store for the blocks of its part of this number; closing it does nothing."""
+
     def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
         """Which ids are stored whole."""
 

@@ -315,7 +315,7 @@ impl Indexed for ValueRecords {
     /// Small records in runs that one call reads, large ones each by itself, so that every thread
     /// has some.
     fn runs(&self, reads: &[&BlockRead], threads: usize) -> Vec<Vec<usize>> {
-        let record_len = self.rules.lengths.own_len() as usize.max(1);
+        let record_len = (self.rules.lengths.own_len() as usize).max(1);
         let together = (self.rules.traits.batch / record_len).max(1);
         let share = reads.len().div_ceil(threads.max(1)).clamp(1, together);
         let numbers: Vec<usize> = (0..reads.len()).collect();

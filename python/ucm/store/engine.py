@@ -4,6 +4,7 @@ sizes of its blocks, and whose they are; :class:`PipelineSettings` has several s
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -129,6 +130,17 @@ class PartConfig(Section):
         }
 
 
+class OwnPartConfig(PartConfig):
+    """A part that the store loads and dumps too."""
+
+    #: Tokens in a block, and element type, for the record's header.
+    block_tokens: Annotated[int, Field(ge=0)] = 0
+    dtype: str = "opaque"
+
+    def spec(self) -> dict[str, Any]:
+        return super().spec() | {"block_tokens": self.block_tokens, "dtype": self.dtype}
+
+
 def _check_tensors(size: int | None, sizes: tuple[int, ...]) -> None:
     if (size is None) == (not sizes):
         raise ValueError("give either tensor_size or tensor_size_list")
@@ -153,6 +165,10 @@ class EngineSettings(StoreSettings):
     identity: str = ""
     #: KV group, pipeline rank, tensor rank.
     part: tuple[int, int, int] = (0, 0, 0)
+    #: The other parts whose blocks the store loads and dumps, through
+    #: :meth:`~ucm.store.ucmstore_v1.UcmKVStoreBaseV1.for_part`; the sizes above are those of the
+    #: first. Slots, those of memory too, hold the longest record of all parts.
+    own_parts: tuple[OwnPartConfig, ...] = ()
     #: Parts of the namespace whose blocks have other sizes, for a store that looks up the blocks of
     #: all of them. Without it a store over directories takes the sizes from the manifest; one over
     #: memory, a server or a bucket does not find blocks of other sizes.
@@ -235,6 +251,9 @@ class EngineSettings(StoreSettings):
         """Name, version and bytes of every side shard, in order."""
         return [(name, side.version, side.bytes) for name, side in self.sides.items()]
 
+    def _bytes_of_step(self, part: EngineSettings | OwnPartConfig) -> int:
+        return -(-self.step_tokens // max(part.block_tokens, 1)) * part.block_size
+
     def setup(self) -> str:
         """The description for the core, as JSON; times in seconds."""
         return for_core(
@@ -244,6 +263,7 @@ class EngineSettings(StoreSettings):
                 "transfer": self.transfer,
                 "identity": self.identity_json,
                 "part": self.part,
+                "own_parts": [part.spec() for part in self.own_parts],
                 "parts": [part.spec() for part in self.parts],
                 "tensor_sizes": self.tensors,
                 "shard_size": self.shard_size,
@@ -256,7 +276,7 @@ class EngineSettings(StoreSettings):
                 "scheduler_elsewhere": self.scheduler_elsewhere,
                 "lookup_only": self.device_id < 0,
                 "staging_bytes": self.staging_capacity,
-                "step_bytes": -(-self.step_tokens // max(self.block_tokens, 1)) * self.block_size,
+                "step_bytes": sum(map(self._bytes_of_step, (self, *self.own_parts))),
                 # two write what they gathered; the third gathers while these wait for a medium
                 "copy_threads": 3,
                 "lookup_s": self.deadlines.lookup_ms / 1000,
@@ -490,6 +510,9 @@ class UcmPosixStore(UcmKVStoreBaseV1):
     has_staged_level = True
     takes_load_timeout = True
 
+    #: The store of which this is a view for another part.
+    _whole: Self | None = None
+
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         self.config = concealed(self.config)
@@ -514,6 +537,18 @@ class UcmPosixStore(UcmKVStoreBaseV1):
     def _word(cls) -> str:
         """The store's word, under which it logs."""
         return STORES[cls.store_name].word
+
+    def for_part(self, index: int) -> Self:
+        whole = self._whole or self
+        if not index:
+            return whole
+        core, own = whole._open().for_part(index), whole.settings.own_parts[index - 1]
+        sizes = {key: getattr(own, key) for key in OwnPartConfig.model_fields}
+        view = copy.copy(whole)
+        view._whole, view._core, view._kv = whole, core, None
+        view.settings = whole.settings.model_copy(update=sizes | {"sides": {}})
+        view.config, view.side_sizes = whole.config | sizes, {}
+        return view
 
     def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
         found = self._open().lookup(block_ids)
@@ -714,11 +749,11 @@ class UcmPosixStore(UcmKVStoreBaseV1):
 
     def prefetch_room(self) -> int:
         """A part of the top level, so that prefetched blocks do not evict those in use there."""
-        tiers = self._described_tiers()
-        if tiers[-1]["level"] == 0:
+        stats = self.stats()
+        if stats["tiers"][-1]["level"] == 0:
             return 0
-        top = sum(int(tier["capacity_bytes"]) for tier in tiers if tier["level"] == 0)
-        return min(top // self.record_len // PREFETCH_SHARE, MAX_PREFETCH)
+        top = sum(tier["capacity_bytes"] for tier in stats["tiers"] if tier["level"] == 0)
+        return min(top // stats["slot_bytes"] // PREFETCH_SHARE, MAX_PREFETCH)
 
     def prefetch(self, block_ids: Sequence[bytes], priority: Priority = "normal") -> int:
         return self._open().prefetch(block_ids, priority)
@@ -745,7 +780,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
 
     def trouble(self) -> str:
         self._hand_over_log()
-        return self._last_warning
+        return (self._whole or self)._last_warning
 
     def free_dump_slots(self) -> int | None:
         return self._open().free_dump_slots()
@@ -766,6 +801,8 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         return self.settings.longest_life()
 
     def close(self) -> None:
+        if self._whole is not None:
+            return
         super().close()
         self._core.close()
         self._hand_over_log()
@@ -775,13 +812,15 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         return tiers
 
     def _open(self) -> Store:
-        if self._closed:
+        if (self._whole or self)._closed:
             raise ClosedError("the store is closed")
         return self._core
 
     def _hand_over_log(self) -> None:
         """Write what the core logged for this store since the last call: no thread of the core
         takes the GIL for it."""
+        if self._whole is not None:
+            return self._whole._hand_over_log()
         for level, message, fields in self._core.take_log():
             if level >= logging.WARNING:
                 self._last_warning = message

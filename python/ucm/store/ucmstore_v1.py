@@ -195,6 +195,17 @@ class UcmKVStoreBaseV1(ABC):
     # What the base class gives
     # ------------------------------------------------------------------------------
 
+    def for_part(self, index: int) -> UcmKVStoreBaseV1:
+        """This store for the blocks of its part of that number (key ``own_parts``; 0 is the first):
+        what is loaded, dumped and registered is of that part, all else is the store's. Closing it
+        does nothing. By default a store has one part."""
+        if index:
+            raise UnsupportedError(
+                "this store serves models with one KV cache group",
+                context={"store": type(self).__name__, "part": index},
+            )
+        return self
+
     def register_kv_tensors(self, kv_caches: Mapping[str, Any]) -> None:
         """Register where a model's KV lies: for each layer, by name, a tensor whose first dimension
         counts blocks."""

@@ -146,7 +146,7 @@ impl Tier {
             return Err(
                 Error::invalid("these are not as many bytes as a record has")
                     .with("len", record.len())
-                    .with("record_len", self.lengths.own_len() as usize),
+                    .with("record_len", self.lengths.own_len()),
             );
         }
         if !replace && self.use_one(id, ordinal) {

@@ -20,7 +20,6 @@ fn blobs(store: &Arc<InMemory>, writer: u64) -> Arc<BucketBlobs> {
         labels: BTreeMap::new(),
         part: Part::default(),
         record: RecordLayout::new(&geometry),
-        geometry,
         other_parts: Vec::new(),
         shorter: false,
         lookup_only: false,

@@ -25,7 +25,6 @@ fn files(root: &Path, writer: u64) -> Arc<SegmentFiles> {
         labels: BTreeMap::new(),
         part: Part::default(),
         record: RecordLayout::new(&geometry),
-        geometry,
         other_parts: Vec::new(),
         shorter: false,
         direct: false,
