@@ -251,8 +251,11 @@ class EngineSettings(StoreSettings):
         """Name, version and bytes of every side shard, in order."""
         return [(name, side.version, side.bytes) for name, side in self.sides.items()]
 
-    def _bytes_of_step(self, part: EngineSettings | OwnPartConfig) -> int:
-        return -(-self.step_tokens // max(part.block_tokens, 1)) * part.block_size
+    def step_bytes(self) -> int:
+        """Bytes of the blocks of one step, in all own parts."""
+        parts: tuple[EngineSettings | OwnPartConfig, ...] = (self, *self.own_parts)
+        blocks = (-(-self.step_tokens // max(part.block_tokens, 1)) for part in parts)
+        return sum(count * part.block_size for count, part in zip(blocks, parts, strict=True))
 
     def setup(self) -> str:
         """The description for the core, as JSON; times in seconds."""
@@ -276,7 +279,7 @@ class EngineSettings(StoreSettings):
                 "scheduler_elsewhere": self.scheduler_elsewhere,
                 "lookup_only": self.device_id < 0,
                 "staging_bytes": self.staging_capacity,
-                "step_bytes": sum(map(self._bytes_of_step, (self, *self.own_parts))),
+                "step_bytes": self.step_bytes(),
                 # two write what they gathered; the third gathers while these wait for a medium
                 "copy_threads": 3,
                 "lookup_s": self.deadlines.lookup_ms / 1000,
@@ -752,8 +755,8 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         stats = self.stats()
         if stats["tiers"][-1]["level"] == 0:
             return 0
-        top = sum(tier["capacity_bytes"] for tier in stats["tiers"] if tier["level"] == 0)
-        return min(top // stats["slot_bytes"] // PREFETCH_SHARE, MAX_PREFETCH)
+        top = sum(int(tier["capacity_bytes"]) for tier in stats["tiers"] if tier["level"] == 0)
+        return min(top // int(stats["slot_bytes"]) // PREFETCH_SHARE, MAX_PREFETCH)
 
     def prefetch(self, block_ids: Sequence[bytes], priority: Priority = "normal") -> int:
         return self._open().prefetch(block_ids, priority)
