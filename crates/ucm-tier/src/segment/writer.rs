@@ -474,6 +474,7 @@ impl<B: AppendBlobs> SegmentWriter<B> {
     }
 
     /// How many segments are being sealed.
+    #[cfg(feature = "object")]
     pub(crate) fn sealing(&self) -> usize {
         self.state.lock().sealing()
     }
