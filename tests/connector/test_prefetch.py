@@ -300,19 +300,19 @@ def test_a_rank_passes_them_on_under_its_own_names() -> None:
         join_keys(keys[:1]), [("urgent", join_keys(keys[1:3])), ("normal", join_keys(keys[3:]))]
     )
     plan = UCMConnectorMetadata(touched=[(7, join_keys(keys[:2]))], prefetch=prefetch)
-    pass_hints(plan, store, mask, writer=True)
+    pass_hints(plan, store, {mask: True}, writer=True)
     touched = ("touch", ids[:2], 7)
     assert store.calls == [touched, ("cancel", ids[:1]), ("urgent", ids[1:3]), ("normal", ids[3:])]
     store.calls.clear()
-    pass_hints(plan, store, mask, writer=False)
+    pass_hints(plan, store, {mask: True}, writer=False)
     assert store.calls == [touched], (
         "the rank that writes these bytes brings them up, the others read its memory"
     )
     store.calls.clear()
     store.has_own_memory = False
-    pass_hints(plan, store, mask, writer=False)
+    pass_hints(plan, store, {mask: True}, writer=False)
     assert store.calls == [], "and it says what of its segments is in use"
-    pass_hints(UCMConnectorMetadata(), store, mask, writer=True)
+    pass_hints(UCMConnectorMetadata(), store, {mask: True}, writer=True)
     assert store.calls == []
 
 
@@ -324,7 +324,7 @@ def test_a_store_that_fails_disturbs_nothing() -> None:
         def prefetch_room(self) -> int:
             raise RuntimeError("no")
 
-    pass_hints(UCMConnectorMetadata(touched=[(0, bytes(16))]), Odd(), MASK, writer=True)
+    pass_hints(UCMConnectorMetadata(touched=[(0, bytes(16))]), Odd(), {MASK: True}, writer=True)
     assert prefetch_room(Odd()) == 0
     assert prefetch_room(Memory()) == 0
 
@@ -360,7 +360,7 @@ def test_what_a_scheduler_half_knows_to_be_in_use_reaches_the_segments_by_their_
         assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (6 * BLOCK, True)
         rig.scheduler.update_state_after_alloc(request, rig.tables.allocate(request, 8), 6 * BLOCK)
         scheduler.touch(ids)
-        pass_hints(rig.step(), rank, MASK, writer=True)
+        pass_hints(rig.step(), rank, {MASK: True}, writer=True)
         eventually("the rank counts them as used", lambda: rank.stats()["blocks_touched"] == 6)
         assert scheduler.stats()["blocks_touched"] == 0
     assert segment.stat().st_mtime > old + 3600
@@ -398,7 +398,7 @@ def test_over_a_pipeline_what_waits_comes_up_into_memory(tmp_path: Path) -> None
             )
         )
         rig.clock.now += EVERY_S
-        pass_hints(rig.step(), store, MASK, writer=True)
+        pass_hints(rig.step(), store, {MASK: True}, writer=True)
         comes_up(store, ids)
         memory.fill(0)
         task = store.load_data(ids, [0] * 8, rows)

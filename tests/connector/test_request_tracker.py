@@ -45,7 +45,7 @@ def test_a_lookup_that_hashed_output_too_gives_no_keys_to_approximate_blocks() -
     case = Case()
     case.tracker.lookup = Lookup()
     case.tracker.lookup.hashed(list(case.real))
-    case.tracker.cursor = PROMPT - 1
+    case.tracker.chains[0].cursor = PROMPT - 1
     found = case.grow(PROMPT)
     assert found[:PROMPT] == case.real[:PROMPT]
     assert not set(found[PROMPT:]) & set(case.real)
@@ -56,7 +56,7 @@ def test_keys_beyond_what_is_exact_from_now_on_are_forgotten() -> None:
     """From which length on choosing pays has just become known, and the keys were made before."""
     case = Case()
     assert case.grow(None) == case.real
-    case.tracker.cursor = PROMPT
+    case.tracker.chains[0].cursor = PROMPT
     found = case.grow(PROMPT)
     assert found[:PROMPT] == case.real[:PROMPT]
     assert not set(found[PROMPT:]) & set(case.real)
@@ -66,7 +66,7 @@ def test_blocks_that_were_offered_as_exact_keep_their_keys() -> None:
     """They were computed before choosing began, and are in the store under these."""
     case = Case()
     case.grow(None)
-    case.tracker.cursor = 6
+    case.tracker.chains[0].cursor = 6
     case.known.writing(case.real, 1)
     for key in case.real[:6]:
         case.known.written(key)
@@ -96,7 +96,7 @@ def test_a_block_that_a_rank_does_not_find_counts_as_not_stored() -> None:
     keys = rig.keys_of(requests[0])
     for request in requests:
         tracker = rig.scheduler._live[request.request_id]
-        tracker.keys, tracker.stored = list(keys), 6
+        tracker.chains[0].keys, tracker.stored = list(keys), 6
     news = UCMConnectorWorkerMetadata(lost=[("a", 2), ("nobody", 1), ("a", 99)])
     news = news.aggregate(UCMConnectorWorkerMetadata(lost=[("a", 4)]))
     rig.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=news))

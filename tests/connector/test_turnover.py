@@ -157,7 +157,7 @@ class Engine:
                 self.write(ids, dump.first, dump.tenant)
         rig.clock.now += 1.0
         reports = [
-            replace(rig.ended(plan, rank), room=store_room(self.store, KV))
+            replace(rig.ended(plan, rank), room=store_room([(self.store, KV)]))
             for rank in range(rig.ranks)
         ]
         rig.report(*reports, recved={loaded} if loaded else None)
@@ -430,14 +430,15 @@ def test_a_rank_reports_the_limit_that_a_store_for_lookups_does_not_know(tmp_pat
     assert isinstance(rank, UcmPosixStore)
     dump_real(rank, [bytes(16)])
     eventually(
-        "the use is counted", lambda: (found := store_room(rank, KV)) is not None and found.used > 0
+        "the use is counted",
+        lambda: (found := store_room([(rank, KV)])) is not None and found.used > 0,
     )
-    found = store_room(rank, KV)
+    found = store_room([(rank, KV)])
     assert found is not None
     assert (found.tier, found.capacity, found.record) == ("posix", 25 * RECORD, RECORD)
     assert (found.quota, found.quota_removed, found.expire_after) == (5 * RECORD, 0, 7200)
-    assert store_room(lookups, KV) is None
-    assert store_room(Memory(), KV) is None  # a store of a user's own
+    assert store_room([(lookups, KV)]) is None
+    assert store_room([(Memory(), KV)]) is None  # a store of a user's own
     rank.close()
     lookups.close()
 

@@ -254,6 +254,7 @@ def test_what_the_prefix_cache_store_of_the_seeds_is_tuned_by_does_nothing_and_i
         ({"dump": "prompt"}, "dump", "prompt"),
         ({"dump": "None"}, "dump", "none"),
         ({"on_reset": "Forget"}, "on_reset", "forget"),
+        ({"window_records": "Boundaries"}, "window_records", "boundaries"),
         ({"enable_prefix_cache": "no"}, "enable_prefix_cache", False),
         ({"load_only_first_rank": True}, "load_only_first_rank", True),
         ({"hash_method": None}, "hash_method", "sha256"),  # `hash_method:` with nothing behind it

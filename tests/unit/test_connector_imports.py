@@ -18,7 +18,7 @@ ORDER: tuple[frozenset[str], ...] = (
     frozenset({"guard", "platforms"}),
     frozenset({"stores", "stats"}),
     frozenset({"identity"}),
-    frozenset({"metadata"}),
+    frozenset({"metadata", "groups"}),
     frozenset({"admission"}),
     frozenset({"scheduler", "worker"}),
     frozenset({"factory"}),

@@ -65,6 +65,15 @@ def gemma3_config() -> dict[str, Any]:
     }
 
 
+def mistral_config() -> dict[str, Any]:
+    """A small Mistral, all of whose layers have a sliding window: one KV group."""
+    return llama_config(3) | {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 80,
+    }
+
+
 def write_model(directory: Path, config: dict[str, Any], seed: int = 7) -> Path:
     """Writes a model of that config with weights that depend on the seed alone."""
     directory.mkdir(parents=True, exist_ok=True)

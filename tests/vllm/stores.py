@@ -45,6 +45,11 @@ class PlainStore(UcmKVStoreBaseV1):
     def _path(self, block_id: bytes, shard: int) -> Path:
         return self._root / f"{block_id.hex()}.{shard}"
 
+    def for_part(self, index: int) -> UcmKVStoreBaseV1:
+        if index == 0:
+            return self
+        return type(self)({**self.config, **self.config["own_parts"][index - 1]})
+
     def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
         return [self._path(block_id, 0).exists() for block_id in block_ids]
 

@@ -25,7 +25,7 @@ from ucm.integration.vllm.attention.spec import ExactTokens
 from ucm.integration.vllm.connector.connector import UCMConnector
 from ucm.integration.vllm.connector.identity.keys import KeyMaker
 from ucm.integration.vllm.connector.metadata import UCMConnectorWorkerMetadata
-from ucm.integration.vllm.connector.scheduler.lookup import BlockTracker, Lookup
+from ucm.integration.vllm.connector.scheduler.lookup import BlockTracker, Found, Lookup
 from ucm.integration.vllm.connector.scheduler.offload import OffloadPlanner
 from ucm.integration.vllm.connector.scheduler.requests import RequestTracker
 from ucm.integration.vllm.connector.worker.sparse import SparseWorker
@@ -637,7 +637,7 @@ def test_keys_of_what_is_approximate_are_no_other_requests(engines: Any) -> None
     real = maker.first(request)  # type: ignore[arg-type]
     tracker.lookup = Lookup()
     tracker.lookup.hashed(real)
-    tracker.lookup.answer((4, MissReason.ABSENT, bytes(4)))
+    tracker.lookup.answer(Found(4, MissReason.ABSENT, bytes(4)))
     tracker.adopt(known)
     assert list(tracker.stored_keys(known)) == real
     assert tracker.grow(4, maker, known, 3) == 4

@@ -73,49 +73,36 @@ def served(engines: Any, tiny: Path, specs: Any, **args: Any) -> str:
     return "" if found is None else found[1]
 
 
-def test_windows_beside_full_attention_name_the_option_and_are_served_with_it(
-    engines: Any, tiny: Path
-) -> None:
-    """As Gemma 3 has them."""
+def test_windows_are_served_alone_and_beside_full_attention(engines: Any, tiny: Path) -> None:
+    """As Mistral and Gemma 3 have them."""
+    for count in (1, 2):
 
-    def mixed(config: Any) -> dict[str, Any]:
-        return windowed(engines, config, 1)
+        def layers(config: Any, count: int = count) -> dict[str, Any]:
+            return windowed(engines, config, count)
 
-    assert (
-        served(engines, tiny, mixed)
-        == "a model with 2 KV cache groups (FullAttentionSpec, SlidingWindowSpec) is not supported"
-        " yet: nothing is claimed or stored; start vLLM with --disable-hybrid-kv-cache-manager,"
-        " which keeps the KV of layers with windows whole, in one group with the others, so that"
-        " it can be stored (it takes more memory of the device)"
-    )
-    assert served(engines, tiny, mixed, disable_hybrid_kv_cache_manager=True) == ""
+        for one_group in (False, True):
+            args = {"disable_hybrid_kv_cache_manager": one_group}
+            assert served(engines, tiny, layers, **args) == ""
 
 
-def test_windows_alone_and_other_state_are_not_sent_after_an_option_that_does_not_help(
-    engines: Any, tiny: Path
-) -> None:
-    def windows(config: Any) -> dict[str, Any]:
-        return windowed(engines, config, len(engines.layer_specs(config)))
-
-    sentence = (
-        "KV of kind SlidingWindowSpec is not supported yet: nothing is claimed or stored; "
-        "--disable-hybrid-kv-cache-manager does not help a model whose layers all have windows"
-    )
-    assert served(engines, tiny, windows) == sentence
-    assert served(engines, tiny, windows, disable_hybrid_kv_cache_manager=True) == sentence
+def test_kv_that_is_not_served_is_named_with_what_to_do(engines: Any, tiny: Path) -> None:
     config = engines.engine_config(tiny)
-    scheduler, _ = engines.kv_configs(config)
-    group = scheduler.kv_cache_groups[0]
-    other = type("MambaSpec", (type(group.kv_cache_spec),), {})
-    fields = {
-        f.name: getattr(group.kv_cache_spec, f.name)
-        for f in dataclasses.fields(group.kv_cache_spec)
+    kinds = {
+        "SlidingWindowMLASpec": "; start vLLM with --disable-hybrid-kv-cache-manager, if it can"
+        " then",
+        "CrossAttentionSpec": "",
+        "RSWASpec": "",
     }
-    scheduler.kv_cache_groups.append(dataclasses.replace(group, kv_cache_spec=other(**fields)))
-    found = why_off(parse({"storage_backends": "/nowhere"}, {}), config, scheduler)
-    assert found is not None
-    assert (
-        found[1]
-        == "a model with 2 KV cache groups (FullAttentionSpec, MambaSpec) is not supported yet:"
-        " nothing is claimed or stored"
-    )
+    for kind, instead in kinds.items():
+        scheduler, _ = engines.kv_configs(config)
+        group = scheduler.kv_cache_groups[0]
+        other = type(kind, (type(group.kv_cache_spec),), {})
+        fields = {
+            field.name: getattr(group.kv_cache_spec, field.name)
+            for field in dataclasses.fields(group.kv_cache_spec)
+        }
+        spec = other(**fields)
+        scheduler.kv_cache_groups.append(dataclasses.replace(group, kv_cache_spec=spec))
+        found = why_off(parse({"storage_backends": "/nowhere"}, {}), config, scheduler)
+        expected = f"KV of kind {kind} is not cached: nothing is claimed or stored{instead}"
+        assert found == (MissReason.UNSUPPORTED, expected)

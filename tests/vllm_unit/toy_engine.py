@@ -2,8 +2,9 @@
 engine.
 
 The KV of a token is a number made of its token id and of the KV of the token before it, which is
-read from the cache; an output token is made of the KV of all tokens of its request. So a block with
-foreign bytes changes every token after it. The store of these tests copies at the latest moment
+read from the cache; an output token is made of the KV of all tokens of its request that its layer
+can see: in layers with windows or chunks the last ones. So a block with foreign bytes changes every
+token after it. The store of these tests copies at the latest moment
 that it may: a load when it is found finished, a dump when it is found staged. So a load that is
 reported too early writes into blocks of other requests, and a dump that is forgotten stores bytes
 of others.
@@ -12,6 +13,7 @@ of others.
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -45,6 +47,9 @@ class LateStore(UcmKVStoreBaseV1):
 
     def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
         return [block in self.blocks for block in block_ids]
+
+    def for_part(self, index: int) -> UcmKVStoreBaseV1:
+        return self if index == 0 else LateStore(self.config["own_parts"][index - 1])
 
     def load_data(self, block_ids: Any, shard_index: Any, addrs: Any) -> _Task:
         return _Task(list(zip(block_ids, addrs.tolist(), strict=True)), LOAD_POLLS)
@@ -86,22 +91,44 @@ class LateStore(UcmKVStoreBaseV1):
                 task.missing.append(block)
 
 
-def expected(prompt: Sequence[int], count: int) -> list[int]:
-    """The right output tokens."""
-    tokens, states = list(prompt), []
+def expected(prompt: Sequence[int], count: int, specs: Sequence[Any] = ()) -> list[int]:
+    """The right output tokens of a model with these layers, of full attention if there are none."""
+    tokens = list(prompt)
+    states: list[list[int]] = [[] for _ in specs or (None,)]
     for _ in range(count):
-        while len(states) < len(tokens):
-            states.append(_state(states[-1] if states else 1, tokens[len(states)]))
-        tokens.append(_answer(states))
+        for layer, known in enumerate(states):
+            spec = specs[layer] if specs else None
+            while (at := len(known)) < len(tokens):
+                before = known[-1] if at and _first_seen(spec, at) < at else 1 + layer
+                known.append(_state(before, tokens[at]))
+        end, seen = len(tokens), dict[int, list[int]]()
+        for layer, known in enumerate(states):
+            spec = specs[layer] if specs else None
+            seen[layer] = known[_first_seen(spec, end - 1) : end]
+        tokens.append(_answer(seen, end) if specs else _answer({0: seen[0]}, end))
     return tokens[len(prompt) :]
+
+
+def _first_seen(spec: Any, at: int) -> int:
+    """The first token whose KV the one at ``at`` can see in a layer of this spec."""
+    window, chunk = (getattr(spec, name, 0) for name in ("sliding_window", "attention_chunk_size"))
+    return at - at % chunk if chunk else max(at - window + 1, 0) if window else 0
 
 
 def _state(before: int, token: int) -> int:
     return (before * 31 + token + 7) % PRIME
 
 
-def _answer(states: Sequence[int]) -> int:
-    return sum(state * (at % 13 + 1) for at, state in enumerate(states)) % 500
+def _answer(seen: dict[int, list[int]], end: int) -> int:
+    """The token after ``end`` ones, from the KV that each layer sees, the last of them."""
+    return (
+        sum(
+            state * (at % 13 + 1 + layer)
+            for layer, states in seen.items()
+            for at, state in enumerate(states, end - len(states))
+        )
+        % 500
+    )
 
 
 class ToyEngine:
@@ -113,11 +140,14 @@ class ToyEngine:
         model: Any,
         patch: Any,
         sparse: bool = False,
+        specs: Sequence[Any] = (),
+        blocks: int = BLOCKS,
         store: dict[str, Any] | None = None,
         **args: Any,
     ) -> None:
         """``engines``: helpers of ``engine_free.py``; ``patch``: pytest's monkeypatch; ``sparse``:
         sparse attention is configured. No layer of this model attends, so it selects nothing.
+        ``specs``: of its layers, where these are not the model's own; ``blocks`` of the device;
         ``store``: keys of a store of ours in place of :class:`LateStore`; ``args``: further
         arguments of the engine."""
         from vllm.config import KVTransferConfig, set_current_vllm_config
@@ -161,33 +191,46 @@ class ToyEngine:
             max_model_len=512,
             max_num_batched_tokens=128,
             max_num_seqs=4,
-            num_gpu_blocks_override=BLOCKS + 1,
+            num_gpu_blocks_override=blocks + 1,
             async_scheduling=False,
             enable_chunked_prefill=True,
             **args,
         )
-        kv_cache, (worker_kv_cache,) = engines.kv_configs(self.config)
+        layers = {f"model.layers.{at}.self_attn.attn": spec for at, spec in enumerate(specs)}
+        kv_cache, (worker_kv_cache,) = engines.kv_configs(self.config, [layers] if layers else None)
         self.config.cache_config.num_gpu_blocks = kv_cache.num_blocks
+        sizes = [group.kv_cache_spec.block_size for group in kv_cache.kv_cache_groups]
+        block, hashed = math.lcm(*sizes), math.gcd(*sizes)
         with set_current_vllm_config(self.config):
             unused: Any = SimpleNamespace(accept_tokens=lambda *_: True)
             self.scheduler = Scheduler(
-                self.config, kv_cache, unused, BLOCK, hash_block_size=BLOCK, log_stats=True
+                self.config, kv_cache, unused, block, hash_block_size=hashed, log_stats=True
             )
             self.worker = UCMConnector(self.config, KVConnectorRole.WORKER, worker_kv_cache)
         self.connector: Any = self.scheduler.connector
-        names = worker_kv_cache.kv_cache_groups[0].layer_names
-        self.caches = {
-            name: torch.zeros(kv_cache.num_blocks, HEADS, BLOCK, ELEMENTS) for name in names
-        }
+        self.caches: dict[str, torch.Tensor] = {}
+        self._specs = specs
+        self._layers = []  # for each its KV group and its spec
+        every = [
+            (name, group, one.kv_cache_spec)
+            for group, one in enumerate(worker_kv_cache.kv_cache_groups)
+            for name in one.layer_names
+        ]
+        for name, group, spec in sorted(every, key=lambda layer: layer[0]):
+            shape = kv_cache.num_blocks, HEADS, spec.block_size, ELEMENTS
+            self.caches[name] = torch.zeros(shape)
+            self._layers.append((group, spec))
         self.worker.register_kv_caches(self.caches)
         init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self._hasher = get_request_block_hasher(hashed, sha256)
         self.reported: list[str] = []  # requests whose load was reported as ended, by the worker
         self.loads: list[str] = []  # requests of which vLLM waits for a load from then on
+        self.claimed: dict[str, int] = {}  # tokens of the first load of each request
         allocated = self.connector.update_state_after_alloc
 
         def update_state_after_alloc(request: Any, blocks: Any, tokens: int) -> None:
             self.loads += [request.request_id] if tokens else []
+            self.claimed.setdefault(request.request_id, tokens)
             allocated(request, blocks, tokens)
 
         self.connector.update_state_after_alloc = update_state_after_alloc
@@ -249,6 +292,7 @@ class ToyEngine:
         transfers = KVConnectorOutput(
             finished_sending=results.finished_sending,
             finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
             invalid_block_ids=worker.get_block_ids_with_load_errors(),
             kv_connector_stats=worker.get_kv_connector_stats(),
             kv_connector_worker_meta=worker.build_connector_worker_meta(),
@@ -274,26 +318,29 @@ class ToyEngine:
         """Computes ``count`` tokens of a request: their KV, and the next token where these are
         all."""
         request = self.scheduler.requests[name]
-        (table,) = self.scheduler.kv_cache_manager.get_block_ids(name)
+        tables = self.scheduler.kv_cache_manager.get_block_ids(name)
         # counted ahead by the scheduler
         end, tokens = (
             request.num_computed_tokens,
             request.all_token_ids,
         )
-        for layer, cache in enumerate(self.caches.values()):
+        layers = list(zip(self.caches.values(), self._layers, strict=True))
+        for layer, (cache, (group, spec)) in enumerate(layers):
+            table, size = tables[group], spec.block_size
             for at in range(end - count, end):
-                before = (
-                    int(cache[table[(at - 1) // BLOCK], 0, (at - 1) % BLOCK, 0])
-                    if at
-                    else 1 + layer
-                )
-                cache[table[at // BLOCK], :, at % BLOCK] = _state(before, tokens[at])
+                if at and _first_seen(spec, at) < at:
+                    before = int(cache[table[(at - 1) // size], 0, (at - 1) % size, 0])
+                else:
+                    before = 1 + layer
+                cache[table[at // size], :, at % size] = _state(before, tokens[at])
         if end < len(tokens):
             return []
-        cache = next(iter(self.caches.values()))
-        places = np.arange(end)
-        states = cache[np.array(table)[places // BLOCK], 0, places % BLOCK, 0].long().tolist()
-        return [_answer(states)]
+        seen = {}
+        for layer, (cache, (group, spec)) in enumerate(layers if self._specs else layers[:1]):
+            places = np.arange(_first_seen(spec, end - 1), end)
+            numbers = np.array(tables[group])[places // spec.block_size]
+            seen[layer] = cache[numbers, 0, places % spec.block_size, 0].long().tolist()
+        return [_answer(seen, end)]
 
     @property
     def off(self) -> bool:

@@ -271,6 +271,7 @@ class UcmConfig(StoreSettings):
     tenant_key_file: str | None = None
     dump: Annotated[Literal["all", "prompt", "none"], BeforeValidator(word)] = "all"
     min_dump_tokens: Number = 0
+    window_records: Annotated[Literal["all", "boundaries"], BeforeValidator(word)] = "all"
     on_reset: Annotated[Literal["keep", "forget"], BeforeValidator(word)] = "keep"
     enable_prefix_cache: Flag = True
     load_only_first_rank: Flag = False

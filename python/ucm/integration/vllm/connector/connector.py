@@ -50,6 +50,7 @@ from ucm.store.factory import UcmConnectorFactoryV1
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         KVConnectorStats,
@@ -260,6 +261,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None:
             return
         if num_external_tokens > 0:
+            # Its blocks are reported if it cannot be planned, or it as a whole where these are not
+            # all of one group.
             first, count = found // self._block_tokens, num_external_tokens // self._block_tokens
             table = blocks.blocks[0][first : first + count]
             ids = np.array([block.block_id for block in table if not block.is_null], np.int64)
@@ -491,6 +494,24 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.start_dumps()
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Requests whose load ended, each once, and those of them that must be computed as a
+        whole."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+        _, ended = self.get_finished(finished_req_ids)
+        results = KVConnectorTransferResults(finished_recving=ended or set())
+        if self._worker is not None and self._worker.rank.fails_whole:
+            failed = self._whole_failures()
+            lost = self._pending.reported if failed is None else self._pending.unfilled
+            names = {load.request for load in lost}
+            results.failed_recving = ((failed or set()) | names) & results.finished_recving
+        return results
+
+    @harmless(None)
+    def _whole_failures(self) -> set[str] | None:
+        return set() if self._worker is None else self._worker.loads.take_failed()
+
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose load ended, each once."""
         if self._worker is None:
@@ -510,6 +531,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Device blocks a load did not fill."""
+        if self._worker is not None and self._worker.rank.fails_whole:
+            return set()  # see get_transfer_results
         bad, unfilled = self._bad_blocks(), self._pending.unfilled
         if bad is None and self._worker is not None:
             unfilled = self._pending.reported

@@ -31,6 +31,7 @@ from ucm.integration.vllm.compat.versions import (
 )
 from ucm.integration.vllm.connector.admission.admission import UNKNOWN_LOAD_S, Admission, RateMemory
 from ucm.integration.vllm.connector.admission.rates import ComputeRate
+from ucm.integration.vllm.connector.groups import SERVED, Group, fails_whole, groups_of
 from ucm.integration.vllm.connector.guard import IDLE, Background, logger
 from ucm.integration.vllm.connector.identity.engine_identity import (
     LiveIdentity,
@@ -54,7 +55,7 @@ from ucm.integration.vllm.connector.scheduler.events import block_events
 from ucm.integration.vllm.connector.scheduler.readiness import Readiness, StoreSelection
 from ucm.integration.vllm.connector.scheduler.scheduler import UCMConnectorScheduler
 from ucm.integration.vllm.connector.stores import engine_stores, state_directory
-from ucm.integration.vllm.connector.worker.worker import Rank, UCMConnectorWorker
+from ucm.integration.vllm.connector.worker.worker import Rank, RankPart, UCMConnectorWorker
 from ucm.reasons import MissReason
 
 if TYPE_CHECKING:
@@ -63,14 +64,6 @@ if TYPE_CHECKING:
 
     from ucm.integration.vllm.connector.scheduler.sparse import SparseScheduler
     from ucm.integration.vllm.connector.worker.sparse import SparseWorker
-
-
-#: KV specs whose blocks all hold lasting state: a prefix is its blocks.
-_WHOLE_PREFIX = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
-#: KV specs whose blocks vLLM frees behind a window, and its option that keeps them whole beside
-#: layers with full attention.
-_WINDOWS = frozenset({"SlidingWindowSpec", "SlidingWindowMLASpec", "ChunkedLocalAttentionSpec"})
-_ONE_GROUP = "--disable-hybrid-kv-cache-manager"
 
 
 def why_off(
@@ -144,32 +137,31 @@ def _served_platform(config: UcmConfig) -> Platform:
     return platform
 
 
+#: What to do about KV that is not served, by the kind of its spec.
+_INSTEAD = {
+    "SlidingWindowMLASpec": "start vLLM with --disable-hybrid-kv-cache-manager, if it can then",
+    "MambaSpec": "start vLLM with --mamba-cache-mode align, which keeps states at block ends",
+}
+
+
 def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    nothing = "is not supported yet: nothing is claimed or stored"
-    groups = kv_cache_config.kv_cache_groups
-    kinds = {spec_kind(spec) for group in groups for spec in layer_specs(group.kv_cache_spec)}
-    text = ", ".join(sorted(kinds))
-    if len(groups) != 1:
-        what = f"a model with {len(groups)} KV cache groups ({text})"
-        return f"{what} {nothing}{_in_one_group(kinds)}"
-    if kinds - _WHOLE_PREFIX:
-        return f"KV of kind {text} {nothing}{_in_one_group(kinds)}"
-    if getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1) > 1:
-        return f"prefill context parallelism {nothing}"
+    nothing = "not cached: nothing is claimed or stored"
+    groups, refused = kv_cache_config.kv_cache_groups, set[str]()
+    for group in groups:
+        for spec in layer_specs(group.kv_cache_spec):
+            kind, mode = spec_kind(spec), getattr(spec, "mamba_cache_mode", "align")
+            lasts = getattr(spec, "prefix_cacheable", True) and mode == "align"
+            if kind not in SERVED or not lasts:
+                refused.add(kind)
+    if refused:
+        instead = "".join(f"; {_INSTEAD[kind]}" for kind in sorted(refused & _INSTEAD.keys()))
+        return f"KV of kind {', '.join(sorted(refused))} is {nothing}{instead}"
+    parallel = vllm_config.parallel_config
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        return f"with prefill context parallelism KV is {nothing}"
+    if len(groups) > 1 and getattr(parallel, "decode_context_parallel_size", 1) > 1:
+        return f"with decode context parallelism KV of {len(groups)} groups is {nothing}"
     return ""
-
-
-def _in_one_group(kinds: set[str]) -> str:
-    """What to do about layers with windows, as the end of a sentence."""
-    others = kinds - _WHOLE_PREFIX
-    if not others or not others <= _WINDOWS:
-        return ""
-    if kinds == others:
-        return f"; {_ONE_GROUP} does not help a model whose layers all have windows"
-    return (
-        f"; start vLLM with {_ONE_GROUP}, which keeps the KV of layers with windows whole, in one "
-        "group with the others, so that it can be stored (it takes more memory of the device)"
-    )
 
 
 def _may_load(vllm_config: VllmConfig) -> bool:
@@ -290,16 +282,25 @@ def make_scheduler(
         tokens,
         rates=rates,
         may_load=_may_load(vllm_config),
+        groups=_groups(config, vllm_config, kv_cache_config),
         sparse=sparse,
         events=block_events(vllm_config, kv_cache_config, tokens, time.monotonic),
         closers=(rates.close, identity.close, adapters.close, background.close),
     )
 
 
+def _groups(
+    config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> tuple[Group, ...]:
+    ranks = getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1)
+    return groups_of(kv_cache_config, ranks, config.window_records)
+
+
 def _layers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[Any]:
     """The attention layers whose KV is stored."""
     layers = vllm_config.compilation_config.static_forward_context
-    return [layers[name] for name in kv_cache_config.kv_cache_groups[0].layer_names]
+    groups = transferable_groups(kv_cache_config)
+    return [layers[name] for group in groups for name in group.layer_names]
 
 
 def _leave_the_bound_core() -> None:
@@ -340,12 +341,21 @@ def make_worker(
             "load_only_first_rank: the ranks of this model hold different KV, remove the key"
         )
     parallel = vllm_config.parallel_config
+    groups = _groups(config, vllm_config, kv_cache_config)
+    first, *rest = [
+        RankPart(group, (group.number, pipeline, tensor // replicas), names)
+        for group in groups
+        if (names := kv_cache_config.kv_cache_groups[group.table].layer_names)
+    ]
     rank = Rank(
         number=pipeline * parallel.tensor_parallel_size + tensor,
-        part=(0, pipeline, tensor // replicas),
+        part=first.part,
+        group=first.group,
+        rest=rest,
+        fails_whole=fails_whole(groups),
         writer=tensor % replicas == 0,
-        layers=kv_cache_config.kv_cache_groups[0].layer_names,
-        block_tokens=block_tokens(vllm_config, kv_cache_config),
+        layers=first.layers,
+        block_tokens=first.group.tokens,
         identity=lambda: identity_without_weights(
             engine_identity(vllm_config, kv_cache_config, "")
         ),

@@ -27,7 +27,7 @@ from ucm.integration.vllm.connector.identity.weights import WeightsReport
 from ucm.store.ucmstore_v1 import Priority
 
 #: Changes with every change of meaning; a mismatch between the sides switches ucm off.
-VERSION = 11
+VERSION = 12
 
 #: Length of a block key in bytes.
 KEY = 16
@@ -44,8 +44,19 @@ def split_keys(joined: bytes) -> list[bytes]:
 
 
 @dataclass(slots=True)
+class GroupBlocks:
+    """Blocks of a load in one KV group."""
+
+    group: int  # its number
+    first: int  # ordinal of the first block in the request's chain
+    keys: bytes
+    blocks: npt.NDArray[np.int64]  # device block numbers
+
+
+@dataclass(slots=True)
 class Load:
-    """Blocks to read for one request, on every rank, in chain order."""
+    """Blocks to read for one request, on every rank, in chain order: those of the first KV
+    group."""
 
     request: str
     first: int  # ordinal of the first block in the request's chain
@@ -55,6 +66,7 @@ class Load:
     #: Keys of blocks that are selected from without being read: only their representations are
     #: loaded. The others are then those of the windows, on both sides of these.
     unread: bytes = b""
+    rest: list[GroupBlocks] = field(default_factory=list)  # of the other KV groups
 
 
 @dataclass(slots=True)
@@ -70,6 +82,7 @@ class Dump:
     blocks: npt.NDArray[np.int64]
     refused: tuple[int, ...] = ()  # rows whose stored record some rank could not use: replaced
     tenant: bytes = b""  # tag of the tenant of these blocks, empty for none
+    group: int = 0  # number of the KV group
 
 
 @dataclass(slots=True)
@@ -156,6 +169,8 @@ class Handshake:
     stores: tuple[str, ...] = ()  # the configured stores, in order
     only_stores: str = ""  # why nothing may be loaded, empty when it may
     prefix_caching: bool = True  # vLLM's flag there, once the layers are built
+    #: Part and shapes of the other KV groups that have layers on this rank.
+    rest: tuple[tuple[tuple[int, int, int], dict[str, Any]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,18 +37,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ucm.integration.vllm.connector.groups import Group
 from ucm.integration.vllm.connector.guard import throttle
 from ucm.integration.vllm.connector.identity.keys import RECHECK_S, KeyMaker
 from ucm.integration.vllm.connector.metadata import Dump, DumpResult, RankReport, join_keys
 from ucm.integration.vllm.connector.scheduler.lookup import BlockTracker
 from ucm.integration.vllm.connector.scheduler.readiness import RankHealth
-from ucm.integration.vllm.connector.scheduler.requests import FAR, RequestTracker
+from ucm.integration.vllm.connector.scheduler.requests import FAR, Chain, RequestTracker
 from ucm.integration.vllm.connector.stats import ENDED, OVERWRITTEN
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
+
+#: The blocks of a request, one table for each of vLLM's KV groups.
+Tables = Sequence[Sequence["KVCacheBlock"]]
 
 
 # Blocks of other connectors
@@ -66,15 +70,16 @@ class OtherConnectors:
         #: Some step had a synchronous load. From then on a step is judged by its output.
         self.load_in_steps = False
 
-    def admitted(self, tracker: RequestTracker, table: Sequence[KVCacheBlock]) -> None:
-        """Blocks were given to a request; those from vLLM's prefix cache may be known to be
-        wrong."""
+    def admitted(self, tracker: RequestTracker, tables: Tables) -> None:
+        """Blocks were given to a request; those from vLLM's prefix cache may be known to be wrong.
+        ``tables``: its tables in vLLM, one for each KV group."""
         self._waiting.add(tracker.request.request_id)
         tracker.ran_from = None
         tracker.wrong_from = FAR
-        if self._invalid:
+        for chain in tracker.chains if self._invalid else ():
+            table = chain.group.device_blocks(tables[chain.group.table])
             wrong = (at for at, block in enumerate(table) if self._is_invalid(block))
-            tracker.wrong_from = next(wrong, FAR)
+            tracker.wrong_from = min(tracker.wrong_from, next(wrong, FAR))
 
     def finished(self, request: str) -> None:
         """A request has ended."""
@@ -109,7 +114,8 @@ class OtherConnectors:
         if not (invalid and self.load_in_steps and manager is not None):
             return
         for tracker in live:
-            table = manager.get_blocks(tracker.request.request_id).blocks[0]
+            tables = manager.get_blocks(tracker.request.request_id).blocks
+            table = tables[tracker.chains[0].group.table]  # with several groups none is reported
             ran = tracker.ran_from is not None
             held = table[: len(table) if ran else tracker.local // self._block_tokens]
             at = next((at for at, block in enumerate(held) if block.block_id in invalid), None)
@@ -149,6 +155,7 @@ class _Job:
     first: int
     blocks: list[KVCacheBlock]  # until every rank has read them
     hashes: list[object]  # vLLM's, of the blocks
+    chain: Chain
     owner: RequestTracker
     preemptions: int  # of the owner
     generation: int
@@ -168,7 +175,10 @@ class DumpPlanner:
         block_tracker: BlockTracker,
         health: RankHealth,
         clock: Callable[[], float] = time.monotonic,
+        tables: Callable[[RequestTracker], Tables] = lambda _tracker: (),
     ) -> None:
+        """``tables``: the tables of a live request in vLLM, one for each KV group."""
+        self._tables = tables
         self._block_tracker, self._health = block_tracker, health
         self._clock = clock
         self._numbers = itertools.count(1)
@@ -221,73 +231,81 @@ class DumpPlanner:
     def plan(
         self,
         tracker: RequestTracker,
+        chain: Chain,
         upto: int,
         blocks: Sequence[KVCacheBlock],
         room: int,
         dumps: list[Dump],
     ) -> int:
-        """Offer the first ``upto`` blocks of ``tracker``, at most ``room`` of them; advances its
-        cursor. The jobs are added to ``dumps`` one by one, so that each is sent or dropped whatever
-        raises after it. Returns the number of blocks offered."""
-        offered, at = 0, tracker.cursor
+        """Offer the first ``upto`` blocks of a request in one group, at most ``room`` of them;
+        advances its cursor. The jobs are added to ``dumps`` one by one, so that each is sent or
+        dropped whatever raises after it. Returns the number of blocks offered."""
+        offered, at, group = 0, chain.cursor, chain.group
         upto = min(upto, len(blocks))
         while at < upto:
-            # A block that has left the device was stored before it did. If its record is lost,
-            # nothing can be stored here; blocks behind it are still of use to its request.
-            if blocks[at].is_null or not self._offerable(tracker, at):
+            # A block that has left the device was stored before it did, or nothing sees it any
+            # more. Blocks behind it are still of use.
+            if not lasts(group, blocks[at]) or not self._offerable(tracker, chain, at):
                 at += 1
                 continue
             end = at
             most = min(JOB_BLOCKS, room - offered)
-            while end < upto and end - at < most and self._offerable(tracker, end):
-                if blocks[end].is_null:
+            while end < upto and end - at < most and self._offerable(tracker, chain, end):
+                if not lasts(group, blocks[end]):
                     break
                 end += 1
             if end == at:
                 break  # no room left: the chain stops here
-            dumps.append(self._job(tracker, at, end, blocks))
+            dumps.append(self._job(tracker, chain, at, end, blocks))
             offered += end - at
             at = end
-        tracker.cursor = at
+        chain.cursor = at
         return offered
 
-    def offers(self, tracker: RequestTracker, upto: int) -> bool:
+    def offers(self, tracker: RequestTracker, chain: Chain, upto: int) -> bool:
         """Whether :meth:`plan` would offer any of its first ``upto`` blocks."""
-        return any(self._offerable(tracker, at) for at in range(tracker.cursor, upto))
+        return any(self._offerable(tracker, chain, at) for at in range(chain.cursor, upto))
 
-    def _offerable(self, tracker: RequestTracker, at: int) -> bool:
-        key = tracker.keys[at]
-        return self._block_tracker.offerable(key) and not self._held_back(tracker, at)
+    def _offerable(self, tracker: RequestTracker, chain: Chain, at: int) -> bool:
+        return self._block_tracker.offerable(chain.keys[at]) and not self._held_back(
+            tracker.tenant, chain, at
+        )
 
-    def _held_back(self, tracker: RequestTracker, at: int) -> bool:
+    def _held_back(self, tenant: bytes, chain: Chain, at: int) -> bool:
         """Whether the block belongs to a chain that was evicted from a store which is too small.
         One draw decides for the chain, from its first evicted block on: blocks behind an absent one
         are of no use."""
         turnover = self._block_tracker.turnover
-        if not turnover.exceeded(tracker.tenant):
+        if not turnover.exceeded(tenant):
             return False
-        if tracker.offered_below is None and self._block_tracker.is_evicted(tracker.keys[at]):
-            tracker.offered_below = turnover.offered_below(tracker.tenant)
-        return tracker.offered_below is not None and at >= tracker.offered_below
+        if chain.offered_below is None and self._block_tracker.is_evicted(chain.keys[at]):
+            chain.offered_below = turnover.offered_below(tenant)
+        return chain.offered_below is not None and at >= chain.offered_below
 
     def _job(
-        self, tracker: RequestTracker, start: int, end: int, blocks: Sequence[KVCacheBlock]
+        self,
+        tracker: RequestTracker,
+        chain: Chain,
+        start: int,
+        end: int,
+        blocks: Sequence[KVCacheBlock],
     ) -> Dump:
-        keys, sources = tracker.keys[start:end], list(blocks[start:end])
+        keys, sources = chain.keys[start:end], list(blocks[start:end])
         hashes = [block.block_hash for block in sources]
         preemptions = tracker.request.num_preemptions
         number, generation = next(self._numbers), self.generation
-        job = _Job(number, keys, start, sources, hashes, tracker, preemptions, generation)
+        job = _Job(number, keys, start, sources, hashes, chain, tracker, preemptions, generation)
         known = self._block_tracker
         dump = Dump(
             job=job.number,
             request=tracker.request.request_id,
             first=start,
-            parent=tracker.keys[start - 1] if start else b"",
+            parent=chain.keys[start - 1] if start else b"",
             keys=join_keys(keys),
             blocks=np.array([block.block_id for block in sources], dtype=np.int64),
             refused=tuple(row for row, key in enumerate(keys) if known.is_refused(key)),
             tenant=tracker.tenant,
+            group=chain.group.number,
         )
         self._unread += len(sources)
         self._jobs[job.number] = job
@@ -296,7 +314,7 @@ class DumpPlanner:
 
     def report(self, rank: RankReport, live: Iterable[RequestTracker]) -> list[Written]:
         """A rank's news: releases blocks that every rank has staged, ends jobs that every rank has
-        ended. Returns the published blocks of these jobs."""
+        ended. Returns the published blocks of these jobs, in the first KV group."""
         written: list[Written] = []
         self._reported_at = self._clock()
         self._free[rank.rank] = rank.free_slots
@@ -311,7 +329,7 @@ class DumpPlanner:
                 if job.done.keys() >= self._ranks:
                     del self._jobs[job.number]
                     published = self._finish(job, live)
-                    if job.generation == self.generation:
+                    if job.generation == self.generation and not job.chain.group.number:
                         written.append((job.owner, published))
         return written
 
@@ -325,10 +343,24 @@ class DumpPlanner:
             owner = job.owner.request
             lives = live.get(owner.request_id) is job.owner
             lives = lives and owner.num_preemptions == job.preemptions
-            if job.blocks and not lives and not all(map(untouched, job.blocks, job.hashes)):
+            if lives and not job.chain.group.frees_early:
+                continue
+            if job.blocks and not self._kept(job, lives):
                 taken.append(job.number)
                 self._read(job)
         return taken
+
+    def _kept(self, job: _Job, lives: bool) -> bool:
+        """Whether no block of a job was handed out since it was planned. Of a request that still
+        runs vLLM frees blocks that nothing sees any more, and may hand them out in the same
+        step."""
+        sources = zip(job.blocks, job.hashes, strict=True)
+        if not lives:
+            return all(untouched(block, was) for block, was in sources)
+        group = job.chain.group
+        table = group.device_blocks(self._tables(job.owner)[group.table])[job.first :]
+        held = itertools.zip_longest(table[: len(job.blocks)], sources)
+        return all(own is one[0] or untouched(*one) for own, one in held)
 
     def drop(self, dumps: Iterable[Dump]) -> None:
         """Jobs that were planned and never sent, and never will be."""
@@ -382,9 +414,15 @@ class DumpPlanner:
         at = job.first + min(failed)
         key = job.keys[min(failed)]
         for tracker in live:  # requests that hold the block offer it again
-            if tracker.cursor > at and at < len(tracker.keys) and tracker.keys[at] == key:
-                tracker.cursor = at
+            chain = tracker.chains[job.chain.group.number]
+            if chain.cursor > at and at < len(chain.keys) and chain.keys[at] == key:
+                chain.cursor = at
         return published
+
+
+def lasts(group: Group, block: KVCacheBlock) -> bool:
+    """Whether a full block of a request's table is to be stored."""
+    return not block.is_null and not (group.only_cached and block.block_hash is None)
 
 
 def untouched(block: KVCacheBlock, was: object) -> bool:
@@ -406,6 +444,7 @@ ROOM_S = 1.0
 @dataclass(slots=True, eq=False)
 class _Deferred:
     tracker: RequestTracker
+    chain: Chain
     blocks: list[KVCacheBlock]  # of the request, from its first
     hashes: list[object]  # vLLM's, of the blocks
     since: float
@@ -414,7 +453,7 @@ class _Deferred:
 
     def cut(self) -> int:
         """Drop blocks from the first that vLLM handed out. Returns their number."""
-        first = self.tracker.cursor
+        first = self.chain.cursor
         kept = zip(self.blocks[first:], self.hashes[first:], strict=True)
         for at, (block, was) in enumerate(kept, first):
             if not untouched(block, was):
@@ -441,19 +480,25 @@ class DeferredDumps:
         return [hold.tracker for hold in self._deferred]
 
     def add(
-        self, tracker: RequestTracker, upto: int, blocks: Sequence[KVCacheBlock], now: float
+        self,
+        tracker: RequestTracker,
+        chain: Chain,
+        upto: int,
+        blocks: Sequence[KVCacheBlock],
+        now: float,
     ) -> None:
-        """Keep those of the first ``upto`` blocks of ``tracker`` that were not offered yet."""
-        if not self._dumps.offers(tracker, min(upto, len(blocks))):
+        """Keep those of the first ``upto`` blocks of a request in one group that were not offered
+        yet."""
+        if not self._dumps.offers(tracker, chain, min(upto, len(blocks))):
             return
-        waiting = sum(len(hold.blocks) - hold.tracker.cursor for hold in self._deferred)
+        waiting = sum(len(hold.blocks) - hold.chain.cursor for hold in self._deferred)
         upto = min(upto, len(blocks))
-        end = min(upto, tracker.cursor + max(0, MOST_BLOCKS - waiting))
+        end = min(upto, chain.cursor + max(0, MOST_BLOCKS - waiting))
         self._lost[ENDED] += upto - end
-        if end > tracker.cursor:
+        if end > chain.cursor:
             mine = list(blocks[:end])
             hashes = [block.block_hash for block in mine]
-            self._deferred.append(_Deferred(tracker, mine, hashes, now, now, tracker.cursor))
+            self._deferred.append(_Deferred(tracker, chain, mine, hashes, now, now, chain.cursor))
 
     def take(
         self, keys: KeyMaker, now: float, dumps: list[Dump]
@@ -464,25 +509,26 @@ class DeferredDumps:
         another request got and gave back looks unused."""
         for hold in list(self._deferred):
             self._lost[OVERWRITTEN] += hold.cut()
-            if not self._dumps.offers(hold.tracker, len(hold.blocks)):
+            tracker, chain = hold.tracker, hold.chain
+            if not self._dumps.offers(tracker, chain, len(hold.blocks)):
                 self._deferred.remove(hold)
                 continue
-            answer = keys.current(hold.tracker.request, hold.since)
+            answer = keys.current(tracker.request, hold.since)
             if answer is None and now - hold.since < RECHECK_S:
                 continue
             if not answer:
                 self._deferred.remove(hold)
                 continue
             room = self._dumps.room()
-            offered = self._dumps.plan(hold.tracker, len(hold.blocks), hold.blocks, room, dumps)
+            offered = self._dumps.plan(tracker, chain, len(hold.blocks), hold.blocks, room, dumps)
             if offered:
-                if hold.tracker.cursor > hold.furthest:
-                    hold.furthest, hold.offered = hold.tracker.cursor, now
-                yield hold.tracker, offered
-            if not self._dumps.offers(hold.tracker, len(hold.blocks)):
+                if chain.cursor > hold.furthest:
+                    hold.furthest, hold.offered = chain.cursor, now
+                yield tracker, offered
+            if not self._dumps.offers(tracker, chain, len(hold.blocks)):
                 self._deferred.remove(hold)
             elif now - hold.offered >= ROOM_S:
-                self._lost[ENDED] += len(hold.blocks) - hold.tracker.cursor
+                self._lost[ENDED] += len(hold.blocks) - chain.cursor
                 self._deferred.remove(hold)
 
     def take_lost(self) -> Mapping[str, int]:

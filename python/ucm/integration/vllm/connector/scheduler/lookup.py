@@ -36,6 +36,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ucm.integration.vllm.connector.groups import (
+    ABSENT,
+    ONE_GROUP,
+    UNKNOWN,
+    Group,
+    fails_whole,
+    known_hit,
+    longest_hit,
+)
 from ucm.integration.vllm.connector.guard import IDLE, Background, info_once, logger, throttle
 from ucm.integration.vllm.connector.identity.keys import UnkeyableError
 from ucm.integration.vllm.connector.metadata import StoreRoom, split_keys
@@ -72,17 +81,19 @@ class LocallyVisible:
         known.update(split_keys(gained)[: max(0, self._limit - len(known))])
         known.difference_update(split_keys(lost))
 
-    def run(self, ids: Sequence[bytes], start: int) -> int:
-        """How many record ids from ``start`` on are locally visible; ``ids`` holds the parts of
-        each block side by side."""
+    def run(self, ids: Sequence[bytes], start: int, parts: Sequence[int] = ()) -> int:
+        """How many record ids from ``start`` on are locally visible; ``ids`` holds these parts
+        (none: all) of each block side by side."""
         if not any(self._ranks.values()):
             return 0
+        parts = parts or range(len(self._readers))
         for at in range(start, len(ids)):
-            if not self._is_locally_visible(ids[at], at % len(self._readers)):
+            if not self.has(ids[at], parts[at % len(parts)]):
                 return at - start
         return len(ids) - start
 
-    def _is_locally_visible(self, record_id: bytes, part: int) -> bool:
+    def has(self, record_id: bytes, part: int) -> bool:
+        """Whether every rank that reads this part can read the record."""
         readers = self._readers[part]
         return bool(readers) and all(record_id in self._ranks.get(rank, ()) for rank in readers)
 
@@ -312,6 +323,21 @@ class BlockTracker:
                 evicted += 1
         self.turnover.asked_again(hits, evicted, tenant)
 
+    def located(
+        self, keys: Sequence[bytes], tiers: bytes, asked_at: float, tenant: bytes = b""
+    ) -> None:
+        """A lookup that began at ``asked_at`` found the records of one KV group in these tiers, or
+        they are absent; of some it does not know."""
+        there = [key for key, tier in zip(keys, tiers, strict=False) if tier < UNKNOWN]
+        absent = [key for key, tier in zip(keys, tiers, strict=False) if tier == ABSENT]
+        self.found(there + absent, len(there), asked_at=asked_at, absent=True, tenant=tenant)
+
+    def refused_of(self, keys: Sequence[bytes]) -> list[int]:
+        """Which of these keys may not be claimed."""
+        if not (self._refused or self._newer):
+            return []
+        return [at for at, key in enumerate(keys) if self.is_refused(key)]
+
     def is_evicted(self, key: bytes) -> bool:
         """Whether this block was in the store once and was absent at the last lookup."""
         return key in self._evicted
@@ -401,11 +427,34 @@ AT_ONCE_TOKENS = 1 << 15
 #: Runs of published and of locally visible blocks that one lookup follows in turn.
 ALTERNATIONS = 4
 
-#: Blocks of the prefix that every part has, why there are no more, and the tier of each.
-Found = tuple[int, MissReason, bytes]
-#: A lookup in steps: yields record ids, is sent the result of ``locate_on_prefix``, returns what is
-#: found.
-Prefix = Generator[list[bytes], tuple[bytes, str], Found]
+#: Most questions about the blocks of windows in one lookup. What is not known then is no hit.
+QUESTIONS = 12
+#: Blocks before those of a window that the second question is about; each further one doubles it.
+FURTHER = 16
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a lookup found."""
+
+    hits: int  # blocks of the longest hit
+    reason: MissReason  # why there are no more
+    tiers: bytes  # of each of these
+    #: For each KV group the tier of each block, where a prefix is not all that counts.
+    tables: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True)
+class Question:
+    """Record ids to be looked up: those of a prefix, up to the first absent one, or each."""
+
+    ids: list[bytes]
+    prefix: bool = True
+
+
+#: A lookup in steps: yields questions, is sent the tiers and why the first absent one is, returns
+#: what is found.
+Steps = Generator[Question, tuple[bytes, str], Found]
 
 
 def _reason_of(error: Exception) -> MissReason:
@@ -426,8 +475,10 @@ class Lookup:
         self.hashing = True  # a thread computes the keys, or will
         self._done = False  # the answer is final
         self._poll: Callable[[Lookup], None] | None = None  # polls the store for its answer
+        self.limit = 1 << 62  # most blocks of a hit
         self.answered = False  # by the store
         self.tiers = b""  # that each of the hits would be loaded from, a byte each
+        self.tables: tuple[bytes, ...] = ()  # the same by KV group, with absent ones; mostly none
         self.located_at = clock()  # when the tiers were last requested
         self.adopted = False  # its findings were processed
 
@@ -497,7 +548,8 @@ class Lookup:
         """The store answered after ``took`` seconds (None: now); ignored once the lookup has
         ended."""
         if not self._done:
-            self._hits, self._reason, self.tiers = found
+            self._hits, self._reason, self.tiers = found.hits, found.reason, found.tiers
+            self.tables = found.tables
             self.answered = True
             self.seconds = self.age() if took is None else took
             self._done, self._poll = True, None
@@ -524,10 +576,18 @@ class Lookups:
         store: UcmKVStoreBaseV1,
         masks: Sequence[bytes],
         locally_visible: LocallyVisible | None = None,
+        groups: Sequence[Group] = ONE_GROUP,
+        parts: Sequence[Sequence[int]] = (),
     ) -> None:
         """``masks``: of the parts of a block; ``locally_visible``: records that the ranks can read
-        before ``store``."""
+        before ``store``; ``parts``: which of the masks are those of each KV group."""
         self._background = background
+        self._groups = list(groups)
+        self._parts = [list(own) for own in parts] or [list(range(len(masks)))]
+        # The parts of whole prefixes are looked up side by side.
+        of_groups = zip(self._groups, self._parts, strict=True)
+        self._whole = [part for group, own in of_groups if not group.frees_early for part in own]
+        self._by_prefix = fails_whole(self._groups) or any(group.draft for group in groups)
         self._locally_visible = locally_visible or LocallyVisible()
         self._store = store
         self._masks = list(masks)
@@ -540,10 +600,12 @@ class Lookups:
         clock: Callable[[], float] = time.monotonic,
         *,
         at_once: bool = False,
+        limit: int = 1 << 62,
     ) -> Lookup:
         """Begin; ``hash_tokens`` runs here if it is quick (``at_once``), else on the background
-        thread."""
+        thread. ``limit``: most blocks of a hit."""
         lookup = Lookup(clock)
+        lookup.limit = limit
         if not at_once:
             self._submit(lookup, lambda: self._run(lookup, hash_tokens))
         elif (keys := self._hashed(lookup, hash_tokens)) is not None:
@@ -599,29 +661,36 @@ class Lookups:
         """Wait for the store's answer."""
         if lookup.done:
             return  # the request went on without it
-        prefix = self._prefix(keys)
+        steps = self._steps(keys, lookup.limit)
         try:
-            ids = next(prefix)
+            question = next(steps)
             while True:
-                ids = prefix.send(self._store.locate_on_prefix(ids))
+                question = steps.send(self._answer(question))
         except StopIteration as end:
             lookup.answer(end.value)
         except Exception as error:
             _failed(lookup, error)
 
+    def _answer(self, question: Question) -> tuple[bytes, str]:
+        if question.prefix:
+            return self._store.locate_on_prefix(question.ids)
+        return self._store.locate(question.ids), MissReason.ABSENT
+
     def _follow(self, lookup: Lookup, keys: list[bytes]) -> bool:
         """The same on a thread of the store; the lookup polls for its answers. False without such a
         thread."""
-        return self._begin(self._prefix(keys), None, lookup.age(), lookup)
+        return self._begin(self._steps(keys, lookup.limit), None, lookup.age(), lookup)
 
     def _begin(
-        self, prefix: Prefix, answer: tuple[bytes, str] | None, took: float, lookup: Lookup
+        self, steps: Steps, answer: tuple[bytes, str] | None, took: float, lookup: Lookup
     ) -> bool:
         """Go on with ``answer`` (None at the beginning) and begin the next lookup; False if the
         store begins none."""
         try:
-            ids = next(prefix) if answer is None else prefix.send(answer)
-            pending = self._store.begin_locate_on_prefix(ids)
+            question = next(steps) if answer is None else steps.send(answer)
+            store = self._store
+            begin = store.begin_locate_on_prefix if question.prefix else store.begin_locate
+            pending = begin(question.ids)
         except StopIteration as end:
             lookup.answer(end.value, took)
         except Exception as error:
@@ -629,10 +698,10 @@ class Lookups:
         else:
             if pending is None:
                 return False
-            lookup.followed(partial(self._poll, prefix, pending, took))
+            lookup.followed(partial(self._poll, steps, pending, took))
         return True
 
-    def _poll(self, prefix: Prefix, pending: Asked, before: float, lookup: Lookup) -> None:
+    def _poll(self, steps: Steps, pending: Asked, before: float, lookup: Lookup) -> None:
         """Process the store's answer, if there is one; ``before``: seconds of hashing and of its
         earlier answers."""
         try:
@@ -641,43 +710,88 @@ class Lookups:
             return _failed(lookup, error)
         if answer is not None:
             tiers, reason, took = answer
-            if not self._begin(prefix, (tiers, reason), before + took, lookup):
+            if not self._begin(steps, (tiers, reason), before + took, lookup):
                 lookup.give_up(MissReason.INTERNAL)
 
-    def _prefix(self, keys: list[bytes]) -> Prefix:
-        """Mostly one lookup, with the parts of a block side by side. It has no reference to its
+    def _steps(self, keys: list[bytes], limit: int) -> Steps:
+        """Mostly one question, with the parts of a block side by side. It has no reference to its
         lookup: one that is dropped ends what it began."""
         if not keys:
-            return 0, MissReason.ABSENT, b""
-        parts = len(self._masks)
-        ids = self._records(keys)
+            return Found(0, MissReason.ABSENT, b"")
+        found = Found(len(keys), MissReason.LAST_TOKEN, bytes(len(keys)))
+        if self._whole:
+            found = yield from self._prefix(keys)
+        if self._by_prefix:
+            return (yield from self._in_groups(keys, found, min(limit, len(keys))))
+        return found
+
+    def _in_groups(self, keys: list[bytes], prefix: Found, limit: int) -> Steps:
+        """The longest hit of all groups, given the one of those that need a whole ``prefix``. Of
+        the others blocks are looked up from the end of that on, and only those that count."""
+        tables: list[bytearray] = []
+        for group in self._groups:
+            known = bytes((UNKNOWN,)) * len(keys) if group.frees_early else prefix.tiers
+            tables.append(bytearray(known.ljust(len(keys), bytes((ABSENT,)))))
+        further = 0
+        for _ in range(QUESTIONS):
+            hit, unknown = longest_hit(self._groups, tables, limit)
+            if not unknown:
+                break
+            wanted: list[tuple[int, int]] = []
+            for at, blocks in unknown:
+                first = max(blocks.start - further, 0)
+                here, table = range(first, blocks.stop), tables[at]
+                wanted += [(at, block) for block in here if table[block] == UNKNOWN]
+            further = max(2 * further, FURTHER)
+            parts = [(at, block, part) for at, block in wanted for part in self._parts[at]]
+            ids = [record_ids([keys[block]], self._masks[part])[0] for _, block, part in parts]
+            tiers, _ = yield Question(ids, prefix=False)
+            for at, block in wanted:
+                tables[at][block] = 0
+            for (at, block, part), record_id, tier in zip(parts, ids, tiers, strict=True):
+                if tier >= UNKNOWN and self._locally_visible.has(record_id, part):
+                    tier = self._locally_visible_tier
+                tables[at][block] = max(tables[at][block], tier)
+        hit = known_hit(self._groups, tables, limit)
+        reason = prefix.reason if hit == prefix.hits else MissReason.ABSENT
+        tiers = prefix.tiers[:hit] if self._whole else bytes(hit)
+        return Found(hit, reason, tiers, tuple(map(bytes, tables)))
+
+    def _prefix(self, keys: list[bytes]) -> Steps:
+        """The prefix that all parts of whole prefixes have."""
+        parts = len(self._whole)
+        ids = self._records(keys, self._whole)
         tiers = bytearray()
         for _ in range(ALTERNATIONS):
-            found, name = yield ids[len(tiers) :] if tiers else ids
+            found, name = yield Question(ids[len(tiers) :] if tiers else ids)
             reason = named(name, MissReason.ABSENT)
             tiers += found
-            run = self._locally_visible.run(ids, len(tiers)) if reason == MissReason.ABSENT else 0
+            absent, whole = reason == MissReason.ABSENT, self._whole
+            run = self._locally_visible.run(ids, len(tiers), whole) if absent else 0
             tiers += bytes((self._locally_visible_tier,)) * run
             if not run or len(tiers) == len(ids):
                 break
         hits, ahead = divmod(len(tiers), parts)
         if ahead and reason == MissReason.ABSENT:  # some parts of the block are there
             reason = MissReason.OTHER_RANK
-        return hits, reason, _of_blocks(tiers, hits, parts)
+        return Found(hits, reason, _of_blocks(tiers, hits, parts))
 
-    def _records(self, keys: Sequence[bytes]) -> list[bytes]:
-        """The record ids of blocks, the parts of a block side by side."""
-        parts, ids = len(self._masks), record_ids(keys, self._masks[0])
-        if parts > 1:
-            ids, first = [b""] * (len(keys) * parts), ids
-            ids[::parts] = first
-            for index, mask in enumerate(self._masks[1:], 1):
-                ids[index::parts] = record_ids(keys, mask)
+    def _records(self, keys: Sequence[bytes], parts: Sequence[int]) -> list[bytes]:
+        """The record ids of blocks, these parts of a block side by side."""
+        ids, count = record_ids(keys, self._masks[parts[0]]), len(parts)
+        if count > 1:
+            ids, first = [b""] * (len(keys) * count), ids
+            ids[::count] = first
+            for index, part in enumerate(parts[1:], 1):
+                ids[index::count] = record_ids(keys, self._masks[part])
         return ids
 
     def _relocate(self, lookup: Lookup) -> None:
-        parts, hits = len(self._masks), lookup.hits
-        tiers, _ = self._store.locate_on_prefix(self._records((lookup.keys or [])[:hits]))
+        parts, hits = len(self._whole), lookup.hits
+        if not parts:
+            return
+        keys = (lookup.keys or [])[:hits]
+        tiers, _ = self._store.locate_on_prefix(self._records(keys, self._whole))
         lookup.relocated(_of_blocks(tiers, min(len(tiers) // parts, hits), parts))
 
     def _touch(self, keys: list[bytes]) -> None:

@@ -325,6 +325,9 @@ class Readiness:
         self.ranks: list[int] = []
         self.readers: list[list[int]] = []  # ranks that hold each part, in the order of masks
         self.block_bytes = 0  # KV of one block, of all parts together
+        self.group_bytes: list[int] = []  # by KV group
+        self.writers = 0  # ranks that write
+        self._parts: dict[tuple[int, int, int], dict[str, Any]] = {}  # with their shapes
 
     @property
     def store(self) -> UcmKVStoreBaseV1 | None:
@@ -362,11 +365,26 @@ class Readiness:
             return self.off(why, MissReason.UNSUPPORTED)
         self._handshakes = handshakes
         self.ranks = [handshake.rank for handshake in handshakes]
-        parts = {handshake.part: handshake for handshake in handshakes}
-        self.masks = [part_mask(*part) for part in parts]
-        self.readers = [[one.rank for one in handshakes if one.part == part] for part in parts]
-        self.block_bytes = sum(int(one.shapes.get("block_size", 0)) for one in parts.values())
+        readers: dict[tuple[int, int, int], list[int]] = {}
+        self._parts = {}
+        for handshake in handshakes:
+            for part, shapes in ((handshake.part, handshake.shapes), *handshake.rest):
+                self._parts[part] = shapes
+                readers.setdefault(part, []).append(handshake.rank)
+        self.masks = [part_mask(*part) for part in self._parts]
+        self.readers = list(readers.values())
+        self.writers = sum(handshake.writer for handshake in handshakes)
+        sizes = {part: int(shapes.get("block_size", 0)) for part, shapes in self._parts.items()}
+        self.block_bytes = sum(sizes.values())
+        self.group_bytes = [0] * (1 + max(group for group, _, _ in sizes))
+        for (group, _, _), size in sizes.items():
+            self.group_bytes[group] += size
         self.poll()
+
+    def parts_of_groups(self, groups: int) -> list[list[int]]:
+        """For each KV group, which of the masks are those of its parts."""
+        parts = list(self._parts)
+        return [[at for at, part in enumerate(parts) if part[0] == one] for one in range(groups)]
 
     def begin_generation(self, emptied: bool, *, forget: bool = False) -> None:
         """A new generation: from here on the weights in memory may have been replaced.
@@ -457,7 +475,7 @@ class Readiness:
         self.reason = MissReason.UNHEALTHY  # if it takes too long
         first = handshakes[0]
         setup = first.shapes | {"identity": text, "part": first.part, "device_id": -1}
-        if others := _other_sizes(handshakes):
+        if others := _other_sizes(self._parts):
             setup["parts"] = others
         self._selection.begin(text, setup)
 
@@ -500,12 +518,12 @@ class Readiness:
         return self.phase == OPENING and (self.worth_waiting() or self._selection.trying)
 
 
-def _other_sizes(handshakes: Sequence[Handshake]) -> list[dict[str, Any]]:
-    """The sizes of the ranks' blocks other than those of the first, each once, with its part."""
+def _other_sizes(parts: Mapping[tuple[int, int, int], Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The sizes of parts other than those of the first, each once, with its part."""
     keys = ("tensor_size", "tensor_size_list", "shard_size", "block_size")
     found: list[tuple[dict[str, Any], tuple[int, int, int]]] = []
-    for handshake in handshakes:
-        sizes = {key: handshake.shapes[key] for key in keys if key in handshake.shapes}
+    for part, shapes in parts.items():
+        sizes = {key: shapes[key] for key in keys if key in shapes}
         if all(sizes != known for known, _ in found):
-            found.append((sizes, handshake.part))
+            found.append((sizes, part))
     return [sizes | {"part": part} for sizes, part in found[1:]]

@@ -9,11 +9,19 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ucm.integration.vllm.connector.admission.admission import Admission, Cut, Verdict
+from ucm.integration.vllm.connector.groups import (
+    ABSENT,
+    ONE_GROUP,
+    UNKNOWN,
+    Group,
+    known_hit,
+)
 from ucm.integration.vllm.connector.identity.keys import KeyMaker, UnkeyableError
 from ucm.integration.vllm.connector.scheduler.lookup import NEVER, BlockTracker, Lookup
 from ucm.integration.vllm.connector.scheduler.policies import RequestPolicy
 from ucm.integration.vllm.connector.stats import Tally
 from ucm.reasons import MissReason
+from ucm.store import record_ids
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -23,6 +31,21 @@ if TYPE_CHECKING:
 FAR = 1 << 62
 
 
+class Chain:
+    """The blocks of a request in one KV group: the keys of their records, and how far they were
+    offered."""
+
+    __slots__ = ("cursor", "group", "keys", "offered_below")
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.keys: list[bytes] = []
+        self.cursor = 0  # blocks before it were offered, or are in the store
+        #: Only blocks before it are offered, since the chain was evicted from a store that is too
+        #: small; None: not so, or not decided yet.
+        self.offered_below: int | None = None
+
+
 class RequestTracker:
     """A request: its block keys, its lookup, the blocks offered so far, and those it may not claim
     again."""
@@ -30,18 +53,16 @@ class RequestTracker:
     __slots__ = (
         "asked",
         "banned_from",
+        "chains",
         "confirming",
-        "cursor",
         "decided_hit",
         "decided_tiers",
         "failures",
         "keyable",
-        "keys",
         "load_end",
         "loading",
         "local",
         "lookup",
-        "offered_below",
         "policy",
         "preemptions",
         "private_at",
@@ -60,20 +81,20 @@ class RequestTracker:
     )
 
     def __init__(
-        self, request: Request, tenant: bytes = b"", policy: RequestPolicy | None = None
+        self,
+        request: Request,
+        tenant: bytes = b"",
+        policy: RequestPolicy | None = None,
+        groups: Sequence[Group] = ONE_GROUP,
     ) -> None:
         """``tenant``: the tag of the request's tenant, empty for none; ``policy``: what it may load
-        and store, None for everything."""
+        and store, None for everything; ``groups``: the KV groups of the model."""
         self.request = request
         self.tenant = tenant
         self.policy = policy or RequestPolicy()
-        self.keys: list[bytes] = []
+        self.chains = [Chain(group) for group in groups]
         self.keyable = True  # False: it has no keys and never will
         self.lookup: Lookup | None = None
-        self.cursor = 0  # blocks before it were offered, or are in the store
-        #: Only blocks before it are offered, since the chain was evicted from a store that is too
-        #: small; None: not so, or not decided yet.
-        self.offered_below: int | None = None
         self.stored = 0  # blocks before it are in the store, on every rank
         self.selectable = True  # its stored blocks may be selected from without being loaded
         self.private_at: int | None = (
@@ -102,6 +123,28 @@ class RequestTracker:
         self.touched_at = NEVER  # when the store was last sent that its blocks are in use
         self.waits_since: float | None = None  # first call while a rank's health was not known
 
+    @property
+    def keys(self) -> list[bytes]:
+        """The keys of its blocks, which are those of their parts in the first group."""
+        return self.chains[0].keys
+
+    @property
+    def cursor(self) -> int:
+        """Blocks before it were offered in every group, or are in the store."""
+        return min(chain.cursor for chain in self.chains)
+
+    def _rewind(self, ordinal: int) -> None:
+        """Offer the blocks from this one on again."""
+        for chain in self.chains:
+            chain.cursor = min(chain.cursor, ordinal)
+
+    def _name(self) -> None:
+        """The keys of its blocks have changed, or there are more."""
+        named = len(self.keys)
+        for chain in self.chains[1:]:
+            del chain.keys[named:]
+            chain.keys += record_ids(self.keys[len(chain.keys) :], chain.group.mask)
+
     def may_wait(self, now: float, allowance: float) -> bool:
         """Whether less than ``allowance`` seconds have passed since the first call."""
         if self.waits_since is None:
@@ -115,7 +158,8 @@ class RequestTracker:
         self.lookup = self.waits_since = None
         self.asked, self.reason = False, MissReason.NOT_TAKEN
         self.decided_hit = range(0)
-        self.cursor = self.stored = 0
+        self._rewind(0)
+        self.stored = 0
         if self.private_at is not None:
             del self.keys[self.private_at :]
             self.private_at = None
@@ -124,11 +168,11 @@ class RequestTracker:
 
     def rekey(self) -> None:
         """The identity has changed: keys and lookup are those of the one before."""
-        self.keys, self.keyable, self.lookup, self.waits_since = [], True, None, None
+        self.chains = [Chain(chain.group) for chain in self.chains]
+        self.keyable, self.lookup, self.waits_since = True, None, None
         self.decided_hit = range(0)
-        self.cursor, self.banned_from, self.confirming = 0, FAR, None
+        self.banned_from, self.confirming = FAR, None
         self.stored, self.private_at = 0, None
-        self.offered_below = None
         self.touched_at = NEVER
 
     def invalidate(self) -> None:
@@ -143,13 +187,17 @@ class RequestTracker:
         if lookup is None or lookup.keys is None:
             return False
         if len(lookup.keys) > len(self.keys) and self.private_at is None:
-            self.keys = list(lookup.keys)
+            self.chains[0].keys = list(lookup.keys)
+            self._name()
         if lookup.done and not lookup.adopted:
             lookup.adopted = True
             if lookup.answered:
                 absent = lookup.reason in (MissReason.ABSENT, MissReason.OTHER_RANK)
                 keys, hits, at = lookup.keys, lookup.hits, lookup.began
-                block_tracker.found(keys, hits, asked_at=at, absent=absent, tenant=self.tenant)
+                if not lookup.tables:
+                    block_tracker.found(keys, hits, asked_at=at, absent=absent, tenant=self.tenant)
+                for chain, table in zip(self.chains, lookup.tables, strict=False):
+                    block_tracker.located(chain.keys, table, at, self.tenant)
                 return True
         return False
 
@@ -178,6 +226,7 @@ class RequestTracker:
                 return len(self.keys)
             try:
                 self.keys.extend(maker.more(self.request, self._parents(private_from)))
+                self._name()
                 began = private_from is not None and self.private_at is None
                 if began and len(self.keys) > (private_from or 0):
                     return self.grow(upto, maker, block_tracker, private_from)
@@ -260,16 +309,33 @@ class RequestTracker:
         if self.lookup is None or self.lookup.keys is None:
             return 0, MissReason.INTERNAL
         limit, why = self.claim_limit(block_tokens)
+        if self.lookup.tables:
+            return self._claimable_in_groups(block_tracker, limit, why)
         hits = min(self.lookup.hits, limit, len(self.lookup.keys))
         if self.banned_from < hits:
             hits, why = self.banned_from, MissReason.LOAD_FAILED
         trusted = block_tracker.trusted(self.lookup.keys, hits)
         return (trusted, MissReason.REFUSED) if trusted < hits else (hits, why)
 
+    def _claimable_in_groups(
+        self, block_tracker: BlockTracker, limit: int, why: MissReason
+    ) -> tuple[int, MissReason]:
+        assert self.lookup is not None
+        groups = [chain.group for chain in self.chains]
+        tables = [bytearray(table) for table in self.lookup.tables]
+        refused = False
+        for chain, table in zip(self.chains, tables, strict=True):
+            for at in block_tracker.refused_of(chain.keys[: len(table)]):
+                table[at], refused = ABSENT, True
+        hits = known_hit(groups, tables, min(limit, self.banned_from, len(tables[0])))
+        if hits >= min(limit, self.lookup.hits):
+            return hits, why
+        return hits, MissReason.REFUSED if refused else MissReason.LOAD_FAILED
+
     def failed_at(self, ordinal: int) -> None:
         """A load failed at the block ``ordinal``: nothing from there on is claimed again."""
         self.banned_from = min(self.banned_from, ordinal)
-        self.cursor = min(self.cursor, ordinal)
+        self._rewind(ordinal)
         self.confirming = None  # they are computed again
 
     def failed_because(self, first: int, reasons: Iterable[MissReason]) -> None:
@@ -289,12 +355,15 @@ class HitPolicy:
         block_tokens: int,
         block_bytes: Callable[[], int],
         min_hit_tokens: int = 0,
+        group_bytes: Callable[[], Sequence[int]] = tuple,
     ) -> None:
-        """``block_bytes``: of all ranks; ``min_hit_tokens``: the shortest load."""
+        """``block_bytes``: of all ranks; ``min_hit_tokens``: the shortest load; ``group_bytes``: of
+        a block, by KV group."""
         self._admission = admission
         self._block_tokens = block_tokens
         self._block_bytes = block_bytes
         self._min_hit_tokens = min_hit_tokens
+        self._group_bytes = group_bytes
 
     def taken(self, tracker: RequestTracker, first: int, end: int) -> tuple[int, MissReason | None]:
         """The end of the blocks to load, of those from ``first`` to ``end``, and why not all; None:
@@ -304,7 +373,11 @@ class HitPolicy:
         if not again or tracker.decided_tiers != tiers:
             tracker.decided_hit, tracker.decided_tiers = hit, tiers
             rest = tracker.request.num_tokens - end * self._block_tokens
-            cut, tracker.verdict = self._admission.decide(self._cuts(tiers), rest, again=again)
+            if tracker.lookup is not None and tracker.lookup.tables:
+                cuts = [self._cut_in_groups(tracker, first, end)]  # no other length may be a hit
+            else:
+                cuts = self._cuts(tiers)
+            cut, tracker.verdict = self._admission.decide(cuts, rest, again=again)
             tracker.load_end = first + (0 if cut is None else cut.tokens // self._block_tokens)
         return tracker.load_end, None if tracker.load_end == end else MissReason.DECLINED
 
@@ -312,7 +385,11 @@ class HitPolicy:
         """A load of ``tokens`` tokens is planned; returns the seconds it may take."""
         request, rest = tracker.request, tracker.request.num_tokens - tracker.local - tokens
         first = tracker.local // self._block_tokens
-        whole = self._cut(self._tiers(tracker, first, first + tokens // self._block_tokens))
+        end = first + tokens // self._block_tokens
+        if tracker.lookup is not None and tracker.lookup.tables:
+            whole = self._cut_in_groups(tracker, first, end)
+        else:
+            whole = self._cut(self._tiers(tracker, first, end))
         return self._admission.began(
             request.request_id, whole, rest, learns=tracker.verdict == Verdict.LEARN
         )
@@ -330,6 +407,15 @@ class HitPolicy:
         size = max(self._block_bytes(), 1)
         sizes = {tier: tiers.count(tier) * size for tier in set(tiers)}
         return Cut(len(tiers) * self._block_tokens, sizes)
+
+    def _cut_in_groups(self, tracker: RequestTracker, first: int, end: int) -> Cut:
+        """A load from ``first`` to ``end``: of each group what such a hit needs."""
+        sizes: Counter[int] = Counter()
+        tables = [] if tracker.lookup is None else tracker.lookup.tables
+        for chain, table, size in zip(tracker.chains, tables, self._group_bytes(), strict=False):
+            for tier in table[max(first, chain.group.first_needed(end)) : end]:
+                sizes[tier if tier < UNKNOWN else 0] += size
+        return Cut((end - first) * self._block_tokens, dict(sizes))
 
     @staticmethod
     def _tiers(tracker: RequestTracker, first: int, end: int) -> bytes:

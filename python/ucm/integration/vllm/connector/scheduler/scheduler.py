@@ -18,6 +18,7 @@ import numpy as np
 
 from ucm.config import UcmConfig
 from ucm.integration.vllm.connector.admission.admission import Admission, RateMemory
+from ucm.integration.vllm.connector.groups import ONE_GROUP, Group
 from ucm.integration.vllm.connector.guard import (
     Background,
     Failures,
@@ -29,6 +30,7 @@ from ucm.integration.vllm.connector.identity.keys import ExtraKeys, KeyMaker, Te
 from ucm.integration.vllm.connector.metadata import (
     VERSION,
     Dump,
+    GroupBlocks,
     Handshake,
     Load,
     RankReport,
@@ -42,6 +44,7 @@ from ucm.integration.vllm.connector.scheduler.dumps import (
     DeferredDumps,
     DumpPlanner,
     OtherConnectors,
+    Tables,
     Written,
 )
 from ucm.integration.vllm.connector.scheduler.events import BlockEvents
@@ -65,6 +68,7 @@ from ucm.integration.vllm.connector.scheduler.readiness import (
 )
 from ucm.integration.vllm.connector.scheduler.requests import (
     FAR,
+    Chain,
     HitPolicy,
     RequestTracker,
     hit_media,
@@ -107,6 +111,7 @@ class UCMConnectorScheduler:
         *,
         rates: RateMemory | None = None,
         may_load: bool = True,
+        groups: Sequence[Group] = ONE_GROUP,
         sparse: SparseScheduler | None = None,
         events: BlockEvents | None = None,
         closers: Sequence[Callable[[], None]] = (),
@@ -116,10 +121,11 @@ class UCMConnectorScheduler:
     ) -> None:
         """``extra_keys``: the inputs of a request's KV beside its tokens; ``background`` runs
         lookups; ``block_tokens``: tokens of one device block; ``rates`` keeps the measured speeds;
-        ``may_load``: whether vLLM allocates only blocks that no step under way writes; ``sparse``:
-        sparse attention, where it is configured; ``events``: those of stored blocks, where they are
-        published; ``closers`` are called at the end; ``chance`` draws numbers from [0, 1). Raises
-        :class:`~ucm.errors.ConfigError` for a key of tenants' tags that cannot be used."""
+        ``may_load``: whether vLLM allocates only blocks that no step under way writes; ``groups``:
+        the KV groups of the model; ``sparse``: sparse attention, where it is configured;
+        ``events``: those of stored blocks, where they are published; ``closers`` are called at the
+        end; ``chance`` draws numbers from [0, 1). Raises :class:`~ucm.errors.ConfigError` for a key
+        of tenants' tags that cannot be used."""
         self._config = config
         self.readiness = readiness
         self.failures = Failures("scheduler side", self._abandon)
@@ -132,13 +138,22 @@ class UCMConnectorScheduler:
         self.admission = admission
         self._rates = rates
         self._may_load = may_load
+        self._groups = tuple(groups)
+        # What vLLM may take away in the next step is offered first.
+        self._order = sorted(range(len(groups)), key=lambda at: not groups[at].frees_early)
         self._forget_on_reset = config.on_reset == "forget"
         self._exact_tokens = None if sparse is None else sparse.exact_tokens
         self._offload = None if sparse is None else sparse.offload
         if self._offload is not None:
             self._offload.stored = self._stored_keys
         least = config.min_hit_tokens
-        self._hit_policy = HitPolicy(admission, block_tokens, lambda: readiness.block_bytes, least)
+        self._hit_policy = HitPolicy(
+            admission,
+            block_tokens,
+            lambda: readiness.block_bytes,
+            least,
+            lambda: readiness.group_bytes,
+        )
         self._closers = closers
         self._clock, self._pause = clock, pause
         self._turnover = Turnover(chance)
@@ -148,7 +163,7 @@ class UCMConnectorScheduler:
         self._locally_visible = LocallyVisible()
         self._others = OtherConnectors(block_tokens)
         self._tenants = TenantTags.configured(config.tenant_key_file)
-        self.dumps = DumpPlanner(self._block_tracker, self.health, clock)
+        self.dumps = DumpPlanner(self._block_tracker, self.health, clock, self._tables)
         self._deferred = DeferredDumps(self.dumps)
         self._events = events or BlockEvents(block_tokens, clock, enabled=False)
         self._manager: KVCacheManager | None = None
@@ -198,7 +213,7 @@ class UCMConnectorScheduler:
         policy = self._policies.of(request)
         if not (policy.loads or policy.dumps):
             return self.miss_stats.bypassed(request, policy.reason)
-        tracker = RequestTracker(request, self._tenants.of(request), policy)
+        tracker = RequestTracker(request, self._tenants.of(request), policy, self._groups)
         self._live[request.request_id] = tracker
         self._due[request.request_id] = self._block_tokens
         if policy.loads:
@@ -277,20 +292,22 @@ class UCMConnectorScheduler:
         size = self._block_tokens
         first, count = tracker.local // size, num_external_tokens // size
         if num_external_tokens > 0:
-            table = blocks.blocks[0]
             unread = range(0) if self._offload is None else self._offload.admitted(request)
             read = [at for at in range(0 if unread else first, first + count) if at not in unread]
+            timeout = self._load_timeout(tracker, len(read) * size)
+            parts = [_to_load(chain, blocks.blocks, read) for chain in tracker.chains]
             load = Load(
                 request=request.request_id,
-                first=read[0],
-                keys=join_keys([tracker.keys[at] for at in read]),
-                blocks=np.fromiter((table[at].block_id for at in read), np.int64, len(read)),
-                timeout=self._load_timeout(tracker, len(read) * size),
+                first=parts[0].first,
+                keys=parts[0].keys,
+                blocks=parts[0].blocks,
+                timeout=timeout,
                 unread=join_keys(tracker.keys[unread.start : unread.stop]),
+                rest=[part for part in parts[1:] if part.keys],
             )
             self._loads.append(load)
             tracker.loading, tracker.failures = range(first, first + count), {}
-        self._others.admitted(tracker, blocks.blocks[0])
+        self._others.admitted(tracker, blocks.blocks)
         self._count_asked(tracker, count)
         # a declined hit is in use too
         declined = tracker.decided_hit.stop if tracker.reason == MissReason.DECLINED else 0
@@ -527,8 +544,11 @@ class UCMConnectorScheduler:
                 self._due.pop(request.request_id, None)
                 return 0
             upto = tracker.grow(upto, self._keys, self._block_tracker, private_from)
-            blocks: Any = self._manager.get_blocks(request.request_id).blocks[0]
-            offered = self.dumps.plan(tracker, upto, blocks, room, dumps)
+            tables = self._tables(tracker)
+            for at in self._order:
+                chain = tracker.chains[at]
+                blocks = chain.group.device_blocks(tables[chain.group.table])
+                offered += self.dumps.plan(tracker, chain, upto, blocks, room - offered, dumps)
             self.miss_stats.offered(tracker.tally, offered)
             self._touch(tracker, tracker.cursor)
         if request.request_id in self._due:
@@ -549,8 +569,17 @@ class UCMConnectorScheduler:
         if keys.current(request, now) is False:
             return
         upto = tracker.grow(upto, keys, self._block_tracker)
-        blocks = manager.get_blocks(request.request_id).blocks[0]
-        self._deferred.add(tracker, upto, blocks, now)
+        tables = self._tables(tracker)
+        for at in self._order:
+            chain = tracker.chains[at]
+            blocks = chain.group.device_blocks(tables[chain.group.table])
+            self._deferred.add(tracker, chain, upto, blocks, now)
+
+    def _tables(self, tracker: RequestTracker) -> Tables:
+        """The blocks of a live request, by vLLM's groups."""
+        assert self._manager is not None  # nothing is planned without
+        tables: Tables = self._manager.get_blocks(tracker.request.request_id).blocks
+        return tables
 
     def _plan_deferred(self, is_open: bool, dumps: list[Dump], now: float) -> None:
         if not is_open or self._keys is None:
@@ -646,7 +675,7 @@ class UCMConnectorScheduler:
         """How much the store holds. Offloaded blocks are always stored, however small it is."""
         if rank.room is not None and self._offload is None:
             self._rooms[rank.rank] = rank.room
-            self._turnover.limited(limit_of(self._rooms.values(), len(self.readiness.masks)))
+            self._turnover.limited(limit_of(self._rooms.values(), self.readiness.writers))
 
     def _refuse(self, keys: Sequence[bytes]) -> None:
         """The records of these blocks are bad or missing: they are no hits, and their blocks stay
@@ -809,7 +838,14 @@ class UCMConnectorScheduler:
             self._locally_visible.open(self.readiness.readers)
             store, masks = self.readiness.store, self.readiness.masks
             assert store is not None  # the phase is open
-            self._lookups = Lookups(self._background, store, masks, self._locally_visible)
+            self._lookups = Lookups(
+                self._background,
+                store,
+                masks,
+                self._locally_visible,
+                self._groups,
+                self.readiness.parts_of_groups(len(self._groups)),
+            )
             self._events.open(store.tier_media)
             self.dumps.open(self.readiness.ranks)
             if self._rates is not None:
@@ -820,5 +856,21 @@ class UCMConnectorScheduler:
         assert self._lookups is not None and self._keys is not None  # the phase is open
         maker, request = self._keys, tracker.request
         at_once, clock = maker.at_once(request, AT_ONCE_TOKENS), self._clock
-        tracker.lookup = self._lookups.start(lambda: maker.first(request), clock, at_once=at_once)
+        limit = tracker.most_claimable(self._block_tokens)
+        tracker.lookup = self._lookups.start(
+            lambda: maker.first(request), clock, at_once=at_once, limit=limit
+        )
         self._events.follow(request, tracker.lookup)
+
+
+def _to_load(chain: Chain, tables: Tables, wanted: Sequence[int]) -> GroupBlocks:
+    """Of the ``wanted`` blocks of a request those that vLLM has a block for in this group: of a
+    window the last ones."""
+    table = chain.group.device_blocks(tables[chain.group.table])
+    there = [at for at in wanted if at < len(table) and not table[at].is_null]
+    return GroupBlocks(
+        group=chain.group.number,
+        first=there[0] if there else wanted[-1] + 1,
+        keys=join_keys([chain.keys[at] for at in there]),
+        blocks=np.fromiter((table[at].block_id for at in there), np.int64, len(there)),
+    )

@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +34,7 @@ from ucm.integration.vllm.connector.guard import throttle
 from ucm.integration.vllm.connector.metadata import (
     Dump,
     DumpResult,
+    GroupBlocks,
     Load,
     LoadFailure,
     LoadServed,
@@ -143,6 +146,15 @@ def served_tiers(store: UcmKVStoreBaseV1, task: Any) -> tuple[int, ...]:
         return ()
 
 
+@dataclass(frozen=True)
+class GroupStore:
+    """The store as that of one KV group on a rank."""
+
+    store: UcmKVStoreBaseV1
+    #: Between the keys of blocks, as they are sent, and the ids of their records.
+    mask: bytes
+
+
 @dataclass(slots=True)
 class _Running:
     work: Any
@@ -160,7 +172,7 @@ class _Times:
         self.clock = clock
         self._taken: list[float] = []
 
-    def ended(self, running: _Running) -> None:
+    def ended(self, running: _Running | _Loading) -> None:
         if len(self._taken) < TIMES:
             self._taken.append(self.clock() - running.began)
 
@@ -170,75 +182,119 @@ class _Times:
         return taken
 
 
+@dataclass(slots=True)
+class _Loading:
+    """A load under way: a task for each KV group."""
+
+    load: Load
+    began: float
+    tasks: list[_Running] = field(default_factory=list)
+    refused: Exception | None = None  # why a group's task was not begun
+
+    def ended(self) -> bool:
+        return all(finished(one.store, one.task) for one in self.tasks)
+
+
 class Loads:
     """Loads of one rank."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, whole: bool = False) -> None:
+        """``whole``: a load that lacks a block is of no use."""
         self.times = _Times(clock)
-        self._running: list[_Running] = []
+        self._whole = whole
+        self._running: list[_Loading] = []
+        self._failed: set[str] = set()  # requests whose loads failed as a whole
         # loads whose blocks are there, and their representations perhaps not
         self._selecting: dict[str, Load] = {}
         self._ended: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._failures: list[LoadFailure] = []
         self._served: list[LoadServed] = []
-        self.blocks = 0  # loaded so far
+        self.loaded: Counter[int] = Counter()  # blocks loaded so far, by KV group
         #: Under sparse attention: prepares a loaded block before its load is reported.
         self.representations: Representations | None = None
 
-    def start(self, load: Load, store: UcmKVStoreBaseV1 | None, mask: bytes) -> None:
-        """Begin; if that is impossible the load has failed already."""
+    def start(
+        self,
+        load: Load,
+        store: UcmKVStoreBaseV1 | None,
+        mask: bytes,
+        others: Mapping[int, GroupStore] = MappingProxyType({}),
+    ) -> None:
+        """Begin; if that is impossible the load has failed already. ``others``: of the other KV
+        groups that have layers on this rank."""
         if store is None:
             return self._fail_all(load, MissReason.UNHEALTHY)
         ids = record_ids(load.keys, mask)
         if self.representations is not None:
             unread, name = record_ids(load.unread, mask), load.request
             self.representations.begin_load(name, ids, load.blocks, store, load.timeout, unread)
-        try:
-            task = store.load_blocks(ids, load.blocks, load.timeout)
-        except Exception as error:
-            throttle.warning("load", "a load was refused: %s", error)
-            return self._fail_all(load, reason_of(error))
-        self._running.append(_Running(load, task, store, began=self.times.clock()))
+        loading = _Loading(load, self.times.clock())
+        first = GroupBlocks(0, load.first, load.keys, load.blocks)
+        for part in (first, *load.rest) if load.rest else (first,):
+            own = GroupStore(store, mask) if part.group == 0 else others.get(part.group)
+            if own is None or not part.keys:
+                continue  # no layers here, or nothing of this group is needed
+            if part.group:
+                ids = record_ids(part.keys, own.mask)
+            try:
+                task = own.store.load_blocks(ids, part.blocks, load.timeout)
+            except Exception as error:
+                throttle.warning("load", "a load was refused: %s", error)
+                loading.refused = loading.refused or error
+                break
+            loading.tasks.append(_Running(part, task, own.store))
+        if loading.refused is not None and not loading.tasks:
+            return self._fail_all(load, reason_of(loading.refused))
+        self._running.append(loading)
 
     def poll(self) -> None:
         """Process those that have ended."""
         still = []
-        for running in self._running:
-            store = running.store
-            if not finished(store, running.task):
-                still.append(running)
+        for loading in self._running:
+            if not loading.ended():
+                still.append(loading)
                 continue
-            self.times.ended(running)
-            load: Load = running.work
-            failures = failed_rows(store, running.task, len(load.blocks))
-            self.blocks += len(load.blocks) - len(failures)
-            if failures:
+            self.times.ended(loading)
+            load, failures, tiers = loading.load, dict[int, BlockFailure](), Counter[int]()
+            for running in loading.tasks:
+                part: GroupBlocks = running.work
+                failed = failed_rows(running.store, running.task, len(part.blocks))
+                self.loaded[part.group] += len(part.blocks) - len(failed)
+                keys = split_keys(part.keys) if failed else []
+                for row in sorted(failed):
+                    of_block = failures.setdefault(part.first + row, BlockFailure(failed[row]))
+                    of_block.add(keys[row], failed[row])
+                if not failed:
+                    tiers.update(dict(enumerate(served_tiers(running.store, running.task))))
+            if loading.refused is not None:
+                self._fail_all(load, reason_of(loading.refused))
+            elif failures:
                 self._report_failures(load, failures)
             else:
                 self._arrived(load)
-                if tiers := served_tiers(store, running.task):
-                    self._served.append(LoadServed(load.request, tiers))
+                if tiers:
+                    served = tuple(tiers[tier] for tier in range(max(tiers) + 1))
+                    self._served.append(LoadServed(load.request, served))
         self._running = still
         if self.representations is not None:
             for request in self.representations.work():
                 self._over(request)
 
-    def _report_failures(self, load: Load, failures: Mapping[int, BaseException]) -> None:
-        first, why = 0 if load.unread else min(failures), failures[min(failures)]
+    def _report_failures(self, load: Load, failures: Mapping[int, BlockFailure]) -> None:
+        """``failures`` by ordinal, in every group."""
+        at = min(failures)
+        first = load.first if load.unread else at
         text = "request %s: block %d: %s"
-        throttle.warning("load failed", text, load.request, first, why)
-        keys = split_keys(load.keys)
-        reasons = {row: reason_of(why) for row, why in failures.items()}
-        newer = [row for row, reason in reasons.items() if reason in LEFT_ALONE]
-        bad = [row for row in reasons if not is_transient(failures[row]) and row not in newer]
-        behind = range(first, len(load.blocks))
+        throttle.warning("load failed", text, load.request, first - load.first, failures[at].why)
+        behind = range(first, max(load.first + len(load.blocks), max(failures) + 1))
+        reasons = {at: reason_of(failure.why) for at, failure in failures.items()}
         self._fail(
             load,
             first,
-            [keys[row] for row in bad],
-            [reasons.get(row, MissReason.LOAD_FAILED) for row in behind],
-            [keys[row] for row in newer],
+            [key for failure in failures.values() for key in failure.bad],
+            [reasons.get(at, MissReason.LOAD_FAILED) for at in behind],
+            [key for failure in failures.values() for key in failure.newer],
         )
 
     def _arrived(self, load: Load) -> None:
@@ -254,15 +310,17 @@ class Loads:
         if load is None or not load.unread or made is None or made.selectable(request):
             self._ended.add(request)
             return
-        self._fail(load, 0, [], [MissReason.LOAD_FAILED] * len(load.blocks), unselectable=True)
+        reasons = [MissReason.LOAD_FAILED] * len(load.blocks)
+        self._fail(load, load.first, [], reasons, unselectable=True)
 
     def _fail_all(self, load: Load, reason: MissReason) -> None:
-        self._fail(load, 0, [], [reason] * len(load.blocks))
+        first = min([load.first, *(part.first for part in load.rest)])
+        self._fail(load, first, [], [reason] * max(len(load.blocks), 1))
 
     def _fail(
         self,
         load: Load,
-        row: int,
+        first: int,
         bad: Sequence[bytes],
         why: Sequence[MissReason],
         newer: Sequence[bytes] = (),
@@ -271,18 +329,21 @@ class Loads:
     ) -> None:
         if self.representations is not None:
             self.representations.failed(load.request)
-        self._bad_blocks.update(load.blocks[row:].tolist())
+        if self._whole:
+            self._failed.add(load.request)
+        else:
+            self._bad_blocks.update(load.blocks[first - load.first :].tolist())
         reasons = tuple(str(reason) for reason in why)
         refused, left = join_keys(bad), join_keys(newer)
-        failure = LoadFailure(load.request, load.first + row, refused, reasons, left, unselectable)
+        failure = LoadFailure(load.request, first, refused, reasons, left, unselectable)
         self._failures.append(failure)
         self._ended.add(load.request)
 
     def under_way(self, *, poll: bool) -> set[str]:
         """Requests whose loads may still write to device blocks; ``poll``: check each with the
         store, because :meth:`poll` failed."""
-        running = [one for one in self._running if not poll or not finished(one.store, one.task)]
-        return {one.work.request for one in running} | ({} if poll else self._selecting).keys()
+        running = [one for one in self._running if not poll or not one.ended()]
+        return {one.load.request for one in running} | ({} if poll else self._selecting).keys()
 
     def drain(self) -> None:
         """Return when no load under way writes to device blocks any more, because they are about to
@@ -297,7 +358,8 @@ class Loads:
         """This load was reported as failed: drop its state, which a later load of its request must
         not find, and report the failure to the scheduler side, which then claims the same hit no
         more."""
-        self._running = [one for one in self._running if one.work is not load]
+        self._running = [one for one in self._running if one.load is not load]
+        self._failed.discard(load.request)
         self._selecting.pop(load.request, None)
         self._ended.discard(load.request)
         self._bad_blocks.difference_update(load.blocks.tolist())
@@ -305,13 +367,18 @@ class Loads:
         if self.representations is not None:
             self.representations.forget(load.request)
         if all(failure.request != load.request for failure in self._failures):
-            reasons = (str(MissReason.INTERNAL),) * len(load.blocks)
+            reasons = (str(MissReason.INTERNAL),) * max(len(load.blocks), 1)
             self._failures.append(LoadFailure(load.request, load.first, b"", reasons))
 
     def take_ended(self) -> set[str]:
         """Requests whose load ended since the last call, each named once."""
         ended, self._ended = self._ended, set()
         return ended
+
+    def take_failed(self) -> set[str]:
+        """Requests whose load failed as a whole since the last call."""
+        failed, self._failed = self._failed, set()
+        return failed
 
     def take_bad_blocks(self) -> set[int]:
         """Device blocks that a load did not fill."""
@@ -328,8 +395,29 @@ class Loads:
         served, self._served = self._served, []
         return served
 
+    @property
+    def blocks(self) -> int:
+        """Blocks loaded so far."""
+        return sum(self.loaded.values())
+
     def __len__(self) -> int:
         return len(self._running)
+
+
+@dataclass(slots=True)
+class BlockFailure:
+    """Why a block of a load failed, in any of its groups."""
+
+    why: BaseException
+    bad: list[bytes] = field(default_factory=list)  # keys of records that are bad, not merely late
+    newer: list[bytes] = field(default_factory=list)  # and of those that stay
+
+    def add(self, key: bytes, why: BaseException) -> None:
+        """The record of this key failed."""
+        if reason_of(why) in LEFT_ALONE:
+            self.newer.append(key)
+        elif not is_transient(why):
+            self.bad.append(key)
 
 
 class Dumps:
@@ -341,7 +429,7 @@ class Dumps:
         self._staged: list[int] = []
         self._done: list[DumpResult] = []
         self.last_job = 0
-        self.blocks = 0  # published so far
+        self.published: Counter[int] = Counter()  # blocks published so far, by KV group
 
     def skip(self, dump: Dump, store: UcmKVStoreBaseV1 | None, mask: bytes) -> None:
         """Another rank writes the same bytes. Records that it replaces may be refused on this
@@ -430,7 +518,7 @@ class Dumps:
                 continue
             self.times.ended(running)
             failures = failed_rows(store, running.task, len(dump.blocks))
-            self.blocks += len(dump.blocks) - len(failures)
+            self.published[dump.group] += len(dump.blocks) - len(failures)
             # The store logs these once: such a block is not stored, and other dumps go on.
             left_alone = [row for row, why in failures.items() if reason_of(why) in LEFT_ALONE]
             failed = {row: why for row, why in failures.items() if row not in left_alone}
@@ -452,6 +540,11 @@ class Dumps:
     def news(self) -> bool:
         """Whether :meth:`take` has something."""
         return bool(self._staged or self._done)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks published so far."""
+        return sum(self.published.values())
 
     @property
     def failed(self) -> bool:

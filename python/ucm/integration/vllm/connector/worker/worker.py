@@ -23,6 +23,7 @@ import torch
 
 from ucm.config.fields import MAX_SIZE, Capacity
 from ucm.errors import ConfigError, InvalidInputError
+from ucm.integration.vllm.connector.groups import ONE_GROUP, Group
 from ucm.integration.vllm.connector.guard import Failures, logger, throttle
 from ucm.integration.vllm.connector.identity.weights import ModelMemory, WeightsReport
 from ucm.integration.vllm.connector.metadata import (
@@ -44,7 +45,13 @@ from ucm.integration.vllm.connector.stats import (
     TierCounts,
 )
 from ucm.integration.vllm.connector.stores import ConfiguredStore
-from ucm.integration.vllm.connector.worker.transfers import Dumps, LayeredStore, Loads, layer_bytes
+from ucm.integration.vllm.connector.worker.transfers import (
+    Dumps,
+    GroupStore,
+    LayeredStore,
+    Loads,
+    layer_bytes,
+)
 from ucm.store import part_mask, record_ids
 from ucm.store.factory import why_unavailable
 from ucm.store.kv_layout import KVLayout
@@ -62,6 +69,16 @@ CLOSE_S = 0.5
 _FEW_SLOTS = 256
 #: Seconds between two reports of how much the store holds.
 ROOM_S = 1.0
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """The KV of one more group on a rank."""
+
+    group: Group
+    #: KV group, pipeline rank, tensor rank.
+    part: tuple[int, int, int]
+    layers: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -86,6 +103,23 @@ class Rank:
     only_stores: str = ""
     #: vLLM's ``enable_prefix_caching`` in this process.
     prefix_caching: bool = True
+    #: The KV group of ``part``.
+    group: Group = ONE_GROUP[0]
+    #: Those of the other groups that have layers here.
+    rest: Sequence[RankPart] = ()
+    #: Whether a load that lacks a block is of no use.
+    fails_whole: bool = False
+
+
+def record_mask(group: Group, part: tuple[int, int, int]) -> bytes:
+    """Between the keys of blocks in a group, as they are sent, and the ids of a part's records."""
+    mask = part_mask(*part)
+    return record_ids([group.mask], mask)[0] if group.mask else mask
+
+
+def _shapes(layout: KVLayout, block_tokens: int) -> dict[str, Any]:
+    dtype = str(layout.dtype).removeprefix("torch.")
+    return layout.sizes() | {"block_tokens": block_tokens, "dtype": dtype}
 
 
 class UCMConnectorWorker:
@@ -109,16 +143,22 @@ class UCMConnectorWorker:
         self.failures = Failures(f"rank {rank.number}", lambda _why: self.drop_step())
         self._memory = memory
         self._weights: WeightsReport | None = None  # to be reported
-        self._mask = part_mask(*rank.part)
+        self._mask = record_mask(rank.group, rank.part)
+        parts = [(rank.group, rank.part), *((one.group, one.part) for one in rank.rest)]
+        # of the records that hints are about, and whether they are part of a whole prefix
+        self._hinted = {part_mask(*part): not group.frees_early for group, part in parts}
         self._platform = platform
         self._stores = list(stores)
         self._shutdown_allowance = shutdown_allowance
         self._clock = clock
         self._layout: KVLayout | None = None
         self._unmapped: KVLayout | None = None  # while vLLM sleeps
+        self._layouts: list[KVLayout] = []  # of the other groups
+        self._others: dict[int, GroupStore] = {}  # the store as that of these
         self._problem = "vLLM registered no KV cache"
         self._store: UcmKVStoreBaseV1 | None = None
-        self._opened: tuple[int, UcmKVStoreBaseV1] | None = None  # by the attempt it was opened for
+        # by the attempt it was opened for, with its views for the other groups
+        self._opened: tuple[int, UcmKVStoreBaseV1, list[UcmKVStoreBaseV1]] | None = None
         self._unavailable: tuple[int, str] = (0, "")
         self._attempt = 0
         self._broken = ""
@@ -126,7 +166,7 @@ class UCMConnectorWorker:
         self._reported_handshake = self._reported_ready = False
         self._reported_healthy = True
         self._reported_slots: int | None = -1
-        self._reported_blocks = (0, 0)
+        self._reported_bytes = (0, 0)
         self._prefetch_room = 0
         self._room_due = float("-inf")  # when the store's limit is to be reported
         self._plan: UCMConnectorMetadata | None = None
@@ -134,7 +174,7 @@ class UCMConnectorWorker:
         self._sparse = sparse
         if sparse is not None:
             sparse.bind_store(lambda: self._store, self._mask)
-        self.loads = Loads(clock)
+        self.loads = Loads(clock, whole=rank.fails_whole)
         self.dumps = Dumps(clock)
         self.health = health or StoreHealth()
         self._tiers = TierCounts(clock, str(rank.number))
@@ -148,7 +188,9 @@ class UCMConnectorWorker:
         if self._memory is not None:
             self._memory.remember()
         try:
-            self._layout = KVLayout(caches, self.rank.layers, self.rank.num_blocks)
+            blocks = self.rank.num_blocks
+            self._layout = KVLayout(caches, self.rank.layers, blocks)
+            self._layouts = [KVLayout(caches, part.layers, blocks) for part in self.rank.rest]
             self._problem = ""
         except InvalidInputError as error:
             self._problem = f"this KV layout cannot be addressed: {error}"
@@ -181,10 +223,12 @@ class UCMConnectorWorker:
     def handshake(self) -> Handshake:
         """The facts of this rank that the scheduler side needs."""
         rank, shapes, identity = self.rank, dict[str, Any](), dict[str, Any]()
+        rest: list[tuple[tuple[int, int, int], dict[str, Any]]] = []
         if self._layout is not None:
-            dtype = str(self._layout.dtype).removeprefix("torch.")
-            shapes = self._layout.sizes() | {"block_tokens": rank.block_tokens, "dtype": dtype}
+            shapes = _shapes(self._layout, rank.block_tokens)
             identity = rank.identity()
+            for part, layout in zip(rank.rest, self._layouts, strict=True):
+                rest.append((part.part, _shapes(layout, part.group.tokens)))
         return Handshake(
             part=rank.part,
             rank=rank.number,
@@ -195,6 +239,7 @@ class UCMConnectorWorker:
             stores=tuple(store.name for store in self._stores),
             only_stores=rank.only_stores,
             prefix_caching=rank.prefix_caching,
+            rest=tuple(rest),
         )
 
     def _open(self, setup: StoreSetup) -> None:
@@ -202,8 +247,11 @@ class UCMConnectorWorker:
         if layout is None:
             self._broken = self._problem
             return
-        config = setup.config | self.handshake().shapes
+        facts = self.handshake()
+        config = setup.config | facts.shapes
         config |= {"identity": setup.identity, "part": self.rank.part}
+        if facts.rest:
+            config["own_parts"] = [shapes | {"part": part} for part, shapes in facts.rest]
         config["device_id"] = getattr(layout.device, "index", None) or 0
         if self._sparse is not None and self._sparse.representations is not None:
             self.loads.representations = self._sparse.representations
@@ -216,6 +264,7 @@ class UCMConnectorWorker:
         # transfers under way end with it.
         self._take_opened()
         before, self._store, self._attempt = self._store, None, attempt
+        self._others, layouts = {}, self._layouts
         self._reported_ready = False
 
         def work() -> None:
@@ -225,6 +274,9 @@ class UCMConnectorWorker:
                 store = make(config)
                 try:
                     store.register_kv(layout)
+                    views = [store.for_part(at) for at in range(1, 1 + len(layouts))]
+                    for view, own in zip(views, layouts, strict=True):
+                        view.register_kv(own)
                     # It has all methods of a store that this side calls.
                     served: Any = LayeredStore(store, layout) if by_layer else store
                 except BaseException:
@@ -241,7 +293,7 @@ class UCMConnectorWorker:
                 self._unavailable = (attempt, why)
                 store.close()
                 return
-            self._opened = (attempt, served)
+            self._opened = (attempt, served, views)
             if self._closed or attempt != self._attempt:
                 store.close()
 
@@ -252,6 +304,9 @@ class UCMConnectorWorker:
         opened = self._opened
         if self._store is None and opened is not None and opened[0] == self._attempt:
             self._store = opened[1]
+            for part, view in zip(self.rank.rest, opened[2], strict=True):
+                mask = record_mask(part.group, part.part)
+                self._others[part.group.number] = GroupStore(view, mask)
             self._prefetch_room = prefetch_room(opened[1])
 
     # Steps
@@ -277,7 +332,7 @@ class UCMConnectorWorker:
             self._open(plan.setup)
         self._take_opened()
         if self._store is not None:
-            pass_hints(plan, self._store, self._mask, self.rank.writer)
+            pass_hints(plan, self._store, self._hinted, self.rank.writer)
 
     def _flush(self, plan: UCMConnectorMetadata) -> None:
         """Read blocks that vLLM has given to other requests, before this step writes them."""
@@ -310,7 +365,7 @@ class UCMConnectorWorker:
             loads, self._plan.loads = self._plan.loads, []
             store = self._store if self._layout is not None else None
             for load in loads:
-                self.loads.start(load, store, self._mask)
+                self.loads.start(load, store, self._mask, self._others)
 
     def start_dumps(self) -> None:
         """Begin this step's dumps; the device has the model's work of the step."""
@@ -319,7 +374,9 @@ class UCMConnectorWorker:
         dumps, self._plan.dumps = self._plan.dumps, []
         if not self.rank.writer:
             for dump in dumps:
-                self.dumps.skip(dump, self._store, self._mask)
+                own = self._others.get(dump.group)
+                view, mask = (self._store, self._mask) if own is None else (own.store, own.mask)
+                self.dumps.skip(dump, view, mask)
             return
         store, event = self._store if self._layout is not None else None, (0, None)
         if store is not None and self._layout is not None:
@@ -330,7 +387,20 @@ class UCMConnectorWorker:
                 throttle.warning("event", "no event was recorded, so nothing is stored: %r", error)
                 store = None
         representations = None if self._sparse is None else self._sparse.representations
-        self.dumps.start(dumps, store, self._mask, event, self.rank.block_tokens, representations)
+        first = [dump for dump in dumps if dump.group == self.rank.group.number]
+        tokens = self.rank.block_tokens
+        self.dumps.start(first, store, self._mask, event, tokens, representations)
+        if len(first) == len(dumps):
+            return
+        here = {part.group.number: part.group.tokens for part in self.rank.rest}
+        for dump in dumps:
+            if dump.group not in here:
+                if dump not in first:  # no layers of that group
+                    self.dumps.skip(dump, None, b"")
+                continue
+            own = self._others.get(dump.group)
+            view, mask = (None, b"") if own is None or store is None else (own.store, own.mask)
+            self.dumps.start([dump], view, mask, event, here[dump.group])
 
     def take_ended_loads(self) -> set[str]:
         """Requests whose load ended, each named once, failed ones too."""
@@ -399,19 +469,24 @@ class UCMConnectorWorker:
         if store is None or layout is None or not self.rank.writer or now < self._room_due:
             return None
         self._room_due = now + ROOM_S
-        return store_room(store, layout.block_bytes)
+        views = [(store, layout.block_bytes)]
+        for own, other in zip(self._others.values(), self._layouts, strict=True):
+            views.append((own.store, other.block_bytes))
+        return store_room(views)
 
     def take_bytes(self) -> dict[str, int] | None:
         """Bytes of KV loaded and published on this rank since the last call, None without any."""
-        now = (self.loads.blocks, self.dumps.blocks)
-        if now == self._reported_blocks or self._layout is None:
+        if self._layout is None:
             return None
-        (loaded, published), self._reported_blocks = self._reported_blocks, now
-        size = self._layout.block_bytes
-        return {
-            LOADED_BYTES: (now[0] - loaded) * size,
-            PUBLISHED_BYTES: (now[1] - published) * size,
-        }
+        sizes = {self.rank.group.number: self._layout.block_bytes}
+        for part, layout in zip(self.rank.rest, self._layouts, strict=True):
+            sizes[part.group.number] = layout.block_bytes
+        blocks = (self.loads.loaded, self.dumps.published)
+        now = tuple(sum(counts[group] * size for group, size in sizes.items()) for counts in blocks)
+        if now == self._reported_bytes:
+            return None
+        (loaded, published), self._reported_bytes = self._reported_bytes, (now[0], now[1])
+        return {LOADED_BYTES: now[0] - loaded, PUBLISHED_BYTES: now[1] - published}
 
     def take_seconds(self) -> dict[str, list[float]]:
         """Seconds of each load and dump that ended on this rank since the last call, by name."""
@@ -574,14 +649,15 @@ def take_locally_visible(store: UcmKVStoreBaseV1) -> tuple[bytes, bytes]:
     return join_keys(added), join_keys(removed)
 
 
-def store_room(store: UcmKVStoreBaseV1, block_bytes: int) -> StoreRoom | None:
-    """How much this rank's store holds, for blocks with ``block_bytes`` of KV; None where it
-    reports no limit and has no quota of tenants in bytes. The scheduler side's own store, for
-    lookups alone, does not know the limit."""
-    return _answer("stats()", lambda: _room(store, block_bytes), None)
+def store_room(views: Sequence[tuple[UcmKVStoreBaseV1, int]]) -> StoreRoom | None:
+    """How much this rank's store holds; ``views``: the store as that of each KV group, and the
+    bytes of KV of a block there. None where it reports no limit and has no quota of tenants in
+    bytes. The scheduler side's own store, for lookups alone, does not know the limit."""
+    return _answer("stats()", lambda: _room(views), None)
 
 
-def _room(store: UcmKVStoreBaseV1, block_bytes: int) -> StoreRoom | None:
+def _room(views: Sequence[tuple[UcmKVStoreBaseV1, int]]) -> StoreRoom | None:
+    store = views[0][0]
     tiers = store.stats().get("tiers")
     if not isinstance(tiers, list) or not tiers:
         return None
@@ -596,7 +672,7 @@ def _room(store: UcmKVStoreBaseV1, block_bytes: int) -> StoreRoom | None:
         tier=str(largest["name"]),
         capacity=capacity,
         used=int(largest["used_bytes"]),
-        record=max(int(getattr(store, "record_len", block_bytes)), 1),
+        record=max(sum(int(getattr(view, "record_len", size)) for view, size in views), 1),
         quota=None if quota is None or largest.get("memory") else quota.of(capacity),
         quota_removed=int(largest.get("quota_removed", 0)),
         expire_after=getattr(store, "expire_after", None),
@@ -604,17 +680,23 @@ def _room(store: UcmKVStoreBaseV1, block_bytes: int) -> StoreRoom | None:
 
 
 def pass_hints(
-    plan: UCMConnectorMetadata, store: UcmKVStoreBaseV1, mask: bytes, writer: bool
+    plan: UCMConnectorMetadata,
+    store: UcmKVStoreBaseV1,
+    masks: Mapping[bytes, bool],
+    writer: bool,
 ) -> None:
-    """Pass the plan's hints to the store of this rank, whose part has this mask."""
+    """Pass the plan's hints to the store of this rank, whose parts have these ``masks``; True for
+    those that are prefetched."""
     try:
         for first, keys in plan.touched if writer or store.has_own_memory else ():
-            store.touch_own(record_ids(keys, mask), first)
+            for mask in masks:
+                store.touch_own(record_ids(keys, mask), first)
         if plan.prefetch is None or not writer:
             return
-        if plan.prefetch.cancelled:
-            store.cancel_prefetch(record_ids(plan.prefetch.cancelled, mask))
-        for priority, keys in plan.prefetch.wanted:
-            store.prefetch(record_ids(keys, mask), priority)
+        for mask in (mask for mask, whole in masks.items() if whole):
+            if plan.prefetch.cancelled:
+                store.cancel_prefetch(record_ids(plan.prefetch.cancelled, mask))
+            for priority, keys in plan.prefetch.wanted:
+                store.prefetch(record_ids(keys, mask), priority)
     except Exception as error:  # closed, or a bug of the store: hints are optional
         throttle.warning("hints", "the store could not be sent hints: %r", error)

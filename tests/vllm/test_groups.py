@@ -1,0 +1,130 @@
+"""Models with layers of several kinds: sliding windows beside full attention (two KV groups of
+vLLM), and windows alone. A prompt that comes again is a hit as long as one of full attention."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from cases import PRESSURE, STORED
+from checks import assert_reused, assert_same
+from harness import Engine, EngineHost
+from lives import Disk, new_disk, store_under_test  # noqa: F401 - named in a mark
+from models import gemma3_config, mistral_config, write_model
+from specs import EngineSpec, Result, prompt
+
+CONFIGS = {"gemma3": gemma3_config, "mistral": mistral_config}
+#: KV groups of each model, as vLLM makes them.
+GROUPS = {"gemma3": 3, "mistral": 1}
+
+
+@dataclass(frozen=True)
+class Served:
+    """An engine that has computed and stored the prompts, its answers, and its disk."""
+
+    name: str
+    engine: Engine
+    spec: EngineSpec
+    disk: Disk
+    answers: dict[str, Result]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("gemma3", "v1"),
+        ("mistral", "v1"),
+        pytest.param(("gemma3", "v2"), marks=pytest.mark.one_runner),
+        pytest.param(("mistral", "v2"), marks=pytest.mark.one_runner),
+    ],
+    ids="-".join,
+)
+def served(request: pytest.FixtureRequest, host: EngineHost, work: Path) -> Served:
+    name, runner = request.param
+    label = f"groups-{name}-{runner}"
+    disk = new_disk(work, label)
+    model = write_model(work / label / "model", CONFIGS[name]())
+    spec = EngineSpec(model, runner, disk.store(), label=label)
+    engine = host.get(spec)
+    answers = {one: engine.generate(case.ask())[0] for one, case in STORED.items()}
+    engine.wait_idle()
+    engine.reset()
+    return Served(name, engine, spec, disk, answers)
+
+
+def test_vllm_has_the_groups_that_these_tests_are_about(served: Served) -> None:
+    assert served.engine.scheduler()["groups"] == GROUPS[served.name]
+    assert served.disk.files()
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_prompt_that_comes_again_is_a_hit(served: Served, name: str) -> None:
+    """Longer and shorter than the window, and in several chunks of prefill."""
+    served.engine.reset()
+    answer = served.engine.generate(STORED[name].ask())[0]
+    assert_same(answer, served.answers[name])
+    assert answer.cached_blocks == STORED[name].full_blocks
+    served.engine.wait_idle()
+
+
+def test_a_shared_beginning_is_a_hit(served: Served) -> None:
+    """It ends inside of the stored prompts, so its windows are there too."""
+    tokens = STORED["long"].tokens[:500] + prompt(77, 40)
+    served.engine.reset()
+    cold = served.engine.ask(tokens)
+    assert cold.cached == 480
+    served.engine.wait_idle()
+    served.engine.reset()
+    again = served.engine.ask(tokens)
+    assert_same(again, cold)
+    assert again.cached == 512
+
+
+def test_what_the_device_has_is_continued(served: Served) -> None:
+    served.engine.reset()
+    served.engine.ask(STORED["long"].tokens[:200], 1)
+    answer = served.engine.generate(STORED["long"].ask())[0]
+    assert_same(answer, served.answers["long"])
+    assert_reused(answer, STORED["long"])
+    served.engine.wait_idle()
+
+
+def test_requests_that_do_not_fit_together_get_right_answers(served: Served) -> None:
+    """vLLM preempts some, frees blocks behind their windows, and hands them out again."""
+    served.engine.reset()
+    alone = [served.engine.generate(case.ask())[0] for case in PRESSURE.values()]
+    served.engine.wait_idle()
+    served.engine.reset()
+    for answer, right in zip(
+        served.engine.generate(*(case.ask() for case in PRESSURE.values())), alone, strict=True
+    ):
+        assert_same(answer, right)
+    served.engine.wait_idle()
+
+
+@pytest.mark.skipif("store_under_test() != 'posix'", reason="only our records have checksums")
+def test_damaged_records_of_any_group_cost_hits_and_nothing_else(served: Served) -> None:
+    """vLLM computes the whole request again: a shorter prefix would need other blocks of a
+    window."""
+    case = STORED["middle"]
+    for seed in range(4):
+        served.engine.reset()
+        for path in random.Random(seed).sample(served.disk.files(), 30):
+            with path.open("r+b") as file:
+                file.seek(-100, os.SEEK_END)
+                file.write(bytes(range(100)))
+        answer = served.engine.generate(case.ask())[0]
+        assert_same(answer, served.answers["middle"])
+        served.engine.wait_idle()
+
+
+def test_a_restarted_engine_hits(served: Served, host: EngineHost) -> None:
+    """Last, because it ends the engine of the others."""
+    engine = host.get(served.spec.but(label=f"{served.spec.label}-again"))
+    for name, case in STORED.items():
+        answer = engine.generate(case.ask())[0]
+        assert_same(answer, served.answers[name])
+        assert answer.cached_blocks == case.full_blocks
