@@ -348,7 +348,7 @@ class Loads:
     def drain(self) -> None:
         """Return when no load under way writes to device blocks any more, because they are about to
         be unmapped; the store's deadline of a load bounds the wait."""
-        for running in self._running:
+        for running in (task for loading in self._running for task in loading.tasks):
             try:
                 running.store.wait(running.task)
             except Exception as error:  # reported when it is polled
