@@ -299,13 +299,6 @@ class UcmKVStoreBaseV1(ABC):
             self._waiter = _Waiter(self)
         return self._waiter.finished(task)
 
-    def for_part(self, index: int) -> UcmKVStoreBaseV1:
-        """This store as that of another of its own parts, by its number; 0 is itself. Raises
-        :class:`~ucm.errors.UnsupportedError` where it serves one."""
-        if index == 0:
-            return self
-        raise UnsupportedError("this store serves models with one KV cache group")
-
     def lookup_on_prefix(self, block_ids: Sequence[bytes]) -> int:
         """Index of the last block of the present prefix, -1 when the first is absent; every counted
         id is checked."""

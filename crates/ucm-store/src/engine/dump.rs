@@ -160,8 +160,8 @@ impl Dumps {
             .saturating_sub(device.reserved_slots)
     }
 
-    /// Starts dumping rows of a part, or refuses at once (Busy: no slot; Unhealthy: the breaker of the medium
-    /// or of writes is open).
+    /// Starts dumping rows of a part, or refuses at once (Busy: no slot; Unhealthy: the breaker of
+    /// the medium or of writes is open).
     pub(super) fn dump(
         self: &Arc<Self>,
         records: &Arc<StoredRecords>,

@@ -264,8 +264,8 @@ impl Engine {
     }
 
     /// Starts reading the side shard of that name of each block, without its KV. `deadline` as of
-    /// [`EnginePart::load`]. A side shard that is missing, late or not sound fails its own row and no
-    /// other.
+    /// [`EnginePart::load`]. A side shard that is missing, late or not sound fails its own row and
+    /// no other.
     ///
     /// # Errors
     /// `InvalidInput` for a name that the store was not opened with, too many ids, or more than 1
@@ -281,8 +281,8 @@ impl Engine {
 
     /// Starts writing side shards of blocks that are stored without them, each as a record of its
     /// own: for each of these, by name, the bytes of every block, one behind the other. Or refuses
-    /// at once, as [`EnginePart::dump`]. The task has a row for each, those of one name after those of
-    /// another.
+    /// at once, as [`EnginePart::dump`]. The task has a row for each, those of one name after those
+    /// of another.
     ///
     /// # Errors
     /// `InvalidInput` for a name that the store was not opened with, and where there are not as
