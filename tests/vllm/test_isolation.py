@@ -3,7 +3,6 @@ prefix cache."""
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
 
@@ -12,8 +11,8 @@ from cases import STORED
 from checks import assert_reused, assert_same
 from harness import EngineHost
 from lives import LAYERS, Life, new_disk
-from models import change_weights, gemma3_config, write_adapter, write_model
-from specs import ON_GPU, EngineSpec, Result, StoreSpec, prompt
+from models import change_weights, write_adapter
+from specs import ON_GPU, EngineSpec, Result, StoreSpec
 
 
 @pytest.fixture(scope="module")
@@ -95,30 +94,6 @@ def test_store_by_name_without_prefix_caching_and_with_adapters(
         "a retrained adapter at the same path got blocks of the previous one"
     )
     assert retrained.tokens != with_red.tokens, "the retraining changes nothing"
-
-
-def test_an_engine_with_several_kv_groups_is_not_cached(host: EngineHost, work: Path) -> None:
-    """No hits, no dumps, one log line; the model runs as without ucm."""
-    disk = new_disk(work, "hybrid")
-    spec = EngineSpec(
-        write_model(work / "gemma", gemma3_config()), store=disk.store(), label="hybrid"
-    )
-    engine = host.get(spec)
-    assert engine.scheduler()["groups"] > 1, "this model has one KV group: the test proves nothing"
-    tokens = prompt(70, 300)
-    first = engine.ask(tokens)
-    engine.wait_idle()
-    engine.reset()
-    second = engine.ask(tokens)
-    assert second.tokens == first.tokens
-    assert (first.cached, second.cached) == (0, 0)
-    assert not disk.files()
-    said = [
-        line
-        for line in engine.log_text().splitlines()
-        if re.search(r"ucm.*KV (cache )?groups", line)
-    ]
-    assert len(said) == 1, said
 
 
 def test_an_engine_that_pools_whole_prompts_is_not_cached(

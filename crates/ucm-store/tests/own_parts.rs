@@ -1,5 +1,5 @@
 //! One store of several parts: blocks of each are dumped, found, loaded, moved between tiers,
-//! merged and taken over, whatever their shape, and a record of one part never passes for another's.
+//! merged and taken over, whatever their shape, and no record passes for one of another part.
 
 #![allow(clippy::unwrap_used, reason = "tests may fail")]
 

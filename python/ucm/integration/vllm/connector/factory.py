@@ -140,7 +140,6 @@ def _served_platform(config: UcmConfig) -> Platform:
 #: What to do about KV that is not served, by the kind of its spec.
 _INSTEAD = {
     "SlidingWindowMLASpec": "start vLLM with --disable-hybrid-kv-cache-manager, if it can then",
-    "MambaSpec": "start vLLM with --mamba-cache-mode align, which keeps states at block ends",
 }
 
 
@@ -149,9 +148,8 @@ def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str
     groups, refused = kv_cache_config.kv_cache_groups, set[str]()
     for group in groups:
         for spec in layer_specs(group.kv_cache_spec):
-            kind, mode = spec_kind(spec), getattr(spec, "mamba_cache_mode", "align")
-            lasts = getattr(spec, "prefix_cacheable", True) and mode == "align"
-            if kind not in SERVED or not lasts:
+            kind = spec_kind(spec)
+            if kind not in SERVED or not getattr(spec, "prefix_cacheable", True):
                 refused.add(kind)
     if refused:
         instead = "".join(f"; {_INSTEAD[kind]}" for kind in sorted(refused & _INSTEAD.keys()))

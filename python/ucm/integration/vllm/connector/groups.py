@@ -58,7 +58,6 @@ SERVED = (
     "MLAAttentionSpec",
     "SlidingWindowSpec",
     "ChunkedLocalAttentionSpec",
-    "MambaSpec",
 )
 
 
