@@ -85,7 +85,9 @@ def write_model(directory: Path, config: dict[str, Any], seed: int = 7) -> Path:
         return torch.randn(rows, columns, generator=generator) * (gain / columns**0.5)
 
     norm = torch.zeros if gemma else torch.ones
-    weights = {"model.embed_tokens.weight": matrix(VOCAB, HIDDEN, gain=HIDDEN**0.5)}
+    # Gemma's model scales them itself, and the last layer has the same
+    scale = 1.0 if gemma else HIDDEN**0.5
+    weights = {"model.embed_tokens.weight": matrix(VOCAB, HIDDEN, gain=scale)}
     for layer in range(config["num_hidden_layers"]):
         base = f"model.layers.{layer}."
         weights |= {
