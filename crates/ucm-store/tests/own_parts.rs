@@ -1,5 +1,5 @@
 //! One store of several parts: blocks of each are dumped, found, loaded, moved between tiers,
-//! merged and taken over, whatever their shape, and no record passes for one of another part.
+//! merged and taken over, whatever their shape. A record of one part never passes for another's.
 
 #![allow(clippy::unwrap_used, reason = "tests may fail")]
 

@@ -322,7 +322,7 @@ impl Loads {
                 records: Arc::clone(&task.records),
                 slot,
                 request: task.request,
-                layers: few_layers(waiters, &task.records),
+                layers: few_layers(waiters),
             });
         }
         reads.pumping = !begun.is_empty();
@@ -547,7 +547,8 @@ impl Loads {
 
 /// The layers that all who wait for a block want together, if they are few enough to be read by
 /// themselves.
-fn few_layers(waiters: &[Waiter], records: &StoredRecords) -> Option<Range<u32>> {
+fn few_layers(waiters: &[Waiter]) -> Option<Range<u32>> {
+    let records = &waiters.first()?.0.records;
     let (geometry, layout) = (&records.geometry, &records.layout);
     if geometry.shards() == 1 {
         return None;
