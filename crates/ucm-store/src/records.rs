@@ -25,12 +25,22 @@ pub(crate) struct OwnParts {
     /// Side shards belong to this one.
     pub(crate) first: Arc<StoredRecords>,
     others: Vec<Arc<StoredRecords>>,
+    /// Number of the store in its headers and log lines.
+    pub(crate) writer: u64,
 }
 
 impl OwnParts {
     /// `Config` where a part is named twice.
-    pub(crate) fn new(first: Arc<StoredRecords>, others: Vec<Arc<StoredRecords>>) -> Result<Self> {
-        let own = Self { first, others };
+    pub(crate) fn new(
+        first: Arc<StoredRecords>,
+        others: Vec<Arc<StoredRecords>>,
+        writer: u64,
+    ) -> Result<Self> {
+        let own = Self {
+            first,
+            others,
+            writer,
+        };
         for (at, records) in own.all().enumerate() {
             if own.all().take(at).any(|one| one.part == records.part) {
                 let text = "a store loads and dumps each of its parts once";

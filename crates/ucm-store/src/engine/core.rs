@@ -27,8 +27,6 @@ const MOMENTS: Duration = Duration::from_secs(1);
 /// See the module.
 pub(super) struct Core {
     pub(super) parts: Arc<OwnParts>,
-    /// Number of the store in its headers and log lines.
-    pub(super) writer: u64,
     pub(super) deadlines: Deadlines,
     pub(super) clock: Arc<dyn Clock>,
     pub(super) tiers: Arc<Tiers>,
@@ -108,7 +106,7 @@ impl Core {
     /// Whether work may go to the tiers now: one of them may answer, and not too much is lost.
     pub(super) fn check_available(&self, now: MonotonicTime) -> Result<()> {
         self.check_open()?;
-        let (lost, store) = (self.lost(), self.writer);
+        let (lost, store) = (self.lost(), self.parts.writer);
         let was = self.overrun.swap(lost.is_some(), Ordering::AcqRel);
         match &lost {
             Some(error) if !was => warn!(
@@ -176,7 +174,7 @@ impl Core {
     pub(super) fn refuse(&self, id: BlockId, tier: Option<usize>, reason: MissReason) -> Error {
         let error = self.refuse_id(id, reason);
         add(&self.stats.records_refused, 1);
-        let (store, name) = (self.writer, reason.name());
+        let (store, name) = (self.parts.writer, reason.name());
         warn!(
             store,
             block = %id,
@@ -199,7 +197,7 @@ impl Core {
     /// The copy of one tier is not what it should be; a lower tier is next.
     pub(super) fn discard(&self, id: BlockId, tier: usize, reason: MissReason) {
         add(&self.stats.records_refused, 1);
-        let (store, name) = (self.writer, reason.name());
+        let (store, name) = (self.parts.writer, reason.name());
         warn!(
             store,
             block = %id,

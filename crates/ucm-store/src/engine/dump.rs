@@ -515,7 +515,7 @@ impl Dumps {
                 tokens => tokens,
             },
             time_ns: self.core.clock.wall_ns(),
-            writer: self.core.writer,
+            writer: self.core.parts.writer,
             tenant: hint.tenant,
         };
         let record = slot.as_mut_slice();
@@ -637,7 +637,7 @@ impl Dumps {
         match &result {
             Ok(written) => {
                 if *written == Written::Published && self.unwritable.swap(false, Ordering::AcqRel) {
-                    info!(store = self.core.writer, "blocks are stored again");
+                    info!(store = self.core.parts.writer, "blocks are stored again");
                 }
                 let counted = match (*written, builder.alone) {
                     (Written::Present, None) => &self.core.stats.blocks_present,
@@ -658,7 +658,7 @@ impl Dumps {
                 {
                     add(&self.core.stats.records_replaced, 1);
                     let id = builder.id;
-                    info!(store = self.core.writer, block = %id, "a refused record was \
+                    info!(store = self.core.parts.writer, block = %id, "a refused record was \
                     replaced: {id}");
                 }
             }
@@ -668,7 +668,7 @@ impl Dumps {
                     && in_the_way.is_none()
                     && !self.unwritable.swap(true, Ordering::AcqRel)
                 {
-                    let (store, kind) = (self.core.writer, error.kind().name());
+                    let (store, kind) = (self.core.parts.writer, error.kind().name());
                     let id = builder.id;
                     warn!(store, block = %id, error = kind, "a block could not be stored: {error}");
                 }
@@ -709,7 +709,7 @@ impl Dumps {
             }
         };
         if !self.in_the_way.swap(true, Ordering::AcqRel) {
-            let (store, why) = (self.core.writer, reason.name());
+            let (store, why) = (self.core.parts.writer, reason.name());
             warn!(store, block = %id, reason = why, "{text}; further blocks like this are not \
             named");
         }

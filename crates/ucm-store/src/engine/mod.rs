@@ -122,7 +122,7 @@ impl Engine {
         let first = records_of(first, config.sides)?;
         let others = config.own_parts.into_iter();
         let others: Result<Vec<_>> = others.map(|own| records_of(own, Vec::new())).collect();
-        let parts = Arc::new(OwnParts::new(first, others?)?);
+        let parts = Arc::new(OwnParts::new(first, others?, writer)?);
         let slot_len = parts.record_len() as u64;
         let slots = config.staging_bytes / slot_len;
         if config.staging_bytes > 0 && slots < LEAST_SLOTS as u64 {
@@ -189,7 +189,6 @@ impl Engine {
             .build()?;
         let core = Arc::new(Core {
             parts,
-            writer,
             deadlines: config.deadlines,
             clock,
             tiers,
@@ -441,7 +440,7 @@ impl Engine {
     /// Number that no other store has: in the headers of its records, and in the field `store` of
     /// its log lines.
     pub fn writer(&self) -> u64 {
-        self.core.writer
+        self.core.parts.writer
     }
 
     /// Side shards of this store, in order; those of blocks of its first part.

@@ -428,7 +428,7 @@ impl SideReading {
             return;
         }
         let side = &core.parts.first.layout.sides()[self.read.load.index].name;
-        let (store, name) = (core.writer, reason.name());
+        let (store, name) = (core.parts.writer, reason.name());
         warn!(
             store,
             block = %id,
