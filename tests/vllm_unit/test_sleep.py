@@ -60,7 +60,8 @@ def under_way(engine: ToyEngine) -> tuple[int, int]:
     """Loads and dumps whose blocks the store still accesses, on the worker."""
     side: Any = engine.worker._worker
     dumps = [running for running in side.dumps._running if running.task.rows]
-    return sum(bool(running.task.rows) for running in side.loads._running), len(dumps)
+    tasks = [running.task for loading in side.loads._running for running in loading.tasks]
+    return sum(bool(task.rows) for task in tasks), len(dumps)
 
 
 def test_dumps_under_way_are_read_before_the_kv_goes_away(life: Callable[[], ToyEngine]) -> None:
