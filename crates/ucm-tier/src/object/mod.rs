@@ -187,7 +187,7 @@ impl Objects {
         run(pool, LANE_DISCOVERY, clock, self, Self::find);
         run(pool, LANE_TIMER, clock, self, |objects| {
             let looks = &objects.discovery.looks;
-            objects.writer.turn(looks, objects.remote.is_closing())
+            objects.writer.turn(looks, || objects.remote.is_closing())
         });
         if !self.remote.config.scope.lookup_only {
             run(pool, LANE_SPACE, clock, self, Self::keep_space);

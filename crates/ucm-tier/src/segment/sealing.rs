@@ -95,11 +95,12 @@ impl<B: AppendBlobs> SegmentWriter<B> {
 
     /// One turn of the thread that keeps the time, of callers that wait for a listing too: seals
     /// what is old enough, and reports the records whose time is over. None once `is_closing`, when
-    /// every segment has ended.
+    /// every segment has ended; called after the notifications were counted, so that the one of
+    /// closing is not missed.
     pub(crate) fn turn(
         self: &Arc<Self>,
         looks: &PendingLooks,
-        is_closing: bool,
+        is_closing: impl FnOnce() -> bool,
     ) -> Option<NextTurn> {
         let (seen, now) = (self.changed.seen(), self.clock.now());
         let mut next: Vec<_> = looks.end_late(now).into_iter().collect();
@@ -117,7 +118,7 @@ impl<B: AppendBlobs> SegmentWriter<B> {
             }
             next.extend(next_late);
         }
-        if is_closing && !self.is_writing() {
+        if is_closing() && !self.is_writing() {
             return None;
         }
         Some((self.changed.clone(), seen, next.into_iter().min()))

@@ -24,7 +24,7 @@ impl Segments {
         let (pool, clock) = (&self.pool, &self.shared.clock);
         run(pool, LANE_TIMER, clock, self, |segments| {
             let looks = &segments.discovery.looks;
-            segments.writer.turn(looks, segments.files.is_closing())
+            segments.writer.turn(looks, || segments.files.is_closing())
         });
         run(pool, LANE_DISCOVERY, clock, self, Self::find);
         run(pool, LANE_MERGER, clock, self, Self::merge);
