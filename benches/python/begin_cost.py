@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ucm.integration.vllm.connector.metadata import Dump, Load, join_keys
-from ucm.integration.vllm.connector.worker.transfers import Dumps, Loads
+from ucm.integration.vllm.connector.worker.transfers import Dumps, GroupStore, Loads
 from ucm.store.kv_layout import KVLayout
 from ucm.store.posix.connector import UcmPosixStore
 
@@ -84,22 +84,20 @@ def main() -> None:
                 tempfile.TemporaryDirectory(prefix="begin-cost-") as folder,
                 store_of(Path(folder), layout, kind, most) as store,
             ):
-                loads, dumps = Loads(), Dumps()
+                loads, dumps, own = Loads(), Dumps(), GroupStore(store, MASK, TOKENS)
                 begun: dict[str, list[float]] = {"dump": [], "load": []}
                 numbers = np.random.default_rng(0).permutation(most)[:blocks].astype(np.int64)
                 for job in range(1, chosen.rounds + 1):
                     keys = join_keys([os.urandom(16) for _ in range(blocks)])
                     began = time.perf_counter()
-                    dumps.start(
-                        [Dump(job, "r", 0, b"", keys, numbers)], store, MASK, (0, None), TOKENS
-                    )
+                    dumps.start([Dump(job, "r", 0, b"", keys, numbers)], own, (0, None))
                     begun["dump"].append(time.perf_counter() - began)
                     dumps.flush([job])
                     while len(dumps):
                         store.flush()
                         dumps.poll()
                     began = time.perf_counter()
-                    loads.start(Load(str(job), 0, keys, numbers), store, MASK)
+                    loads.start(Load(str(job), 0, keys, numbers), {0: own})
                     begun["load"].append(time.perf_counter() - began)
                     while len(loads):
                         loads.poll()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,9 +28,11 @@ from ucm.errors import (  # noqa: E402
     TaskError,
     UcmError,
 )
+from ucm.integration.vllm.connector.groups import Group  # noqa: E402
 from ucm.integration.vllm.connector.identity.weights import WeightsReport  # noqa: E402
 from ucm.integration.vllm.connector.metadata import (  # noqa: E402
     Dump,
+    GroupBlocks,
     Load,
     StoreRoom,
     StoreSetup,
@@ -150,6 +153,7 @@ class Worker:
             identity=lambda: {"dtype": "float32"},
             wanted_block_size=settings.pop("wanted_block_size", None),
         )
+        rank = replace(rank, **settings.pop("rank", {}))
         self.connector = UCMConnectorWorker(
             rank,
             settings.pop("platform", PLATFORMS[0]),
@@ -197,6 +201,35 @@ def dump(job: int, blocks: Sequence[int], first: int = 0, name: str = "a") -> Du
     return Dump(
         job, name, first, parent, join_keys(KEYS[first : first + len(blocks)]), np.array(blocks)
     )
+
+
+def test_a_pipeline_rank_without_layers_of_a_group_leaves_its_blocks_alone() -> None:
+    """Its first part is that of another group: numbers of device blocks mean that group's."""
+    second = Group(1, 1, TOKENS)
+    worker = Worker(rank={"group": second, "part": (1, 1, 0), "fails_whole": True})
+    store = worker.open()
+    # as the scheduler side sends them
+    mine = record_ids(KEYS, second.mask)
+    record = record_ids(KEYS, part_mask(1, 1, 0))[0]
+    for cache in worker.caches.values():
+        cache[3] = torch.randn(1, TOKENS, SIZE)
+    before = {name: cache.clone() for name, cache in worker.caches.items()}
+    other = dump(1, [2])
+    own = replace(dump(2, [3]), keys=mine[0], group=1)
+    reports = [worker.step(dumps=[other, own])[2]]
+    store.end("staged", "published")
+    reports.append(worker.step()[2])
+    done = [result for one in reports if one is not None for result in one.ranks[0].done]
+    assert {result.job: result.failed for result in done} == {1: (), 2: ()}
+    assert list(store.kept) == [record]
+    worker.caches["layers.0"][4] = 0
+    rest = [GroupBlocks(1, 0, mine[0], np.array([4], dtype=np.int64))]
+    worker.step(loads=[replace(load("a", [2]), rest=rest)])
+    store.end("published")
+    assert worker.step()[0] == {"a"}
+    for name, cache in worker.caches.items():
+        assert torch.equal(cache[4], before[name][3]), "the group that it has is loaded"
+        assert torch.equal(cache[2], before[name][2]), "and nothing of the other one"
 
 
 def test_a_block_goes_out_and_comes_back_bit_for_bit() -> None:

@@ -340,11 +340,16 @@ def make_worker(
         )
     parallel = vllm_config.parallel_config
     groups = _groups(config, vllm_config, kv_cache_config)
-    first, *rest = [
-        RankPart(group, (group.number, pipeline, tensor // replicas), names)
+    parts = [
+        RankPart(
+            group,
+            (group.number, pipeline, tensor // replicas),
+            kv_cache_config.kv_cache_groups[group.table].layer_names,
+        )
         for group in groups
-        if (names := kv_cache_config.kv_cache_groups[group.table].layer_names)
     ]
+    # A pipeline rank may have no layers of a group, or of none at all, which it reports.
+    first, *rest = [part for part in parts if part.layers] or parts[:1]
     rank = Rank(
         number=pipeline * parallel.tensor_parallel_size + tensor,
         part=first.part,

@@ -587,7 +587,7 @@ class Lookups:
         # The parts of whole prefixes are looked up side by side.
         of_groups = zip(self._groups, self._parts, strict=True)
         self._whole = [part for group, own in of_groups if not group.frees_early for part in own]
-        self._by_prefix = fails_whole(self._groups) or any(group.draft for group in groups)
+        self._needs_tables = fails_whole(self._groups) or any(group.draft for group in groups)
         self._locally_visible = locally_visible or LocallyVisible()
         self._store = store
         self._masks = list(masks)
@@ -721,7 +721,7 @@ class Lookups:
         found = Found(len(keys), MissReason.LAST_TOKEN, bytes(len(keys)))
         if self._whole:
             found = yield from self._prefix(keys)
-        if self._by_prefix:
+        if self._needs_tables:
             return (yield from self._in_groups(keys, found, min(limit, len(keys))))
         return found
 

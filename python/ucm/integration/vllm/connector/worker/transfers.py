@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -153,6 +152,8 @@ class GroupStore:
     store: UcmKVStoreBaseV1
     #: Between the keys of blocks, as they are sent, and the ids of their records.
     mask: bytes
+    #: Tokens of a block there.
+    tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -214,34 +215,26 @@ class Loads:
         #: Under sparse attention: prepares a loaded block before its load is reported.
         self.representations: Representations | None = None
 
-    def start(
-        self,
-        load: Load,
-        store: UcmKVStoreBaseV1 | None,
-        mask: bytes,
-        others: Mapping[int, GroupStore] = MappingProxyType({}),
-    ) -> None:
-        """Begin; if that is impossible the load has failed already. ``others``: of the other KV
-        groups that have layers on this rank."""
-        if store is None:
+    def start(self, load: Load, stores: Mapping[int, GroupStore]) -> None:
+        """Begin; if that is impossible the load has failed already. ``stores``: of the KV groups
+        that have layers on this rank, none where it has no store."""
+        if not stores:
             return self._fail_all(load, MissReason.UNHEALTHY)
-        ids = record_ids(load.keys, mask)
-        if self.representations is not None:
-            unread, name = record_ids(load.unread, mask), load.request
-            self.representations.begin_load(name, ids, load.blocks, store, load.timeout, unread)
         loading = _Loading(load, self.times.clock())
-        first = GroupBlocks(0, load.first, load.keys, load.blocks)
-        for part in (first, *load.rest) if load.rest else (first,):
-            own = GroupStore(store, mask) if part.group == 0 else others.get(part.group)
+        for part in (GroupBlocks(0, load.first, load.keys, load.blocks), *load.rest):
+            own = stores.get(part.group)
             if own is None or not part.keys:
                 continue  # no layers here, or nothing of this group is needed
-            if part.group:
-                ids = record_ids(part.keys, own.mask)
+            ids = record_ids(part.keys, own.mask)
+            if self.representations is not None:
+                unread, name = record_ids(load.unread, own.mask), load.request
+                blocks, timeout = part.blocks, load.timeout
+                self.representations.begin_load(name, ids, blocks, own.store, timeout, unread)
             try:
                 task = own.store.load_blocks(ids, part.blocks, load.timeout)
             except Exception as error:
                 throttle.warning("load", "a load was refused: %s", error)
-                loading.refused = loading.refused or error
+                loading.refused = error
                 break
             loading.tasks.append(_Running(part, task, own.store))
         if loading.refused is not None and not loading.tasks:
@@ -431,13 +424,13 @@ class Dumps:
         self.last_job = 0
         self.published: Counter[int] = Counter()  # blocks published so far, by KV group
 
-    def skip(self, dump: Dump, store: UcmKVStoreBaseV1 | None, mask: bytes) -> None:
-        """Another rank writes the same bytes. Records that it replaces may be refused on this
-        one."""
+    def skip(self, dump: Dump, own: GroupStore | None) -> None:
+        """Another rank writes the same bytes, or this one has no layers of that group (``own`` is
+        None). Records that it replaces may be refused on this one."""
         self.last_job = max(self.last_job, dump.job)
-        if dump.refused and store is not None:
+        if dump.refused and own is not None:
             try:
-                store.clear_bad(record_ids(_rows(dump), mask))
+                own.store.clear_bad(record_ids(_rows(dump), own.mask))
             except Exception as error:  # they stay refused for longer than needed
                 throttle.warning("clear_bad", "the store's clear_bad() failed: %r", error)
         self._done.append(DumpResult(dump.job))
@@ -445,20 +438,20 @@ class Dumps:
     def start(
         self,
         dumps: Sequence[Dump],
-        store: UcmKVStoreBaseV1 | None,
-        mask: bytes,
+        own: GroupStore | None,
         event: tuple[int, Any],
-        block_tokens: int,
         representations: Representations | None = None,
     ) -> None:
-        """Begin; after a refused one the rest of its request's chain is refused for this step.
-        ``event``: handle and its owner; ``representations``: what is stored beside the KV."""
+        """Begin those of one KV group; after a refused one the rest of its request's chain is
+        refused for this step. ``own``: its store, None where there is none yet; ``event``: handle
+        and its owner; ``representations``: what is stored beside the KV."""
         refused: set[str] = set()
         for dump in dumps:
             self.last_job = max(self.last_job, dump.job)
-            if store is None or dump.request in refused:
+            if own is None or dump.request in refused:
                 self._refuse(dump, busy=True)
                 continue
+            store, mask = own.store, own.mask
             try:
                 ids = record_ids(dump.keys, mask)
                 parent = record_ids(dump.parent, mask)[0] if dump.parent else bytes(16)
@@ -467,7 +460,7 @@ class Dumps:
                     ids,
                     parents=[parent, *ids[:-1]],
                     ordinals=list(range(dump.first, dump.first + len(ids))),
-                    tokens=[block_tokens] * len(ids),
+                    tokens=[own.tokens] * len(ids),
                     **({"tenant": dump.tenant} if tagged else {}),
                 )
                 if dump.refused:

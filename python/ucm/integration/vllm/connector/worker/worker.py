@@ -154,7 +154,7 @@ class UCMConnectorWorker:
         self._layout: KVLayout | None = None
         self._unmapped: KVLayout | None = None  # while vLLM sleeps
         self._layouts: list[KVLayout] = []  # of the other groups
-        self._others: dict[int, GroupStore] = {}  # the store as that of these
+        self._views: dict[int, GroupStore] = {}  # the store, by KV group
         self._problem = "vLLM registered no KV cache"
         self._store: UcmKVStoreBaseV1 | None = None
         # by the attempt it was opened for, with its views for the other groups
@@ -264,7 +264,7 @@ class UCMConnectorWorker:
         # transfers under way end with it.
         self._take_opened()
         before, self._store, self._attempt = self._store, None, attempt
-        self._others, layouts = {}, self._layouts
+        self._views, layouts = {}, self._layouts
         self._reported_ready = False
 
         def work() -> None:
@@ -304,9 +304,11 @@ class UCMConnectorWorker:
         opened = self._opened
         if self._store is None and opened is not None and opened[0] == self._attempt:
             self._store = opened[1]
+            first = GroupStore(opened[1], self._mask, self.rank.block_tokens)
+            self._views = {self.rank.group.number: first}
             for part, view in zip(self.rank.rest, opened[2], strict=True):
                 mask = record_mask(part.group, part.part)
-                self._others[part.group.number] = GroupStore(view, mask)
+                self._views[part.group.number] = GroupStore(view, mask, part.group.tokens)
             self._prefetch_room = prefetch_room(opened[1])
 
     # Steps
@@ -363,9 +365,9 @@ class UCMConnectorWorker:
         """Begin this step's loads."""
         if self._plan is not None and self._plan.loads:
             loads, self._plan.loads = self._plan.loads, []
-            store = self._store if self._layout is not None else None
+            stores = self._views if self._layout is not None else {}
             for load in loads:
-                self.loads.start(load, store, self._mask, self._others)
+                self.loads.start(load, stores)
 
     def start_dumps(self) -> None:
         """Begin this step's dumps; the device has the model's work of the step."""
@@ -374,9 +376,7 @@ class UCMConnectorWorker:
         dumps, self._plan.dumps = self._plan.dumps, []
         if not self.rank.writer:
             for dump in dumps:
-                own = self._others.get(dump.group)
-                view, mask = (self._store, self._mask) if own is None else (own.store, own.mask)
-                self.dumps.skip(dump, view, mask)
+                self.dumps.skip(dump, self._views.get(dump.group))
             return
         store, event = self._store if self._layout is not None else None, (0, None)
         if store is not None and self._layout is not None:
@@ -387,20 +387,15 @@ class UCMConnectorWorker:
                 throttle.warning("event", "no event was recorded, so nothing is stored: %r", error)
                 store = None
         representations = None if self._sparse is None else self._sparse.representations
-        first = [dump for dump in dumps if dump.group == self.rank.group.number]
-        tokens = self.rank.block_tokens
-        self.dumps.start(first, store, self._mask, event, tokens, representations)
-        if len(first) == len(dumps):
-            return
-        here = {part.group.number: part.group.tokens for part in self.rank.rest}
-        for dump in dumps:
-            if dump.group not in here:
-                if dump not in first:  # no layers of that group
-                    self.dumps.skip(dump, None, b"")
+        here = {self.rank.group.number, *(part.group.number for part in self.rank.rest)}
+        for number in dict.fromkeys(dump.group for dump in dumps):
+            ones = [dump for dump in dumps if dump.group == number]
+            if number in here:
+                own = None if store is None else self._views.get(number)
+                self.dumps.start(ones, own, event, representations)
                 continue
-            own = self._others.get(dump.group)
-            view, mask = (None, b"") if own is None or store is None else (own.store, own.mask)
-            self.dumps.start([dump], view, mask, event, here[dump.group])
+            for dump in ones:  # a pipeline rank without layers of that group
+                self.dumps.skip(dump, None)
 
     def take_ended_loads(self) -> set[str]:
         """Requests whose load ended, each named once, failed ones too."""
@@ -469,10 +464,9 @@ class UCMConnectorWorker:
         if store is None or layout is None or not self.rank.writer or now < self._room_due:
             return None
         self._room_due = now + ROOM_S
-        views = [(store, layout.block_bytes)]
-        for own, other in zip(self._others.values(), self._layouts, strict=True):
-            views.append((own.store, other.block_bytes))
-        return store_room(views)
+        sizes = [each.block_bytes for each in (layout, *self._layouts)]
+        stores = (own.store for own in self._views.values())
+        return store_room(list(zip(stores, sizes, strict=True)))
 
     def take_bytes(self) -> dict[str, int] | None:
         """Bytes of KV loaded and published on this rank since the last call, None without any."""
