@@ -11,13 +11,21 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from parts import BLOCK, Rig
+from parts import BLOCK, Later, Memory, Rig
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from ucm.errors import BusyError, ClosedError
-from ucm.integration.vllm.connector.scheduler.lookup import AT_ONCE_TOKENS
+from ucm.integration.vllm.connector.groups import ABSENT, UNKNOWN, Group, Reach
+from ucm.integration.vllm.connector.scheduler.lookup import (
+    AT_ONCE_TOKENS,
+    LocallyVisible,
+    Lookup,
+    Lookups,
+)
+from ucm.reasons import MissReason
+from ucm.store import part_mask, record_ids
 
 
 def test_a_store_that_answers_from_memory_is_called_at_once() -> None:
@@ -120,3 +128,32 @@ def test_a_long_lookup_runs_on_a_thread() -> None:
     rig.store.at_once = False
     rig.request("c", BLOCK)
     assert len(rig.later.jobs) == 3
+
+
+def test_a_lookup_of_several_groups_says_why_it_is_no_longer() -> None:
+    """And what it does not know of a group it does not call absent."""
+    groups = (Group(0, 0, BLOCK), Group(1, 1, BLOCK, reach=Reach("window", BLOCK + 1)))
+    masks = [part_mask(0, 0, 0), part_mask(1, 0, 0)]
+    store, later = Memory(), Later()
+    seen = LocallyVisible()
+    seen.open([[0], [0]])
+    lookups = Lookups(later, store, masks, seen, groups, [[0], [1]])
+    keys = [bytes([at + 1]) * 16 for at in range(4)]
+
+    def found(limit: int) -> Lookup:
+        lookup = lookups.start(lambda: keys, limit=limit)
+        later.run()
+        return lookup
+
+    whole, window = (record_ids(keys, mask) for mask in masks)
+    store.ids = {*whole[:3], window[1]}
+    lookup = found(4)
+    assert (lookup.hits, lookup.reason) == (2, MissReason.ABSENT)
+    assert lookup.tables == (bytes((0, 0, 0, ABSENT)), bytes((ABSENT, 0, ABSENT, UNKNOWN)))
+    store.ids = {*whole, *window}
+    lookup = found(3)
+    assert (lookup.hits, lookup.reason) == (3, MissReason.LAST_TOKEN)
+    store.locate_on_prefix = lambda ids: (bytes(2), "unhealthy")  # type: ignore[method-assign]
+    lookup = found(4)
+    assert (lookup.hits, lookup.reason) == (2, MissReason.UNHEALTHY)
+    assert lookup.tables[0] == bytes((0, 0, UNKNOWN, UNKNOWN))

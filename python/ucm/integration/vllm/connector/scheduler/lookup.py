@@ -754,6 +754,12 @@ class Lookups:
                 tables[at][block] = max(tables[at][block], tier)
         hit = known_hit(self._groups, tables, limit)
         reason = prefix.reason if hit == prefix.hits else MissReason.ABSENT
+        if hit == limit < prefix.hits:
+            reason = MissReason.LAST_TOKEN
+        if prefix.reason not in (MissReason.ABSENT, MissReason.OTHER_RANK):
+            for group, table in zip(self._groups, tables, strict=True):
+                if not group.frees_early:  # nothing was said of the blocks behind the prefix
+                    table[prefix.hits :] = bytes((UNKNOWN,)) * (len(keys) - prefix.hits)
         tiers = prefix.tiers[:hit] if self._whole else bytes(hit)
         return Found(hit, reason, tiers, tuple(map(bytes, tables)))
 
