@@ -135,6 +135,8 @@ def test_a_record_that_is_lost_between_lookup_and_load_costs_the_hit_and_nothing
         assert list(request.output_token_ids) == expected(prompt, COUNT, MODELS[name])
         engine.until(engine.idle)
         assert not engine.off
+        stats = engine.connector._scheduler.stats()
+        assert stats["loaded_blocks"] in (0, stats["hit_blocks"]), "a load is of use whole or not"
         LateStore.blocks.update(stored)
 
 

@@ -456,7 +456,7 @@ class _Deferred:
         first = self.chain.cursor
         kept = zip(self.blocks[first:], self.hashes[first:], strict=True)
         for at, (block, was) in enumerate(kept, first):
-            if not untouched(block, was):
+            if not (block.is_null or untouched(block, was)):
                 cut = len(self.blocks) - at
                 del self.blocks[at:], self.hashes[at:]
                 return cut

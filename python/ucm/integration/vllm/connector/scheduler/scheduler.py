@@ -18,7 +18,7 @@ import numpy as np
 
 from ucm.config import UcmConfig
 from ucm.integration.vllm.connector.admission.admission import Admission, RateMemory
-from ucm.integration.vllm.connector.groups import ONE_GROUP, Group
+from ucm.integration.vllm.connector.groups import ONE_GROUP, Group, fails_whole
 from ucm.integration.vllm.connector.guard import (
     Background,
     Failures,
@@ -138,7 +138,7 @@ class UCMConnectorScheduler:
         self.admission = admission
         self._rates = rates
         self._may_load = may_load
-        self._groups = tuple(groups)
+        self._groups, self._whole = tuple(groups), fails_whole(groups)
         # What vLLM may take away in the next step is offered first.
         self._order = sorted(range(len(groups)), key=lambda at: not groups[at].frees_early)
         self._forget_on_reset = config.on_reset == "forget"
@@ -714,11 +714,12 @@ class UCMConnectorScheduler:
 
     @harmless(None)
     def _load_ended(self, tracker: RequestTracker) -> None:
-        """Every rank reported the load: blocks before the first failed one are loaded
-        everywhere."""
+        """Every rank reported the load: blocks before the first failed one are loaded everywhere,
+        and kept where they are of use without the others."""
         load, failures, tally = tracker.loading, tracker.failures, tracker.tally
         tracker.loading, tracker.failures = range(0), {}
-        end = max(min(failures, default=load.stop), load.start)
+        kept = load.stop if not failures else load.start if self._whole else min(failures)
+        end = max(kept, load.start)
         self.miss_stats.loaded(tally, max(min(end, load.stop) - load.start, 0))
         for ordinal in range(end, load.stop):
             self.miss_stats.missed(tally, failures.get(ordinal, MissReason.LOAD_FAILED), 1)
