@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,25 @@ def test_a_record_with_a_changed_byte_or_another_length(name: str, data: st.Data
     end = data.draw(st.integers(0, len(record) + PAGE), "length")
     cut = bytes(record[:end]).ljust(end, b"\0") if data.draw(st.booleans(), "cut") else record
     assert by_the_core(bytes(cut)) == by_the_second_reader(bytes(cut))
+
+
+def sided() -> list[str]:
+    """The records with side shards that the second reader reads."""
+    found = []
+    for name, record in RECORDS.items():
+        with contextlib.suppress(Refused):
+            found += [name] if parse_header(record).sides else []
+    return found
+
+
+@pytest.mark.parametrize("name", sided())
+def test_a_damaged_side_shard_is_lost_alone(name: str) -> None:
+    for side in parse_header(RECORDS[name]).sides:
+        record = bytearray(RECORDS[name])
+        record[side.offset] ^= 1
+        verdict = by_the_core(bytes(record))
+        assert verdict == by_the_second_reader(bytes(record))
+        assert side.name in verdict[1] or verdict[0], "the damage is seen"
 
 
 @pytest.mark.parametrize("name", RECORDS)

@@ -32,18 +32,15 @@ class Served:
     answers: dict[str, Result]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        ("gemma3", "v1"),
-        ("mistral", "v1"),
-        pytest.param(("gemma3", "v2"), marks=pytest.mark.one_runner),
-        pytest.param(("mistral", "v2"), marks=pytest.mark.one_runner),
-    ],
-    ids="-".join,
-)
-def served(request: pytest.FixtureRequest, host: EngineHost, work: Path) -> Served:
-    name, runner = request.param
+pytestmark = [
+    pytest.mark.one_runner,
+    pytest.mark.parametrize("runner", ["v1", "v2"], scope="module"),
+    pytest.mark.parametrize("name", CONFIGS, scope="module"),
+]
+
+
+@pytest.fixture(scope="module")
+def served(name: str, runner: str, host: EngineHost, work: Path) -> Served:
     label = f"groups-{name}-{runner}"
     disk = new_disk(work, label)
     model = write_model(work / label / "model", CONFIGS[name]())
@@ -64,13 +61,13 @@ def test_vllm_has_the_groups_that_these_tests_are_about(served: Served) -> None:
     )
 
 
-@pytest.mark.parametrize("name", STORED)
-def test_a_prompt_that_comes_again_is_a_hit(served: Served, name: str) -> None:
+@pytest.mark.parametrize("case", STORED)
+def test_a_prompt_that_comes_again_is_a_hit(served: Served, case: str) -> None:
     """Longer and shorter than the window, and in several chunks of prefill."""
     served.engine.reset()
-    answer = served.engine.generate(STORED[name].ask())[0]
-    assert_same(answer, served.answers[name])
-    assert answer.cached_blocks == STORED[name].full_blocks
+    answer = served.engine.generate(STORED[case].ask())[0]
+    assert_same(answer, served.answers[case])
+    assert answer.cached_blocks == STORED[case].full_blocks
     served.engine.wait_idle()
 
 
