@@ -25,7 +25,7 @@ from vllm.distributed.kv_events import (
 pytestmark = pytest.mark.one_runner
 
 #: Which no other test sends.
-NEW = Case(prompt(70, 5 * BLOCK + 3))
+NEW = Case(prompt(170, 5 * BLOCK + 3))
 
 
 def ask(engine: Engine, case: Case, **keys: Any) -> Result:
@@ -138,7 +138,7 @@ def router(warm: Engine, cold: Life) -> Iterator[Router]:
 def test_a_router_learns_what_is_stored_and_what_is_not_any_more(
     warm: Engine, cold: Life, router: Router
 ) -> None:
-    case = Case(prompt(71, 5 * BLOCK + 3), 1)
+    case = Case(prompt(171, 5 * BLOCK + 3), 1)
     for on_device in router.stored.values():
         on_device.clear()
     before = set(cold.disk.files())
