@@ -8,6 +8,7 @@
 )]
 
 use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
 use std::hint::black_box;
 use std::num::NonZeroU64;
 use std::time::Duration;
@@ -19,6 +20,7 @@ use ucm_infra::{LANE_LOOKUP, MonotonicTime, SystemClock};
 use ucm_record::RecordLayout;
 use ucm_tier::backend::Backend;
 use ucm_tier::memory::{MemoryBackend, MemoryConfig};
+use ucm_tier::scope::Scope;
 
 /// Bytes of the records in rotation: more than the caches of most processors.
 const BYTES: usize = 256 << 20;
@@ -32,10 +34,19 @@ fn id(n: u64) -> BlockId {
 
 fn tier(dir: &std::path::Path, layout: &RecordLayout, bytes: Option<usize>) -> MemoryBackend {
     let capacity = bytes.and_then(|bytes| NonZeroU64::new(bytes as u64));
-    let identity = Identity::parse(&identity("w")).unwrap();
+    let scope = Scope {
+        identity: Identity::parse(&identity("w")).unwrap(),
+        labels: BTreeMap::new(),
+        part: Part::default(),
+        record: layout.clone(),
+        other_parts: Vec::new(),
+        shorter: false,
+        lookup_only: false,
+        writer: 1,
+    };
     let config = MemoryConfig {
         registry: Some(dir.to_owned()),
-        ..MemoryConfig::new(identity, Part::default(), layout.clone(), capacity)
+        ..MemoryConfig::new(scope, capacity)
     };
     let tier = MemoryBackend::new(config, SystemClock::shared()).unwrap();
     tier.open(MonotonicTime::NEVER).unwrap();

@@ -15,8 +15,12 @@ import pytest
 CRATES = Path(__file__).resolve().parents[2] / "crates"
 
 #: Plain records of options, counters or a format may be long.
-PLAIN = {"EngineConfig", "StoreSpec", "PosixConfig", "PosixOptions", "ObjectOptions"} | {
-    "TierStats",
+PLAIN = {
+    "EngineConfig",
+    "StoreSpec",
+    "PosixOptions",
+    "ObjectOptions",
+    "Stats",
     "RecordHeader",
     "Table",
 }

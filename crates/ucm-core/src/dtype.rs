@@ -2,42 +2,32 @@
 
 use std::fmt;
 
-/// Element type of the KV bytes of a block. The codes are frozen.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-#[repr(u32)]
-pub enum DType {
-    /// None of the below.
-    Other = 0,
-    /// IEEE half precision.
-    F16 = 1,
-    /// bfloat16.
-    Bf16 = 2,
-    /// IEEE single precision.
-    F32 = 3,
-    /// 8-bit float, 4 exponent bits.
-    Fp8E4m3 = 4,
-    /// 8-bit float, 5 exponent bits.
-    Fp8E5m2 = 5,
-    /// 8-bit integer.
-    Int8 = 6,
-    /// Bytes of a type that only the caller knows.
-    #[default]
-    Opaque = 7,
+crate::named! {
+    /// Element type of the KV bytes of a block. The codes, counted from 0, are frozen.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+    #[repr(u32)]
+    pub enum DType {
+        /// None of the below.
+        Other = "other",
+        /// IEEE half precision.
+        F16 = "f16",
+        /// bfloat16.
+        Bf16 = "bf16",
+        /// IEEE single precision.
+        F32 = "f32",
+        /// 8-bit float, 4 exponent bits.
+        Fp8E4m3 = "fp8_e4m3",
+        /// 8-bit float, 5 exponent bits.
+        Fp8E5m2 = "fp8_e5m2",
+        /// 8-bit integer.
+        Int8 = "int8",
+        /// Bytes of a type that only the caller knows.
+        #[default]
+        Opaque = "opaque",
+    }
 }
 
 impl DType {
-    /// Every type, in the order of its code.
-    pub const ALL: [Self; 8] = [
-        Self::Other,
-        Self::F16,
-        Self::Bf16,
-        Self::F32,
-        Self::Fp8E4m3,
-        Self::Fp8E5m2,
-        Self::Int8,
-        Self::Opaque,
-    ];
-
     /// The code in record headers.
     pub fn code(self) -> u32 {
         self as u32
@@ -46,20 +36,6 @@ impl DType {
     /// The type of a code; `None` if this version does not know the code.
     pub fn from_code(code: u32) -> Option<Self> {
         Self::ALL.get(usize::try_from(code).ok()?).copied()
-    }
-
-    /// Name in manifests and messages.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Other => "other",
-            Self::F16 => "f16",
-            Self::Bf16 => "bf16",
-            Self::F32 => "f32",
-            Self::Fp8E4m3 => "fp8_e4m3",
-            Self::Fp8E5m2 => "fp8_e5m2",
-            Self::Int8 => "int8",
-            Self::Opaque => "opaque",
-        }
     }
 
     /// Parses a name that frameworks use (`torch.bfloat16`, `float16`, `fp8_e4m3`, `half`). A type

@@ -10,38 +10,41 @@ use std::sync::Arc;
 /// Result of the core.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// The kind of an error. It decides what a caller can do about it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum ErrorKind {
-    /// An argument is wrong: shape, length, range, type. Not retryable.
-    InvalidInput,
-    /// The configuration is wrong. Not retryable.
-    Config,
-    /// The requested thing does not exist (for a block: a miss).
-    NotFound,
-    /// A bounded queue or pool is full right now. Retryable at once or later; nothing was changed.
-    Busy,
-    /// A deadline passed. Retryable.
-    Timeout,
-    /// An operation of the operating system failed. The source says whether it is retryable.
-    Io,
-    /// The medium or the configured limit is full. Retryable after space was freed.
-    NoSpace,
-    /// Stored bytes failed verification: a miss, never data.
-    Corrupt,
-    /// A stored record belongs to another identity, part, id or a newer format: a miss.
-    Foreign,
-    /// The breaker of the backend is open. Retryable after the cool-down.
-    Unhealthy,
-    /// The object was closed.
-    Closed,
-    /// The object was made in another process, before a fork.
-    Forked,
-    /// The operation is not supported by this backend, device or build.
-    Unsupported,
-    /// A bug in ucm. Please report it.
-    Internal,
+crate::named! {
+    /// The kind of an error. It decides what a caller can do about it.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    #[non_exhaustive]
+    pub enum ErrorKind {
+        /// An argument is wrong: shape, length, range, type. Not retryable.
+        InvalidInput = "invalid_input",
+        /// The configuration is wrong. Not retryable.
+        Config = "config",
+        /// The requested thing does not exist (for a block: a miss).
+        NotFound = "not_found",
+        /// A bounded queue or pool is full right now. Retryable at once or later; nothing was
+        /// changed.
+        Busy = "busy",
+        /// A deadline passed. Retryable.
+        Timeout = "timeout",
+        /// An operation of the operating system failed. The source says whether it is retryable.
+        Io = "io",
+        /// The medium or the configured limit is full. Retryable after space was freed.
+        NoSpace = "no_space",
+        /// Stored bytes failed verification: a miss, never data.
+        Corrupt = "corrupt",
+        /// A stored record belongs to another identity, part, id or a newer format: a miss.
+        Foreign = "foreign",
+        /// The breaker of the backend is open. Retryable after the cool-down.
+        Unhealthy = "unhealthy",
+        /// The object was closed.
+        Closed = "closed",
+        /// The object was made in another process, before a fork.
+        Forked = "forked",
+        /// The operation is not supported by this backend, device or build.
+        Unsupported = "unsupported",
+        /// A bug in ucm. Please report it.
+        Internal = "internal",
+    }
 }
 
 impl ErrorKind {
@@ -61,26 +64,6 @@ impl ErrorKind {
             Self::Closed => -50014,
             Self::Forked => -50015,
             Self::Internal => -1,
-        }
-    }
-
-    /// The kind's name as it appears in messages, metrics and the Python exception tree.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::InvalidInput => "invalid_input",
-            Self::Config => "config",
-            Self::NotFound => "not_found",
-            Self::Busy => "busy",
-            Self::Timeout => "timeout",
-            Self::Io => "io",
-            Self::NoSpace => "no_space",
-            Self::Corrupt => "corrupt",
-            Self::Foreign => "foreign",
-            Self::Unhealthy => "unhealthy",
-            Self::Closed => "closed",
-            Self::Forked => "forked",
-            Self::Unsupported => "unsupported",
-            Self::Internal => "internal",
         }
     }
 

@@ -83,37 +83,23 @@ impl Geometry {
     /// `block_size`. Each must divide the next.
     pub fn from_sizes(tensors: Vec<u64>, shard_size: u64, block_size: u64) -> Result<Self> {
         let layer: u64 = tensors.iter().sum();
-        let divides = |small: (&str, u64), big: (&str, u64)| {
-            if small.1 == 0 || big.1 == 0 || !big.1.is_multiple_of(small.1) {
-                return Err(Error::invalid(format!(
-                    "{} must be a positive multiple of {}",
-                    big.0, small.0
-                ))
-                .with(
-                    if big.0 == "shard_size" {
-                        "shard_size"
-                    } else {
-                        "block_size"
-                    },
-                    big.1,
-                )
-                .with(
-                    if small.0 == "shard_size" {
-                        "shard_size"
-                    } else {
-                        "tensor_sizes"
-                    },
-                    small.1,
-                ));
+        let pieces = |what: &str, key, small: u64, whole, big: u64| {
+            if small == 0 || big == 0 || !big.is_multiple_of(small) {
+                let text = format!("{whole} must be a positive multiple of {what}");
+                return Err(Error::invalid(text).with(whole, big).with(key, small));
             }
-            u32::try_from(big.1 / small.1)
-                .map_err(|_| Error::invalid("geometry: too many pieces in a block"))
+            let many = |_| Error::invalid("geometry: too many pieces in a block");
+            u32::try_from(big / small).map_err(many)
         };
-        let layers_per_shard = divides(
-            ("the sum of the tensor sizes", layer),
-            ("shard_size", shard_size),
+        let sum = "the sum of the tensor sizes";
+        let layers_per_shard = pieces(sum, "tensor_sizes", layer, "shard_size", shard_size)?;
+        let shards = pieces(
+            "shard_size",
+            "shard_size",
+            shard_size,
+            "block_size",
+            block_size,
         )?;
-        let shards = divides(("shard_size", shard_size), ("block_size", block_size))?;
         let layers = layers_per_shard.saturating_mul(shards);
         Self::new(tensors, layers, layers_per_shard)
     }

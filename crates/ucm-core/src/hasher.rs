@@ -9,9 +9,6 @@
 //! written once and the compression function runs over one buffer. The cost is that of the raw
 //! compressions.
 
-use std::fmt;
-use std::str::FromStr;
-
 use md5::Md5;
 use sha2::{Digest, Sha256};
 
@@ -24,33 +21,23 @@ const SEED_PREFIX: &[u8] = b"UCMHASHSEED";
 /// Bytes of tag and length before a frame's bytes.
 const FRAME_HEAD: usize = 5;
 
-/// Hash function of the chain. All three give 16-byte keys.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum HashMethod {
-    /// SHA-256, cut to 16 bytes. Most processors have instructions for it; no collisions can be
-    /// constructed.
-    #[default]
-    Sha256,
-    /// BLAKE3, cut to 16 bytes: for machines without SHA instructions.
-    Blake3,
-    /// MD5: the seed's chain, byte for byte. Collisions can be constructed, so do not use it where
-    /// tenants must not affect each other.
-    Md5,
+crate::named! {
+    /// Hash function of the chain. All three give 16-byte keys.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+    pub enum HashMethod {
+        /// SHA-256, cut to 16 bytes. Most processors have instructions for it; no collisions can be
+        /// constructed.
+        #[default]
+        Sha256 = "sha256",
+        /// BLAKE3, cut to 16 bytes: for machines without SHA instructions.
+        Blake3 = "blake3",
+        /// MD5: the seed's chain, byte for byte. Collisions can be constructed, so do not use it
+        /// where tenants must not affect each other.
+        Md5 = "md5",
+    }
 }
 
 impl HashMethod {
-    /// Every method.
-    pub const ALL: [Self; 3] = [Self::Sha256, Self::Blake3, Self::Md5];
-
-    /// Name as in the key `hash_method`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Sha256 => "sha256",
-            Self::Blake3 => "blake3",
-            Self::Md5 => "md5",
-        }
-    }
-
     /// First 16 bytes of the hash of `message`.
     fn digest(self, message: &[u8]) -> BlockId {
         let mut id = [0; BlockId::LEN];
@@ -60,26 +47,6 @@ impl HashMethod {
             Self::Md5 => id.copy_from_slice(&Md5::digest(message)[..BlockId::LEN]),
         }
         BlockId(id)
-    }
-}
-
-impl fmt::Display for HashMethod {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl FromStr for HashMethod {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        Self::ALL
-            .into_iter()
-            .find(|m| m.name() == text)
-            .ok_or_else(|| {
-                Error::invalid("hash_method is one of sha256, blake3, md5")
-                    .with("hash_method", text)
-            })
     }
 }
 
@@ -153,33 +120,11 @@ impl BlockHasher {
         self.method
     }
 
-    /// Keys of the full blocks of `tokens` (the whole list) from block `start` on. `parent` is the
-    /// key of block `start - 1` and must be given exactly when `start > 0`. Extra keys of blocks
-    /// before `start` or of the partial tail are ignored, so a caller can pass those of the whole
-    /// request each time. Fails if the parent is missing or not expected, if `start` lies behind
-    /// the last full block, or if a limit is exceeded.
-    pub fn hash_blocks(
-        &self,
-        tokens: &[u32],
-        parent: Option<BlockId>,
-        start: usize,
-        extra: &[ExtraKey<'_>],
-    ) -> Result<Vec<BlockId>> {
-        let tail = start
-            .checked_mul(self.block_size)
-            .and_then(|at| tokens.get(at..));
-        let tail = tail.ok_or_else(|| {
-            Error::invalid("start lies behind the last full block of the tokens")
-                .with("start", start)
-                .with("tokens", tokens.len())
-                .with("block_size", self.block_size)
-        })?;
-        self.hash_tail(tail, parent, start, extra)
-    }
-
-    /// As [`BlockHasher::hash_blocks`], but `tail` begins at block `start`: for a caller that
-    /// converts only the new tokens. Block indices of `extra` still count from the start of the
-    /// whole list.
+    /// Keys of the full blocks of a token list from block `start` on, at which `tail` begins.
+    /// `parent` is the key of block `start - 1` and must be given exactly when `start > 0`. Block
+    /// indices of extra keys count from the start of the whole list. Those of blocks before `start`
+    /// or of the partial tail are ignored, so a caller can pass those of the whole request each
+    /// time. Fails if the parent is missing or not expected, or if a limit is exceeded.
     pub fn hash_tail(
         &self,
         tail: &[u32],

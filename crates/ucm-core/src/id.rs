@@ -4,6 +4,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use serde::Deserialize;
 use sha2::{Digest, Sha256};
 
 use crate::error::{Error, Result};
@@ -97,7 +98,7 @@ impl FromStr for BlockId {
 }
 
 /// Which part of a block a record holds: KV group, pipeline rank, tensor rank.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Debug, Deserialize)]
 pub struct Part {
     /// KV cache group.
     pub group: u32,

@@ -12,9 +12,10 @@ mod id;
 mod identity;
 pub mod limits;
 mod miss;
+mod named;
 mod units;
 
-pub use crc::{CRC_PIECE, Crc32c, crc32c, crc32c_combine};
+pub use crc::{CRC_PIECE, Crc32c, crc32c};
 pub use dtype::DType;
 pub use error::{Error, ErrorKind, Result};
 pub use geometry::{Geometry, LAYER_ALIGN, PAGE, round_up};

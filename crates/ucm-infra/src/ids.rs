@@ -3,13 +3,12 @@
 //! It wraps papaya's set (MIT, two small dependencies), whose readers never wait. A removed key is
 //! freed when no thread reads it any more.
 
-use std::fmt;
 use std::hash::Hash;
 
 use papaya::HashSet;
 
-/// A set that many threads use at once. Each call is atomic by itself; [`len`](Self::len),
-/// [`clear`](Self::clear) and [`extend`](Self::extend) read one part of the set after the other.
+/// A set that many threads use at once. Each call is atomic by itself; [`len`](Self::len) and
+/// [`clear`](Self::clear) read one part of the set after the other.
 pub struct IdSet<K: Eq + Hash>(HashSet<K>);
 
 impl<K: Eq + Hash> IdSet<K> {
@@ -48,31 +47,11 @@ impl<K: Eq + Hash> IdSet<K> {
     pub fn clear(&self) {
         self.0.pin().clear();
     }
-
-    /// Adds every key.
-    pub fn extend(&self, keys: impl IntoIterator<Item = K>) {
-        let set = self.0.pin();
-        keys.into_iter().for_each(|key| {
-            set.insert(key);
-        });
-    }
 }
 
 impl<K: Eq + Hash> Default for IdSet<K> {
     fn default() -> Self {
         Self::new()
-    }
-}
-
-impl<K: Eq + Hash> FromIterator<K> for IdSet<K> {
-    fn from_iter<I: IntoIterator<Item = K>>(keys: I) -> Self {
-        Self(keys.into_iter().collect())
-    }
-}
-
-impl<K: Eq + Hash> fmt::Debug for IdSet<K> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("IdSet").field("len", &self.len()).finish()
     }
 }
 
@@ -92,7 +71,7 @@ mod tests {
         assert!(set.contains(&id));
         assert!(set.remove(&id));
         assert!(!set.remove(&id));
-        set.extend((0..100).map(|n| BlockId([n; 16])));
+        (0..100).for_each(|n| _ = set.insert(BlockId([n; 16])));
         assert_eq!(set.len(), 100);
         set.clear();
         assert!(set.is_empty());
@@ -100,7 +79,8 @@ mod tests {
 
     #[test]
     fn one_thread_wins_each_key() {
-        let set: IdSet<u32> = (0..1000).collect();
+        let set = IdSet::new();
+        (0..1000).for_each(|key| _ = set.insert(key));
         let won: usize = std::thread::scope(|scope| {
             let threads: Vec<_> = (0..4)
                 .map(|_| scope.spawn(|| (0..1000).filter(|key| set.remove(key)).count()))

@@ -66,7 +66,7 @@ pub use completion::Completion;
 pub use ids::IdSet;
 #[cfg(not(loom))]
 pub use lanes::{LANE_DUMP, LANE_LOAD, LANE_LOOKUP, LANE_SPACE};
-pub use load_state::{BlockState, Cancelled, LoadState};
+pub use load_state::{BlockState, LoadState};
 pub use notify::Notify;
 #[cfg(not(loom))]
 pub use pool::{

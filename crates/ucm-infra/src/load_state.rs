@@ -25,20 +25,11 @@ pub enum BlockState {
     Done = 3,
 }
 
-/// What [`LoadState::cancel_from`] did.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[must_use = "if `last` is true, the caller must report the load"]
-pub struct Cancelled {
-    /// Number of blocks that this call took from reading to cancelled.
-    pub count: usize,
-    /// True if this call ended the load: the caller must report it. True for at most one call.
-    pub last: bool,
-}
-
 /// The states of a load's blocks and the count of those reading or scattering.
 ///
-/// The caller that ends the load (`true` from [`finish`](Self::finish) or [`Cancelled::last`]) sees
-/// every write of every scatter, and no block can begin to scatter any more.
+/// The caller that ends the load (`true` from [`finish`](Self::finish) or
+/// [`cancel_from`](Self::cancel_from)) sees every write of every scatter, and no block can begin to
+/// scatter any more.
 pub struct LoadState {
     states: Box<[AtomicU8]>,
     /// Blocks that are reading or scattering.
@@ -87,16 +78,15 @@ impl LoadState {
 
     /// Cancels every block from `first` on that is still reading: after a failure the blocks behind
     /// it, after an abort or a deadline all (`0`). Blocks that are scattering continue; their
-    /// [`finish`](Self::finish) ends the load.
-    pub fn cancel_from(&self, first: usize) -> Cancelled {
+    /// [`finish`](Self::finish) ends the load. Returns `true` if this ended the load: the caller
+    /// must report it.
+    #[must_use = "if this is true, the caller must report the load"]
+    pub fn cancel_from(&self, first: usize) -> bool {
         let count = (first..self.states.len())
             .filter(|&block| self.step(block, READING, CANCELLED))
             .count();
         // Subtracted in one step at the end, so the count cannot reach zero before this call ends.
-        Cancelled {
-            count,
-            last: self.close(count),
-        }
+        self.close(count)
     }
 
     /// The current state of a block; `None` if it is not of this load.
@@ -110,14 +100,9 @@ impl LoadState {
         })
     }
 
-    /// Number of blocks that are reading or scattering.
-    pub fn open(&self) -> usize {
-        self.open.load(Ordering::Acquire)
-    }
-
     /// True if no block is reading or scattering.
     pub fn is_over(&self) -> bool {
-        self.open() == 0
+        self.open.load(Ordering::Acquire) == 0
     }
 
     fn step(&self, block: usize, from: u8, to: u8) -> bool {
@@ -136,25 +121,9 @@ impl LoadState {
     }
 }
 
-impl std::fmt::Debug for LoadState {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let states: Vec<_> = (0..self.states.len())
-            .filter_map(|block| self.state(block))
-            .collect();
-        f.debug_struct("LoadState")
-            .field("open", &self.open())
-            .field("states", &states)
-            .finish()
-    }
-}
-
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-
-    fn cancelled(count: usize, last: bool) -> Cancelled {
-        Cancelled { count, last }
-    }
 
     #[test]
     fn a_good_load_ends_with_its_last_block() {
@@ -163,7 +132,6 @@ mod tests {
         assert!(!load.begin_scatter(1));
         assert!(load.begin_scatter(0));
         assert!(!load.finish(1));
-        assert_eq!(load.open(), 1);
         assert!(load.finish(0));
         assert!(load.is_over());
         assert!(!load.finish(0), "a second finish changes nothing");
@@ -173,10 +141,10 @@ mod tests {
     fn the_dead_never_scatter_and_the_scattering_end_the_load() {
         let load = LoadState::new(3);
         assert!(load.begin_scatter(0));
-        assert_eq!(load.cancel_from(0), cancelled(2, false));
+        assert!(!load.cancel_from(0));
         assert!(!load.begin_scatter(1));
         assert_eq!(load.state(1), Some(BlockState::Cancelled));
-        assert_eq!(load.cancel_from(0), cancelled(0, false));
+        assert!(!load.cancel_from(0));
         assert!(load.finish(0));
         assert_eq!(load.state(0), Some(BlockState::Done));
     }
@@ -184,9 +152,9 @@ mod tests {
     #[test]
     fn a_kill_of_the_last_readers_ends_the_load_once() {
         let load = LoadState::new(2);
-        assert_eq!(load.cancel_from(1), cancelled(1, false));
-        assert_eq!(load.cancel_from(0), cancelled(1, true));
-        assert_eq!(load.cancel_from(0), cancelled(0, false));
+        assert!(!load.cancel_from(1));
+        assert!(load.cancel_from(0));
+        assert!(!load.cancel_from(0));
     }
 
     #[test]
@@ -197,13 +165,13 @@ mod tests {
             !load.begin_fail(2) && !load.begin_scatter(2),
             "it has failed"
         );
-        assert_eq!(load.cancel_from(3), cancelled(1, false));
+        assert!(!load.cancel_from(3));
         assert!(!load.finish(2));
         assert!(load.begin_scatter(0));
         assert!(!load.finish(0));
         // The next failure is of an earlier block and ends the load.
         assert!(load.begin_fail(1));
-        assert_eq!(load.cancel_from(2), cancelled(0, false));
+        assert!(!load.cancel_from(2));
         assert!(load.finish(1));
         assert!(!load.begin_fail(3), "cancelled before its failure");
     }
@@ -212,7 +180,7 @@ mod tests {
     fn a_finish_without_a_begin_changes_nothing() {
         let load = LoadState::new(1);
         assert!(!load.finish(0));
-        assert_eq!((load.open(), load.state(0)), (1, Some(BlockState::Reading)));
+        assert_eq!(load.state(0), Some(BlockState::Reading));
     }
 
     #[test]
@@ -221,7 +189,7 @@ mod tests {
         assert!(load.is_over());
         assert!(!load.begin_scatter(0) && !load.finish(0));
         assert!(!load.begin_fail(0));
-        assert_eq!(load.cancel_from(0), cancelled(0, false));
+        assert!(!load.cancel_from(0));
         assert_eq!(load.state(0), None);
     }
 }

@@ -284,8 +284,7 @@ impl Model {
 
     /// Steps of a caller that aborts.
     fn cancel(&self) {
-        let cancelled = self.state.cancel_from(0);
-        if cancelled.last {
+        if self.state.cancel_from(0) {
             self.report();
         }
     }
@@ -297,8 +296,10 @@ impl Model {
         }
         // Stands for the recorded reason, which the report must contain.
         self.device[block].store(1, Ordering::Relaxed);
-        let cancelled = self.state.cancel_from(block + 1);
-        assert!(!cancelled.last, "this block is still open");
+        assert!(
+            !self.state.cancel_from(block + 1),
+            "this block is still open"
+        );
         if self.state.finish(block) {
             self.report();
         }

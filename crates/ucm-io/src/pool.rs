@@ -90,7 +90,6 @@ impl IoPool {
     /// Threads over an engine, started on demand. Errors as of `WorkerPool`: numbers out of range.
     pub fn new(engine: Arc<dyn IoEngine>, options: &IoOptions) -> Result<Arc<Self>> {
         let workers = WorkerPool::builder(options.name)
-            .on_demand()
             .size(options.workers.max(FEWEST))
             .lanes(&options.lanes)
             .max_replacements(options.max_replacements)

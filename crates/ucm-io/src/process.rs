@@ -3,9 +3,10 @@
 use std::fs;
 
 use rustix::process::{Pid, test_kill_process};
+use serde::{Deserialize, Serialize};
 
 /// A process of one boot of one host, so that a reused process id is not taken for it.
-#[derive(Clone, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Process {
     /// Boot of the host and namespace of its process ids; empty if they cannot be read.
     pub host: String,

@@ -19,8 +19,7 @@ impl BlockHasher {
     #[new]
     #[pyo3(signature = (identity, block_size, hash_method = "sha256"))]
     fn new(identity: &[u8], block_size: usize, hash_method: &str) -> CallResult<Self> {
-        let mut methods = HashMethod::ALL.into_iter();
-        let Some(method) = methods.find(|method| method.name() == hash_method) else {
+        let Some(method) = HashMethod::of_name(hash_method) else {
             let wrong = Error::invalid("hash_method is sha256, blake3 or md5");
             return Err(wrong.with("hash_method", hash_method).into());
         };

@@ -102,9 +102,7 @@ fn refused<'py>(refusal: &Refusal) -> Verdict<'py> {
 /// The layout of a part; `None` if its manifest is invalid.
 fn layout_of((tensors, layers, block_tokens, dtype): ShapeRow) -> Option<RecordLayout> {
     let geometry = Geometry::new(tensors, layers, layers).ok()?;
-    let dtype = (0..)
-        .map_while(DType::from_code)
-        .find(|known| known.name() == dtype)?;
+    let dtype = DType::of_name(&dtype)?;
     Some(RecordLayout::new(&geometry).describing(block_tokens, dtype))
 }
 

@@ -361,8 +361,7 @@ impl Store {
 
     /// Prefetches blocks into the upper tiers; returns the number of accepted ones.
     fn prefetch(&self, py: Python<'_>, block_ids: Ids, priority: &str) -> CallResult<usize> {
-        let mut known = Priority::ALL.into_iter();
-        let Some(priority) = known.find(|known| known.name() == priority) else {
+        let Some(priority) = Priority::of_name(priority) else {
             let known = Priority::ALL.map(Priority::name).join(", ");
             let error = Error::invalid("there is no such priority").with("priority", priority);
             return Err(error.with("known", known).into());

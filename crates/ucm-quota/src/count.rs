@@ -224,9 +224,8 @@ impl Counter {
         table.removed(count, freed);
         self.state.show(&table);
         drop(table);
-        let mut quota = self.state.writer_quota.lock();
-        quota.removed.records += count;
-        quota.removed.bytes += freed;
+        let removed = &mut self.state.writer_quota.lock().removed;
+        *removed = (removed.0 + count, removed.1 + freed);
         Ok(freed + gone)
     }
 

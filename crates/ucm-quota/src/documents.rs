@@ -48,40 +48,13 @@ impl Name {
     }
 }
 
-/// The process that writes a document.
-#[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq, Default)]
-pub(crate) struct Who {
-    pub(crate) host: String,
-    pub(crate) pid: u32,
-    pub(crate) started: u64,
-}
-
-impl Who {
-    pub(crate) fn of(process: &Process) -> Self {
-        Self {
-            host: process.host.clone(),
-            pid: process.pid,
-            started: process.started,
-        }
-    }
-
-    pub(crate) fn is_gone(&self) -> bool {
-        let process = Process {
-            host: self.host.clone(),
-            pid: self.pid,
-            started: self.started,
-        };
-        process.is_gone()
-    }
-}
-
 /// A collector's heartbeat.
 #[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Heartbeat {
     pub(crate) format: u32,
     /// Writer id of the process, 16 hex digits.
     pub(crate) writer: String,
-    pub(crate) process: Who,
+    pub(crate) process: Process,
     /// Grows with every heartbeat.
     pub(crate) sequence: u64,
     /// It resigned; the next term is free.
@@ -93,7 +66,7 @@ pub(crate) struct Heartbeat {
 #[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Note {
     pub(crate) format: u32,
-    pub(crate) process: Who,
+    pub(crate) process: Process,
     /// Grows with every note.
     pub(crate) sequence: u64,
     /// Total of the writes that were begun.

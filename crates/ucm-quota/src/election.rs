@@ -15,7 +15,7 @@ use ucm_infra::MonotonicTime;
 
 use super::agent::{QuotaAgent, Turn};
 use super::count::Why;
-use super::documents::{Grants, Heartbeat, Name, Who, hex};
+use super::documents::{Grants, Heartbeat, Name, hex};
 use super::documents_io::Look;
 use super::grant_table::GrantTable;
 use crate::layout::FORMAT;
@@ -130,7 +130,7 @@ impl QuotaAgent {
         Heartbeat {
             format: FORMAT,
             writer,
-            process: Who::of(&self.files.config.process),
+            process: self.files.config.process.clone(),
             sequence: self.heartbeat.sequence,
             resigned,
         }

@@ -217,9 +217,7 @@ impl SegmentName {
 
 /// Whether a file name is that of a private file.
 pub fn is_private(name: &OsStr) -> bool {
-    name.to_str()
-        .and_then(|name| name.strip_suffix(".tmp")?.split_once('-'))
-        .is_some_and(|(writer, sequence)| is_hex(writer, 16) && is_hex(sequence, 16))
+    SegmentName::parse_private(name).is_some()
 }
 
 /// Whether a file name below [`QUARANTINE`] is that of a damaged record.

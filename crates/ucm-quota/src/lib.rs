@@ -115,7 +115,6 @@ impl Quota {
             max_running: 1,
         };
         let worker = WorkerPool::builder("ucm-space")
-            .on_demand()
             .size(2)
             .lanes(&[lane("keep", 1), lane("work", 16)])
             .clock(Arc::clone(&clock))
@@ -319,8 +318,7 @@ impl Quota {
 
     /// Records and bytes removed so far.
     pub fn removed(&self) -> (u64, u64) {
-        let quota = self.quota();
-        (quota.removed.records, quota.removed.bytes)
+        self.quota().removed
     }
 
     /// Runs a longer job of the control path on a background thread.

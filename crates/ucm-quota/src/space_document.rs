@@ -71,6 +71,19 @@ pub struct Use {
     pub wanted: u64,
 }
 
+impl Use {
+    fn note(self, closed: bool) -> Note {
+        Note {
+            reserved: self.reserved,
+            committed: self.committed,
+            granted: self.granted,
+            wanted: self.wanted,
+            closed,
+            ..Note::default()
+        }
+    }
+}
+
 impl SpaceDocument {
     /// Reads a document. `Foreign` for one of a newer format, `Config` for one that is none.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
@@ -136,14 +149,7 @@ impl SpaceDocument {
         };
         let mut table = self.table();
         table.limit = limit;
-        let note = Note {
-            reserved: used.reserved,
-            committed: used.committed,
-            granted: used.granted,
-            wanted: used.wanted,
-            ..Note::default()
-        };
-        table.note(writer, &note);
+        table.note(writer, &used.note(false));
         if used.wanted > 0 {
             table.grant();
         }
@@ -155,14 +161,7 @@ impl SpaceDocument {
     /// A writer ends, and writes no more.
     pub fn leave(&mut self, writer: u64, used: Use) {
         let mut table = self.table();
-        let note = Note {
-            reserved: used.reserved,
-            committed: used.committed,
-            granted: used.granted,
-            closed: true,
-            ..Note::default()
-        };
-        table.note(writer, &note);
+        table.note(writer, &used.note(true));
         // What it was granted and did not use is free at once; what it used is, with the next
         // count.
         self.set_table(&table);

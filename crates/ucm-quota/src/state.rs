@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use parking_lot::Mutex;
 use ucm_infra::{MonotonicTime, Notify};
 
-use super::documents::{Note, Who};
+use super::documents::Note;
 use super::documents_io::SpaceFiles;
 use super::grant_table::GrantTable;
 use super::writer_quota::WriterQuota;
@@ -43,7 +43,7 @@ impl SpaceState {
         let quota = self.writer_quota.lock();
         let note = Note {
             format: FORMAT,
-            process: Who::of(&self.files.config.process),
+            process: self.files.config.process.clone(),
             sequence: 0,
             reserved: quota.reserved,
             committed: quota.committed(),

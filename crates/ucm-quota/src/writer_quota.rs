@@ -45,7 +45,8 @@ pub(super) struct WriterQuota {
     /// Bytes of the largest write so far.
     pub(super) unit: u64,
     pub(super) told: Told,
-    pub(super) removed: Removed,
+    /// Records and bytes that it removed as the collector.
+    pub(super) removed: (u64, u64),
     pub(super) free: Free,
     pub(super) pause: Pause,
     pub(super) asking: Asking,
@@ -77,13 +78,6 @@ pub(super) struct Told {
     pub(super) counted: bool,
     /// Why the last scan of the root failed, if it did.
     pub(super) trouble: Option<Error>,
-}
-
-/// What this writer removed as the collector.
-#[derive(Default)]
-pub(super) struct Removed {
-    pub(super) records: u64,
-    pub(super) bytes: u64,
 }
 
 /// How much of the medium was free when that was last looked at. Nothing, or no limit, before the
@@ -304,19 +298,14 @@ impl WriterQuota {
         error: Option<&Error>,
         now: MonotonicTime,
     ) -> bool {
-        if reservation.writer == self.writer {
-            self.pending = self.pending.saturating_sub(reservation.bytes);
-        }
         let unsure = error.is_none_or(|error| {
             matches!(
                 error.kind(),
                 ErrorKind::Timeout | ErrorKind::Io | ErrorKind::Closed
             )
         });
-        if !unsure && reservation.writer == self.writer {
-            self.reserved = self.reserved.saturating_sub(reservation.bytes);
-        }
-        self.pause.record(error, now)
+        let kept = if unsure { reservation.bytes } else { 0 };
+        self.commit(reservation, kept, error, now)
     }
 
     /// A reserved write of which `kept` bytes are on the medium has ended: the others are free

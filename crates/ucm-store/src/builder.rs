@@ -13,6 +13,7 @@ use ucm_infra::Clock;
 use ucm_record::{Keys, RecordLayout, SideSpec};
 use ucm_tier::lengths::PartRecord;
 use ucm_tier::registry::{Amount, BuildContext, seconds};
+use ucm_tier::scope::Scope;
 
 use crate::breaker::BreakerConfig;
 use crate::engine::{Deadlines, Engine, EngineConfig, OwnPart};
@@ -75,7 +76,7 @@ pub struct StoreSpec {
     /// The identity's JSON text.
     pub identity: String,
     /// KV group, pipeline rank, tensor rank; of the first part, where the store has several.
-    pub part: (u32, u32, u32),
+    pub part: Part,
     /// The other parts whose blocks the store loads and dumps.
     #[serde(default)]
     pub own_parts: Vec<PartSpec>,
@@ -147,7 +148,7 @@ pub struct StoreSpec {
 #[serde(deny_unknown_fields)]
 pub struct PartSpec {
     /// KV group, pipeline rank, tensor rank.
-    pub part: (u32, u32, u32),
+    pub part: Part,
     /// Bytes of each piece of one layer.
     pub tensor_sizes: Vec<u64>,
     /// Bytes of one row of a load or dump.
@@ -165,7 +166,7 @@ pub struct PartSpec {
 impl PartSpec {
     fn sizes(self) -> Result<OwnPart> {
         Ok(OwnPart {
-            part: part_of(self.part),
+            part: self.part,
             geometry: Geometry::from_sizes(self.tensor_sizes, self.shard_size, self.block_size)?,
             block_tokens: self.block_tokens,
             dtype: DType::from_name(&self.dtype),
@@ -181,14 +182,6 @@ fn record_of(sizes: &OwnPart, own: bool, encrypted: bool) -> Result<PartRecord> 
         record: with_room(record, encrypted)?,
         own,
     })
-}
-
-fn part_of((group, pipeline_rank, tensor_rank): (u32, u32, u32)) -> Part {
-    Part {
-        group,
-        pipeline_rank,
-        tensor_rank,
-    }
 }
 
 /// A layout with room for what encryption adds, if records are `encrypted`.
@@ -237,13 +230,11 @@ impl StoreSpec {
         let transfer = Transfer::from_word(&self.transfer)?;
         let device = open_device(device, transfer, Arc::clone(&clock))?;
         let identity = Identity::parse(&self.identity)?;
-        let part = part_of(self.part);
         let geometry = Geometry::from_sizes(self.tensor_sizes, self.shard_size, self.block_size)?;
         let dtype = DType::from_name(&self.dtype);
-        let mut sides = Vec::with_capacity(self.sides.len());
-        for (name, version, len) in self.sides {
-            sides.push(SideSpec { name, version, len });
-        }
+        let sides = self.sides.into_iter();
+        let sides = sides.map(|(name, version, len)| SideSpec { name, version, len });
+        let sides: Vec<SideSpec> = sides.collect();
         let record = RecordLayout::new(&geometry).describing(self.block_tokens, dtype);
         let record = record.with_sides(sides.clone())?;
         let keys = encryption_keys(self.encryption_key_file.as_deref())?;
@@ -287,13 +278,16 @@ impl StoreSpec {
         };
         let writer = ucm_infra::random_u64();
         let context = BuildContext {
-            identity: &identity,
-            part,
-            record: &record,
-            other_parts: &other_parts,
-            labels: &self.labels,
-            lookup_only: self.lookup_only,
-            writer,
+            scope: Scope {
+                identity: identity.clone(),
+                labels: self.labels,
+                part: self.part,
+                record,
+                other_parts,
+                shorter: false,
+                lookup_only: self.lookup_only,
+                writer,
+            },
             slots: usize::try_from(staging_bytes / longest as u64).unwrap_or(usize::MAX),
             processes: self.processes,
             scheduler_elsewhere: self.scheduler_elsewhere,
@@ -316,7 +310,7 @@ impl StoreSpec {
         let config = EngineConfig {
             geometry,
             identity,
-            part,
+            part: self.part,
             own_parts,
             block_tokens: self.block_tokens,
             dtype,

@@ -5,7 +5,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use serde::Serialize;
+use serde::ser::SerializeStruct;
+use serde::{Serialize, Serializer};
 use ucm_core::MissReason;
 
 /// Upper bounds of the latency buckets, in seconds; a last bucket takes longer times.
@@ -25,37 +26,23 @@ impl Histogram {
     pub fn observe(&self, ns: u64) {
         let seconds = ns as f64 / 1e9;
         let bucket = LATENCY_BOUNDS.partition_point(|&bound| bound < seconds);
-        self.buckets[bucket].fetch_add(1, Ordering::Relaxed);
-        self.sum_ns.fetch_add(ns, Ordering::Relaxed);
-    }
-
-    /// The counts now.
-    pub fn snapshot(&self) -> HistogramSnapshot {
-        let buckets: Vec<u64> = self
-            .buckets
-            .iter()
-            .map(|b| b.load(Ordering::Relaxed))
-            .collect();
-        HistogramSnapshot {
-            count: buckets.iter().sum(),
-            sum_seconds: self.sum_ns.load(Ordering::Relaxed) as f64 / 1e9,
-            bounds: LATENCY_BOUNDS.to_vec(),
-            buckets,
-        }
+        add(&self.buckets[bucket], 1);
+        add(&self.sum_ns, ns);
     }
 }
 
-/// A histogram at one moment; `buckets` has one entry more than `bounds`, not cumulative.
-#[derive(Serialize, Debug, Clone)]
-pub struct HistogramSnapshot {
-    /// Number of observations.
-    pub count: u64,
-    /// Their sum in seconds.
-    pub sum_seconds: f64,
-    /// Upper bounds in seconds.
-    pub bounds: Vec<f64>,
-    /// Observations per bucket.
-    pub buckets: Vec<u64>,
+impl Serialize for Histogram {
+    /// The number of durations, their sum, the bounds in seconds, and the number in each bucket:
+    /// one entry more, not cumulative.
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let buckets = self.buckets.each_ref().map(get);
+        let mut map = serializer.serialize_struct("Histogram", 4)?;
+        map.serialize_field("count", &buckets.iter().sum::<u64>())?;
+        map.serialize_field("sum_seconds", &(get(&self.sum_ns) as f64 / 1e9))?;
+        map.serialize_field("bounds", &LATENCY_BOUNDS)?;
+        map.serialize_field("buckets", &buckets)?;
+        map.end()
+    }
 }
 
 /// One counter per miss reason.
@@ -70,114 +57,98 @@ impl Default for Misses {
 impl Misses {
     /// Counts `n` blocks missed for a reason.
     pub fn add(&self, reason: MissReason, n: u64) {
-        self.0[reason.index()].fetch_add(n, Ordering::Relaxed);
+        add(&self.0[reason.index()], n);
     }
 
     /// How many blocks were missed for a reason.
     pub fn get(&self, reason: MissReason) -> u64 {
-        self.0[reason.index()].load(Ordering::Relaxed)
+        get(&self.0[reason.index()])
     }
 }
 
-macro_rules! counters {
-    ($($(#[doc = $doc:literal])+ $name:ident),+ $(,)?) => {
-        /// All counters of one engine.
-        #[derive(Default)]
-        pub struct Stats {
-            $($(#[doc = $doc])+ pub $name: AtomicU64,)+
-            /// Blocks not served, by reason.
-            pub misses: Misses,
-            /// Time from submission to the end of a load task.
-            pub load_latency: Histogram,
-            /// Time from submission to staged.
-            pub stage_latency: Histogram,
-            /// Time from submission to published.
-            pub dump_latency: Histogram,
-            /// Time of one lookup call.
-            pub lookup_latency: Histogram,
-        }
-
-        impl Stats {
-            /// Everything as one JSON object (histograms nested, misses as a map of the reasons
-            /// seen).
-            pub fn to_json(&self) -> serde_json::Value {
-                let mut map = serde_json::Map::new();
-                $(map.insert(stringify!($name).into(), self.$name.load(Ordering::Relaxed).into());)+
-                let misses = MissReason::ALL.into_iter().filter(|&r| self.misses.get(r) > 0);
-                let misses: serde_json::Map<_, _> =
-                    misses.map(|r| (r.name().to_owned(), self.misses.get(r).into())).collect();
-                map.insert("misses".into(), misses.into());
-                for (name, histogram) in [
-                    ("load_latency", &self.load_latency),
-                    ("stage_latency", &self.stage_latency),
-                    ("dump_latency", &self.dump_latency),
-                    ("lookup_latency", &self.lookup_latency),
-                ] {
-                    let value = serde_json::to_value(histogram.snapshot()).unwrap_or_default();
-                    map.insert(name.into(), value);
-                }
-                map.into()
-            }
-        }
-    };
+impl Serialize for Misses {
+    /// The reasons seen, by name.
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let seen = MissReason::ALL
+            .into_iter()
+            .filter(|&reason| self.get(reason) > 0);
+        serializer.collect_map(seen.map(|reason| (reason.name(), self.get(reason))))
+    }
 }
 
-counters! {
+/// All counters of one engine.
+#[derive(Default, Serialize)]
+pub struct Stats {
     /// Lookup calls.
-    lookups,
+    pub lookups: AtomicU64,
     /// Ids in lookups.
-    lookup_ids,
+    pub lookup_ids: AtomicU64,
     /// Ids found in lookups.
-    lookup_hits,
+    pub lookup_hits: AtomicU64,
     /// Load tasks started.
-    load_tasks,
+    pub load_tasks: AtomicU64,
     /// Blocks delivered to the device, verified.
-    blocks_loaded,
+    pub blocks_loaded: AtomicU64,
     /// Blocks read and verified for tasks that wanted no more than that.
-    blocks_verified,
+    pub blocks_verified: AtomicU64,
     /// Blocks of load tasks that were not delivered, or not verified.
-    blocks_failed,
+    pub blocks_failed: AtomicU64,
     /// Bytes of KV delivered to the device.
-    bytes_loaded,
+    pub bytes_loaded: AtomicU64,
     /// Loads of a block that joined a read already under way.
-    loads_joined,
+    pub loads_joined: AtomicU64,
     /// Second reads through a fresh direct open after a failed checksum.
-    second_reads,
+    pub second_reads: AtomicU64,
     /// Dump tasks accepted.
-    dump_tasks,
+    pub dump_tasks: AtomicU64,
     /// Dump calls refused because no slot was free.
-    dumps_refused,
+    pub dumps_refused: AtomicU64,
     /// Blocks published, with side shards or without.
-    blocks_published,
+    pub blocks_published: AtomicU64,
     /// Blocks of dumps that were stored already.
-    blocks_present,
+    pub blocks_present: AtomicU64,
     /// Blocks whose publish failed.
-    publishes_failed,
+    pub publishes_failed: AtomicU64,
     /// Blocks dropped because their last shard was not dumped in time.
-    blocks_incomplete,
+    pub blocks_incomplete: AtomicU64,
     /// Side shards read, verified and handed over.
-    sides_loaded,
+    pub sides_loaded: AtomicU64,
     /// Side shards that were wanted and are stored nowhere, or could not be read in time.
-    sides_missing,
+    pub sides_missing: AtomicU64,
     /// Copies of side shards that are not sound; another is read.
-    sides_refused,
+    pub sides_refused: AtomicU64,
     /// Side shards published in records of their own.
-    sides_published,
+    pub sides_published: AtomicU64,
     /// Side shards of dumps that were stored in records of their own already.
-    sides_present,
+    pub sides_present: AtomicU64,
     /// Bytes of KV read from the device.
-    bytes_staged,
+    pub bytes_staged: AtomicU64,
     /// Bytes of records published.
-    bytes_published,
+    pub bytes_published: AtomicU64,
     /// Records refused in this process.
-    records_refused,
+    pub records_refused: AtomicU64,
     /// Refused records that a dump replaced.
-    records_replaced,
+    pub records_replaced: AtomicU64,
+    /// Blocks not served, by reason.
+    pub misses: Misses,
+    /// Time from submission to the end of a load task.
+    pub load_latency: Histogram,
+    /// Time from submission to staged.
+    pub stage_latency: Histogram,
+    /// Time from submission to published.
+    pub dump_latency: Histogram,
+    /// Time of one lookup call.
+    pub lookup_latency: Histogram,
 }
 
 /// Adds to a counter.
 pub(crate) fn add(counter: &AtomicU64, n: u64) {
     counter.fetch_add(n, Ordering::Relaxed);
+}
+
+/// The value of a counter.
+pub(crate) fn get(counter: &AtomicU64) -> u64 {
+    counter.load(Ordering::Relaxed)
 }
 
 #[cfg(test)]
@@ -190,17 +161,21 @@ mod tests {
         for ns in [0, 100_000, 100_001, 20_000_000_000] {
             histogram.observe(ns);
         }
-        let snapshot = histogram.snapshot();
-        assert_eq!(snapshot.count, 4);
-        assert_eq!((snapshot.buckets[0], snapshot.buckets[1]), (2, 1));
-        assert_eq!(snapshot.buckets.last(), Some(&1));
+        let json = serde_json::to_value(histogram).unwrap();
+        assert_eq!(json["count"], 4);
+        let buckets = [
+            &json["buckets"][0],
+            &json["buckets"][1],
+            &json["buckets"][14],
+        ];
+        assert_eq!(buckets, [2, 1, 1]);
     }
 
     #[test]
     fn json_names_only_reasons_seen() {
         let stats = Stats::default();
         stats.misses.add(MissReason::Absent, 3);
-        let json = stats.to_json();
+        let json = serde_json::to_value(stats).unwrap();
         assert_eq!(json["misses"], serde_json::json!({"absent": 3}));
         assert_eq!(json["lookups"], 0);
     }

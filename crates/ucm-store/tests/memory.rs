@@ -9,8 +9,8 @@ use std::time::Duration;
 use ucm_core::ErrorKind;
 use ucm_infra::{Clock, ManualClock, MonotonicTime, SystemClock};
 use ucm_quota::Capacity;
-use ucm_tier::backend::{Backend, Listed, LocallyVisible};
-use ucm_tier::memory::{Inserted, MemoryBackend, Policy, cache_bytes};
+use ucm_tier::backend::{Backend, Listed, LocallyVisible, Written};
+use ucm_tier::memory::{MemoryBackend, Policy, cache_bytes};
 
 use crate::common::memory::{keep, record, setup, tier};
 use crate::common::{
@@ -171,10 +171,10 @@ fn other_namespaces_lengths_and_processes_that_share_nothing_are_not_seen() {
     let dir = directory();
     let ours = tier(dir.path(), 8, |_| ());
     let namespace = tier(dir.path(), 8, |config| {
-        config.identity = crate::common::identity("other")
+        config.scope.identity = crate::common::identity("other")
     });
     let length = tier(dir.path(), 8, |config| {
-        config.record = shape(&Setup {
+        config.scope.record = shape(&Setup {
             layers: 60,
             layers_per_shard: 60,
             ..Setup::default()
@@ -236,8 +236,8 @@ fn records_of_a_wrong_length_and_writers_without_memory_are_refused() {
     }
     let error = none.insert(id(1), &whole, 0).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported);
-    assert_eq!(full.insert(id(1), &whole, 0).unwrap(), Inserted::New);
-    assert_eq!(full.insert(id(1), &whole, 0).unwrap(), Inserted::Present);
+    assert_eq!(full.insert(id(1), &whole, 0).unwrap(), Written::Published);
+    assert_eq!(full.insert(id(1), &whole, 0).unwrap(), Written::Present);
     let mut short = vec![0; whole.len() - 1];
     assert_eq!(full.copy_out(id(1), &mut short), None);
     let mut out = vec![0; whole.len() + 4096];

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use ucm_core::BlockId;
 use ucm_infra::MonotonicTime;
-use ucm_tier::backend::Backend;
-use ucm_tier::memory::{EvictedRecord, Inserted, MemoryBackend, Policy};
+use ucm_tier::backend::{Backend, Written};
+use ucm_tier::memory::{EvictedRecord, MemoryBackend, Policy};
 
 use crate::common::memory::{keep, record, setup, tier};
 use crate::common::{Device, Store, directory, id, ids, pages};
@@ -95,7 +95,7 @@ fn a_victim_that_is_used_stays_and_can_be_chosen_again() {
             |tier, block| {
                 assert_eq!(
                     tier.insert(block, &record(block), 0).unwrap(),
-                    Inserted::Present
+                    Written::Present
                 )
             },
             |tier, block| assert!(tier.copy_out(block, &mut vec![0; 1 << 16]).is_some()),

@@ -74,7 +74,7 @@ fn meta() -> RecordMeta {
         tag: ExtraKey::TAG_SALT,
         bytes: b"salt",
     };
-    let keys = hasher.hash_blocks(&tokens, None, 0, &[salt]).unwrap();
+    let keys = hasher.hash_tail(&tokens, None, 0, &[salt]).unwrap();
     RecordMeta {
         id: keys[1].xor(PART.mask()),
         namespace: *identity.digest(),

@@ -99,7 +99,7 @@ struct OtherOptions {
     other_records: u32,
 }
 
-fn make(context: &BuildContext<'_>, options: OtherOptions) -> ucm_core::Result<Vec<BuiltLevel>> {
+fn make(context: &BuildContext, options: OtherOptions) -> ucm_core::Result<Vec<BuiltLevel>> {
     let toy = json!({"toy_records": options.other_records});
     registry::find("toy")?.build(context, toy.as_object().cloned().unwrap_or_default())
 }

@@ -54,7 +54,7 @@ fn kind() -> TierKind {
 /// The maps by name, as long as a store uses them.
 static MAPS: Mutex<BTreeMap<String, Weak<ToyMap>>> = Mutex::new(BTreeMap::new());
 
-fn make(context: &BuildContext<'_>, options: ToyOptions) -> Result<BuiltTier> {
+fn make(context: &BuildContext, options: ToyOptions) -> Result<BuiltTier> {
     let mut maps = MAPS.lock();
     let known = maps.get(&options.toy_name).and_then(Weak::upgrade);
     let map = known

@@ -214,8 +214,19 @@ pub struct WriteOptions {
     pub len: usize,
     /// Position in its chain; ancestors count as used later than descendants.
     pub ordinal: u32,
-    /// Write even if a record of that name is present (it was refused).
+    /// In place of what is there under that name (it was refused).
     pub replace: bool,
+}
+
+impl WriteOptions {
+    /// Of a copy, which takes the place of none.
+    pub fn of_copy(len: usize, ordinal: u32) -> Self {
+        Self {
+            len,
+            ordinal,
+            replace: false,
+        }
+    }
 }
 
 /// One record found by [`Backend::list`].
@@ -238,15 +249,6 @@ pub struct LocallyVisible {
     /// No longer only locally visible: published long enough ago for others to have found them, or
     /// gone.
     pub lost: Vec<BlockId>,
-}
-
-/// How a record is kept in memory.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct InsertOptions {
-    /// Position in its chain.
-    pub ordinal: u32,
-    /// In place of what is kept under that name (it was refused).
-    pub replace: bool,
 }
 
 /// A record that a memory gives up to make room. It can be found and read there until this is
@@ -341,7 +343,7 @@ pub struct MediumStats {
 /// Memory of this host: what it is asked for is done before it answers, and nothing waits.
 pub trait Memory {
     /// Copies a record, making room if need be. `Busy` when there is none now.
-    fn insert(&self, id: BlockId, record: &[u8], options: InsertOptions) -> Result<Written>;
+    fn insert(&self, id: BlockId, record: &[u8], options: WriteOptions) -> Result<Written>;
 
     /// Whether it has a record.
     fn has(&self, id: BlockId) -> bool;

@@ -31,8 +31,28 @@ const LOOK_SELDOM: Duration = Duration::from_secs(60);
 /// How long such a look may take.
 const LOOK: Duration = Duration::from_secs(5);
 
+/// The medium of a root whose records lie in this layout; none: in the one that it has, or in
+/// segments. Nothing is touched before it is opened.
+///
+/// # Errors
+/// `Config` where the limit is too small, or a segment too long.
+pub fn medium(
+    config: PosixConfig,
+    layout: Option<LayoutKind>,
+    segments: SegmentConfig,
+    io: Arc<IoPool>,
+    clock: Arc<dyn Clock>,
+) -> Result<Arc<dyn Backend>> {
+    let shared = Arc::new(Shared::new(config, layout, io, clock)?);
+    Ok(match layout {
+        None => Arc::new(DirectoryBackend::over(shared, segments)),
+        Some(LayoutKind::File) => Arc::new(PosixBackend::over(shared)),
+        Some(LayoutKind::Segment) => Arc::new(SegmentBackend::over(shared, segments)?),
+    })
+}
+
 /// Records below a directory, in the layout that its root has.
-pub struct DirectoryBackend(Arc<Directory>);
+struct DirectoryBackend(Arc<Directory>);
 
 struct Directory {
     shared: Arc<Shared>,
@@ -51,22 +71,7 @@ struct Decided {
 }
 
 impl DirectoryBackend {
-    /// A backend over an I/O engine; nothing is touched before [`Backend::open`]. `Config` if the
-    /// limit is too small.
-    pub fn new(
-        config: PosixConfig,
-        segments: SegmentConfig,
-        io: Arc<IoPool>,
-        clock: Arc<dyn Clock>,
-    ) -> Result<Self> {
-        Ok(Self::over(
-            Arc::new(Shared::new(config, None, io, clock)?),
-            segments,
-        ))
-    }
-
-    /// The same over a root that is known already.
-    pub(crate) fn over(shared: Arc<Shared>, segments: SegmentConfig) -> Self {
+    fn over(shared: Arc<Shared>, segments: SegmentConfig) -> Self {
         Self(Arc::new(Directory {
             files: PosixBackend::over(Arc::clone(&shared)),
             shared,
@@ -118,7 +123,7 @@ impl Directory {
     /// Looks in the background whether the marker says more by now, seldom and while records are
     /// asked for.
     fn follow(self: &Arc<Self>) {
-        if self.decided.get().is_some() || !self.shared.config.lookup_only {
+        if self.decided.get().is_some() || !self.shared.config.scope.lookup_only {
             return;
         }
         let now = self.shared.clock.now();

@@ -3,25 +3,19 @@
 use serde::{Deserialize, Serialize};
 use ucm_quota::layout::{BLOCKS, SEGMENTS};
 
-/// How records lie below a root.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum LayoutKind {
-    /// One record per file.
-    File,
-    /// Many records per file.
-    Segment,
+ucm_core::named! {
+    /// How records lie below a root.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+    #[serde(rename_all = "lowercase")]
+    pub enum LayoutKind {
+        /// One record per file.
+        File = "file",
+        /// Many records per file.
+        Segment = "segment",
+    }
 }
 
 impl LayoutKind {
-    /// Its name, as in the configuration.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::File => "file",
-            Self::Segment => "segment",
-        }
-    }
-
     /// Where its records lie below their namespace.
     pub(crate) fn directory(self) -> &'static str {
         match self {

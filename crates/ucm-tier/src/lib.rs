@@ -32,7 +32,6 @@ pub mod scope;
 pub mod secret_file;
 pub mod segment;
 mod shared;
-pub mod side_by_side;
 pub mod spread;
 mod turns;
 pub mod values;

@@ -9,32 +9,23 @@ use std::time::Duration;
 
 use ucm_core::{BlockId, MissReason, Result};
 use ucm_device::Slot;
-use ucm_infra::{Clock, LANE_SPACE, MonotonicTime};
-use ucm_io::{IoJob, IoPool};
+use ucm_infra::{LANE_SPACE, MonotonicTime};
+use ucm_io::IoJob;
 use ucm_quota::visit_records;
 
 use crate::backend::{
     Backend, BlockRead, Features, Listed, MediumStats, Outcome, Presence, WriteOptions, Written,
 };
-use crate::layout_kind::LayoutKind;
 use crate::shared::Shared;
 pub use crate::shared::{PosixConfig, RootSlot};
 
 /// One record per file.
-pub struct PosixBackend {
+pub(crate) struct PosixBackend {
     shared: Arc<Shared>,
 }
 
 impl PosixBackend {
-    /// A backend over an I/O engine; nothing is touched before [`Backend::open`]. `Config` if the
-    /// limit is too small.
-    pub fn new(config: PosixConfig, io: Arc<IoPool>, clock: Arc<dyn Clock>) -> Result<Self> {
-        Ok(Self {
-            shared: Arc::new(Shared::new(config, Some(LayoutKind::File), io, clock)?),
-        })
-    }
-
-    /// The same over a root that is known already.
+    /// Over this root; nothing is touched before [`Backend::open`].
     pub(crate) fn over(shared: Arc<Shared>) -> Self {
         Self { shared }
     }

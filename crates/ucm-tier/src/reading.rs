@@ -76,7 +76,7 @@ impl Shared {
 
     /// What the record that begins with these bytes must be.
     pub(crate) fn expect(&self, id: BlockId, bytes: &[u8]) -> Expect<'_> {
-        let namespace = *self.config.identity.digest();
+        let namespace = *self.config.scope.identity.digest();
         self.lengths.expect(id, namespace, bytes)
     }
 }

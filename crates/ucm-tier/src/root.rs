@@ -103,7 +103,7 @@ impl Shared {
 
     pub(crate) fn next_private(&self) -> PathBuf {
         self.layout.private(
-            self.config.writer,
+            self.config.scope.writer,
             self.sequence.fetch_add(1, Ordering::Relaxed),
         )
     }
@@ -121,7 +121,7 @@ impl Shared {
     /// the first count. A root that was opened before is not made because it is missing: it may be
     /// unmounted ([`Shared::readmit`]).
     pub(crate) fn open_root(self: &Arc<Self>, deadline: MonotonicTime) -> Result<()> {
-        if self.config.lookup_only {
+        if self.config.scope.lookup_only {
             // Nothing there yet means that nothing is stored yet; but what is there must be ours to
             // read.
             let marker = self.read_marker(deadline)?;
@@ -167,7 +167,7 @@ impl Shared {
         {
             let root = self.layout.root().display();
             warn!(
-                store = self.config.writer,
+                store = self.config.scope.writer,
                 %root,
                 "{root}: layout {} is asked for (by layout, or by codec), and other processes keep \
                  its blocks in layout {}: \
@@ -370,7 +370,7 @@ impl Shared {
             in_units(total),
         );
         warn!(
-            store = self.config.writer,
+            store = self.config.scope.writer,
             %root,
             "storage_capacity of {root} is {limit}, and its file system has {total}: the limit is \
              never reached, and {then}; \
@@ -522,7 +522,7 @@ impl Shared {
     /// Adds the own parts to the manifest. Ranks do so at the same time: the rank that finds its
     /// part lost adds it again, at the latest with the next count.
     fn describe_parts(&self, deadline: MonotonicTime) -> Result<()> {
-        let config = &self.config;
+        let scope = &self.config.scope;
         for _ in 0..8 {
             let stored = match self.read_document(self.layout.manifest(), deadline) {
                 Err(error) if error.kind() == ErrorKind::Config => None, // too long to be ours
@@ -530,7 +530,7 @@ impl Shared {
             };
             let mut manifest = stored
                 .and_then(|bytes| serde_json::from_slice::<Manifest>(&bytes).ok())
-                .unwrap_or_else(|| Manifest::new(&config.identity, config.labels.clone()));
+                .unwrap_or_else(|| Manifest::new(&scope.identity, scope.labels.clone()));
             let mut changed = false;
             for own in self.lengths.own() {
                 changed |= manifest.add(own.part, &own.record);

@@ -34,7 +34,7 @@ impl LayoutChoice<'_> {
         if let Some(decision) = marker.as_ref().and_then(|marker| self.as_marked(marker)) {
             return Ok(Some(decision));
         }
-        if self.root.config.lookup_only {
+        if self.root.config.scope.lookup_only {
             return Ok(None);
         }
         let (kind, why) = match self.layout_of_records(deadline) {

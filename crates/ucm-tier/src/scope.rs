@@ -1,4 +1,4 @@
-//! What a medium that is no directory has to know of its records, whichever medium it is.
+//! Whose records a medium keeps, whichever medium it is.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use ucm_record::RecordLayout;
 
 use crate::lengths::{Lengths, PartRecord};
 
-/// Whose records a medium keeps, and what they look like.
+/// Whose records these are, and what they look like.
 #[derive(Debug, Clone)]
 pub struct Scope {
     /// Whose KV it is.
@@ -25,7 +25,7 @@ pub struct Scope {
     pub shorter: bool,
     /// Never writes.
     pub lookup_only: bool,
-    /// Number of the store in the log.
+    /// Number of the store in the log, in its headers and private names, unlike all others.
     pub writer: u64,
 }
 

@@ -1,6 +1,5 @@
 //! One root as every backend over it knows it, whatever the layout of its records.
 
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -8,17 +7,17 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use tracing::warn;
-use ucm_core::{Error, ErrorKind, Identity, MissReason, Part, Result};
+use ucm_core::{Error, ErrorKind, MissReason, Result};
 use ucm_infra::Clock;
 use ucm_io::{ELOOP, FileMeta, IoPool, Probe, Process};
 use ucm_quota::layout::{Layout, Modes};
 use ucm_quota::{Capacity, Quota, QuotaConfig, Rules};
-use ucm_record::RecordLayout;
 
 use crate::backend::{MediumStats, OnSealed, Presence};
 use crate::layout_kind::{LayoutKind, RootLayout};
-use crate::lengths::{Lengths, PartRecord};
+use crate::lengths::Lengths;
 use crate::recency::Recency;
+use crate::scope::Scope;
 use crate::spread::RootFacts;
 
 /// How long making the namespace's directories again may take.
@@ -28,23 +27,11 @@ pub(crate) const MAKE_DIRS: Duration = Duration::from_secs(5);
 pub struct PosixConfig {
     /// The root directory.
     pub root: PathBuf,
-    /// Whose KV it is.
-    pub identity: Identity,
-    /// Words for the manifest, outside the digest.
-    pub labels: BTreeMap<String, String>,
-    /// Which part this backend's writer brings, the first of several.
-    pub part: Part,
-    /// Where things lie in that part's records.
-    pub record: RecordLayout,
-    /// Its other parts, and those of the namespace whose records may be looked up.
-    pub other_parts: Vec<PartRecord>,
-    /// Whether records may be shorter than the layout says, in another form that the caller can
-    /// read.
-    pub shorter: bool,
+    /// Whose records lie there. One that never writes makes no directories and no marker, and
+    /// collects nothing.
+    pub scope: Scope,
     /// Whether the I/O engine was asked to go past the page cache.
     pub direct: bool,
-    /// Never writes: no directories, no marker, no collection.
-    pub lookup_only: bool,
     /// The limit on bytes below the root; `None`: the marker's, or a share of the file system.
     pub capacity: Option<Capacity>,
     /// What is removed beside the oldest above the limit, and how much of the medium stays free.
@@ -52,8 +39,6 @@ pub struct PosixConfig {
     /// The process that writes, normally [`Process::this`]: others take over at once when it is
     /// gone.
     pub process: Process,
-    /// Number that tells this writer's private files and records from others'.
-    pub writer: u64,
     /// Permissions of what is made below the root.
     pub modes: Modes,
     /// Its number among several roots; [`RootSlot::default`] for one alone.
@@ -132,13 +117,8 @@ impl Shared {
         io: Arc<IoPool>,
         clock: Arc<dyn Clock>,
     ) -> Result<Self> {
-        let layout = Layout::new(&config.root, &config.identity);
-        let lengths = Lengths::new(
-            config.part,
-            &config.record,
-            &config.other_parts,
-            config.shorter,
-        );
+        let layout = Layout::new(&config.root, &config.scope.identity);
+        let lengths = config.scope.lengths();
         io.keep_below(&config.root);
         let space = QuotaConfig {
             root: config.root.clone(),
@@ -166,7 +146,7 @@ impl Shared {
             config,
         };
         if let (Some(Capacity::Bytes(limit)), false) =
-            (shared.config.capacity, shared.config.lookup_only)
+            (shared.config.capacity, shared.config.scope.lookup_only)
         {
             shared.check_limit(limit.get())?;
         }
@@ -212,7 +192,7 @@ impl Shared {
         let said = known.probed.as_ref().map(|before| &before.rings) == Some(&probe.rings);
         if let (Some(Err(why)), false) = (&probe.rings, said) {
             warn!(
-                store = self.config.writer,
+                store = self.config.scope.writer,
                 root = %root,
                 "{root} is read and written without the rings of 3FS: {why}"
             );
@@ -225,7 +205,7 @@ impl Shared {
         if is_link(error) && !std::mem::replace(&mut self.root.lock().link_logged, true) {
             let root = self.layout.root().display();
             warn!(
-                store = self.config.writer,
+                store = self.config.scope.writer,
                 %root,
                 error = %error,
                 "blocks below {root} are misses: {error}"

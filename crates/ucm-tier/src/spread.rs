@@ -10,6 +10,7 @@
 //!   added takes over its share of the ids, and no other id moves; the ids of a root that is lost
 //!   go to each one's next.
 //! * `random`: any of them.
+//! * `tiered`: those of one level as for `round_robin`.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -28,6 +29,8 @@ pub enum StoragePolicy {
     RoundRobin,
     /// Any.
     Random,
+    /// By a stable hash over those of one level, above the colder levels.
+    Tiered,
 }
 
 /// What the spread knows of a root: its marker's UUID, from which ids are hashed.
@@ -73,8 +76,8 @@ impl Spread {
     /// Their numbers in the order in which they are asked for this record.
     pub fn order(&self, id: BlockId) -> Vec<usize> {
         match self.policy {
-            StoragePolicy::RoundRobin if self.members.len() > 1 => self.by_hash(id),
-            StoragePolicy::RoundRobin | StoragePolicy::Random => (0..self.members.len()).collect(),
+            StoragePolicy::Random => (0..self.members.len()).collect(),
+            StoragePolicy::RoundRobin | StoragePolicy::Tiered => self.by_hash(id),
         }
     }
 
@@ -91,7 +94,7 @@ impl Spread {
     /// Whether a record lies in the first of its order that could take it when it was written, so
     /// that those which would have to be asked need not be asked for others.
     pub fn keeps_home(&self) -> bool {
-        self.policy == StoragePolicy::RoundRobin
+        self.policy != StoragePolicy::Random
     }
 
     fn by_hash(&self, id: BlockId) -> Vec<usize> {

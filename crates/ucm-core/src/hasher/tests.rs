@@ -91,16 +91,16 @@ fn known_answers() {
         let ones = hasher(1, known.method);
         assert_eq!(ones.seed().to_hex(), known.seed);
         assert_eq!(
-            hex(ones.hash_blocks(&tokens(3), None, 0, &[]).unwrap()),
+            hex(ones.hash_tail(&tokens(3), None, 0, &[]).unwrap()),
             known.ones
         );
         let sixteens = hasher(16, known.method);
         assert_eq!(
-            hex(sixteens.hash_blocks(&tokens(40), None, 0, &[]).unwrap()),
+            hex(sixteens.hash_tail(&tokens(40), None, 0, &[]).unwrap()),
             known.sixteens
         );
         assert_eq!(
-            hex(sixteens.hash_blocks(&tokens(40), None, 0, &extra).unwrap()),
+            hex(sixteens.hash_tail(&tokens(40), None, 0, &extra).unwrap()),
             known.framed
         );
     }
@@ -114,13 +114,13 @@ fn every_block_size_agrees_with_the_library() {
         for block_size in 1..=80 {
             let tokens = tokens(2 * block_size);
             let hasher = hasher(block_size as usize, method);
-            let keys = hasher.hash_blocks(&tokens, None, 0, &[]).unwrap();
+            let keys = hasher.hash_tail(&tokens, None, 0, &[]).unwrap();
             let mut parent = hasher.seed();
             for (key, block) in keys.iter().zip(tokens.chunks(block_size as usize)) {
                 let mut text = parent.0.to_vec();
                 text.extend(block.iter().flat_map(|token| token.to_le_bytes()));
                 parent = method.digest(&text);
-                assert_eq!(*key, parent, "{method} {block_size}");
+                assert_eq!(*key, parent, "{method:?} {block_size}");
             }
             assert_eq!(keys.len(), 2);
         }
@@ -133,14 +133,10 @@ fn growing_a_prompt_gives_the_keys_of_the_whole() {
     let extra = [key(0, 3, b"salt"), key(4, 2, b"image"), key(12, 2, b"tail")];
     for method in HashMethod::ALL {
         let hasher = hasher(8, method);
-        let whole = hasher.hash_blocks(&tokens, None, 0, &extra).unwrap();
+        let whole = hasher.hash_tail(&tokens, None, 0, &extra).unwrap();
         assert_eq!(whole.len(), 12);
         for start in 1..=12 {
             let parent = Some(whole[start - 1]);
-            assert_eq!(
-                hasher.hash_blocks(&tokens, parent, start, &extra).unwrap(),
-                whole[start..]
-            );
             assert_eq!(
                 hasher
                     .hash_tail(&tokens[start * 8..], parent, start, &extra)
@@ -156,23 +152,21 @@ fn whatever_shapes_the_bytes_changes_every_key_from_there_on() {
     let base = tokens(64);
     for method in HashMethod::ALL {
         let hasher = hasher(16, method);
-        let plain = hasher.hash_blocks(&base, None, 0, &[]).unwrap();
+        let plain = hasher.hash_tail(&base, None, 0, &[]).unwrap();
         let differs_from = |keys: Vec<BlockId>, from: usize| {
             for (i, (a, b)) in plain.iter().zip(&keys).enumerate() {
-                assert_eq!(a == b, i < from, "{method}: block {i}");
+                assert_eq!(a == b, i < from, "{method:?}: block {i}");
             }
         };
         let mut other = base.clone();
         other[40] ^= 1;
-        differs_from(hasher.hash_blocks(&other, None, 0, &[]).unwrap(), 2);
+        differs_from(hasher.hash_tail(&other, None, 0, &[]).unwrap(), 2);
         differs_from(
-            hasher
-                .hash_blocks(&base, None, 0, &[key(1, 1, b"")])
-                .unwrap(),
+            hasher.hash_tail(&base, None, 0, &[key(1, 1, b"")]).unwrap(),
             1,
         );
         let stranger = BlockHasher::new(b"another identity", 16, method).unwrap();
-        differs_from(stranger.hash_blocks(&base, None, 0, &[]).unwrap(), 0);
+        differs_from(stranger.hash_tail(&base, None, 0, &[]).unwrap(), 0);
         // Frames cannot be re-cut into other frames with the same bytes.
         let cuts: [&[ExtraKey<'_>]; 4] = [
             &[key(0, 1, b"ab")],
@@ -182,7 +176,7 @@ fn whatever_shapes_the_bytes_changes_every_key_from_there_on() {
         ];
         let mut firsts: Vec<_> = cuts
             .iter()
-            .map(|extra| hasher.hash_blocks(&base, None, 0, extra).unwrap()[0])
+            .map(|extra| hasher.hash_tail(&base, None, 0, extra).unwrap()[0])
             .collect();
         firsts.sort_unstable();
         firsts.dedup();
@@ -207,31 +201,17 @@ fn wrong_arguments_are_named() {
         )
         .is_err()
     );
-    assert!(
-        "sha1"
-            .parse::<HashMethod>()
-            .unwrap_err()
-            .to_string()
-            .contains("sha256, blake3, md5")
-    );
+    assert_eq!(HashMethod::of_name("sha1"), None);
     let hasher = hasher(16, HashMethod::default());
     let tokens = tokens(40);
     let parent = Some(BlockId::default());
-    says(hasher.hash_blocks(&tokens, None, 1, &[]), "is missing");
-    says(hasher.hash_blocks(&tokens, parent, 0, &[]), "no parent");
-    says(
-        hasher.hash_blocks(&tokens, parent, 3, &[]),
-        "behind the last",
-    );
-    says(
-        hasher.hash_blocks(&tokens, parent, usize::MAX, &[]),
-        "behind the last",
-    );
+    says(hasher.hash_tail(&tokens, None, 1, &[]), "is missing");
+    says(hasher.hash_tail(&tokens, parent, 0, &[]), "no parent");
     let long = vec![0; limits::MAX_EXTRA_KEY_BYTES + 1];
     says(
-        hasher.hash_blocks(&tokens, None, 0, &[key(0, 1, &long)]),
+        hasher.hash_tail(&tokens, None, 0, &[key(0, 1, &long)]),
         "64 KiB",
     );
-    assert_eq!(hasher.hash_blocks(&tokens, parent, 2, &[]).unwrap(), []);
-    assert_eq!(hasher.hash_blocks(&[], None, 0, &[]).unwrap(), []);
+    assert_eq!(hasher.hash_tail(&tokens[32..], parent, 2, &[]).unwrap(), []);
+    assert_eq!(hasher.hash_tail(&[], None, 0, &[]).unwrap(), []);
 }

@@ -1,8 +1,7 @@
-//! Configuration and start of a pool.
+//! Configuration of a pool.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize};
-use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 use ucm_core::{Error, ErrorKind, Result};
@@ -10,7 +9,7 @@ use ucm_core::{Error, ErrorKind, Result};
 use super::inbox::Inbox;
 use super::state::{Phase, State};
 use super::stats::Lane;
-use super::{ExitHook, Handover, Shared, StartHook, WorkerPool};
+use super::{Handover, Shared, WorkerPool};
 use crate::clock::{Clock, MonotonicTime, SystemClock};
 use crate::notify::Notify;
 
@@ -21,17 +20,13 @@ pub const MAX_WORKERS: usize = 1024;
 /// Most jobs that wait in a lane.
 pub const MAX_QUEUE: usize = 1 << 20;
 
-/// Configuration of a [`WorkerPool`]; nothing is started before [`build`](Self::build).
+/// Configuration of a [`WorkerPool`].
 pub struct WorkerPoolBuilder {
     name: String,
     size: usize,
     lanes: Vec<Lane>,
     max_replacements: usize,
     clock: Option<Arc<dyn Clock>>,
-    start_within: Duration,
-    on_demand: bool,
-    on_start: Option<StartHook>,
-    on_exit: Option<ExitHook>,
 }
 
 impl WorkerPoolBuilder {
@@ -42,10 +37,6 @@ impl WorkerPoolBuilder {
             lanes: Vec::new(),
             max_replacements: 0,
             clock: None,
-            start_within: Duration::from_secs(10),
-            on_demand: false,
-            on_start: None,
-            on_exit: None,
         }
     }
 
@@ -78,47 +69,11 @@ impl WorkerPoolBuilder {
         self
     }
 
-    /// How long [`on_start`](Self::on_start) may take before that worker counts as stuck; default
-    /// 10 s.
-    #[must_use]
-    pub fn start_within(mut self, span: Duration) -> Self {
-        self.start_within = span;
-        self
-    }
-
-    /// Starts a thread only when a job needs it, and no more workers than jobs ran at once. If the
-    /// monitor thread cannot be started, the first job reports it instead of
-    /// [`build`](Self::build); if a worker cannot be started, its job waits for another attempt.
-    #[must_use]
-    pub fn on_demand(mut self) -> Self {
-        self.on_demand = true;
-        self
-    }
-
-    /// Runs first on every worker thread, replacements included, with the number of its place
-    /// (below size + replacements; a place is reused after its thread ended). An error or a panic
-    /// ends that thread: at the start it fails `build`, later another start is tried after a
-    /// second.
-    #[must_use]
-    pub fn on_start(mut self, hook: impl Fn(usize) -> Result<()> + Send + Sync + 'static) -> Self {
-        self.on_start = Some(Box::new(hook));
-        self
-    }
-
-    /// Runs last on every worker thread that started, with the number of its place.
-    #[must_use]
-    pub fn on_exit(mut self, hook: impl Fn(usize) + Send + Sync + 'static) -> Self {
-        self.on_exit = Some(Box::new(hook));
-        self
-    }
-
-    /// Starts the threads and waits until each worker has started.
+    /// Makes the pool. A thread is started when a job needs it, and no more workers than jobs ran
+    /// at once.
     ///
     /// # Errors
-    /// `Config` if a number is out of range; the error of `on_start`; `Io` if the system
-    /// gives no thread; `Timeout` if a worker did not start within
-    /// [`start_within`](Self::start_within). No thread stays behind then, except one that hangs in
-    /// `on_start`.
+    /// `Config` if a number is out of range.
     pub fn build(mut self) -> Result<Arc<WorkerPool>> {
         if self.lanes.is_empty() {
             self.lanes.push(Lane {
@@ -129,60 +84,30 @@ impl WorkerPoolBuilder {
         }
         self.check()
             .map_err(|error| error.with("pool", &self.name))?;
-        let clock = self.clock.take().unwrap_or_else(SystemClock::shared);
-        let inboxes: Vec<Arc<Inbox>> = self
+        let inboxes: Vec<_> = self
             .lanes
             .iter()
             .map(|&lane| Arc::new(Inbox::new(lane)))
             .collect();
-        let state =
-            State::new(self.size, self.max_replacements, &inboxes).on_demand(self.on_demand);
-        let start_by = clock.now().after(self.start_within);
-        let pool = Arc::new(WorkerPool {
-            shared: Arc::new(Shared {
-                name: self.name,
-                clock,
-                start_within: self.start_within,
-                on_start: self.on_start,
-                on_exit: self.on_exit,
-                handover: Handover {
-                    inboxes,
-                    phase: AtomicU8::new(Phase::Open as u8),
-                    monitored: AtomicBool::new(false),
-                    growing: AtomicBool::new(state.is_growing()),
-                    sleepers: AtomicUsize::new(0),
-                    monitor_wakes: AtomicU64::new(MonotonicTime::NEVER.0),
-                },
-                state: Mutex::new(state),
-                work: Condvar::new(),
-                alarm: Notify::new(),
-                roll_call: Notify::new(),
-            }),
-        });
-        // From here on, an early return drops the pool, which shuts it down.
-        let shared = &pool.shared;
-        let now = shared.clock.now();
-        let claimed = shared.state.lock().claim_missing(now, start_by, false);
-        for slot in claimed {
-            shared.start_worker(slot);
-        }
-        let started = shared.wait_until(start_by, |state| {
-            state.start_error.is_some() || state.starting() == 0
-        });
-        if let Some(error) = shared.state.lock().start_error.take() {
-            return Err(error);
-        }
-        if !started {
-            return Err(Error::new(
-                ErrorKind::Timeout,
-                "the workers of a pool did not start in time",
-            )
-            .with("pool", &shared.name));
-        }
-        if !self.on_demand {
-            shared.start_monitor(&mut shared.state.lock())?;
-        }
-        Ok(pool)
+        let state = State::new(self.size, self.max_replacements, &inboxes);
+        let shared = Shared {
+            name: self.name,
+            clock: self.clock.unwrap_or_else(SystemClock::shared),
+            handover: Handover {
+                inboxes,
+                phase: AtomicU8::new(Phase::Open as u8),
+                monitored: AtomicBool::new(false),
+                growing: AtomicBool::new(true),
+                sleepers: AtomicUsize::new(0),
+                monitor_wakes: AtomicU64::new(MonotonicTime::NEVER.0),
+            },
+            state: Mutex::new(state),
+            work: Condvar::new(),
+            alarm: Notify::new(),
+            roll_call: Notify::new(),
+        };
+        let shared = Arc::new(shared);
+        Ok(Arc::new(WorkerPool { shared }))
     }
 
     fn check(&self) -> Result<()> {

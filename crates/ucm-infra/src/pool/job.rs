@@ -7,7 +7,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use ucm_core::{Error, Result};
 
-use super::stats::LaneCounters;
+use super::stats::{LaneCounters, count};
 
 /// Reasons to report a job without its own result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,21 +55,21 @@ where
             return;
         };
         let result = catch_unwind(AssertUnwindSafe(work)).map_err(|payload| {
-            self.counters.panicked();
+            count(&self.counters.panicked);
             Error::internal("a job of the worker pool panicked; please report")
                 .with("panic", panic_text(&*payload))
         });
         let done = self.done.lock().take();
         match done {
             Some(done) => {
-                self.counters.completed();
+                count(&self.counters.completed);
                 done(result);
             }
             None => {
                 // First the buffers, then the count: a reader of the count may rely on the buffers
                 // being free.
                 drop(result);
-                self.counters.late();
+                count(&self.counters.late);
             }
         }
     }
@@ -81,8 +81,8 @@ where
         let work = self.work.lock().take();
         let dropped = catch_unwind(AssertUnwindSafe(|| drop(work)));
         match verdict {
-            Verdict::TimedOut => self.counters.timed_out(),
-            Verdict::Closed => self.counters.closed(),
+            Verdict::TimedOut => count(&self.counters.timed_out),
+            Verdict::Closed => count(&self.counters.closed),
         }
         done(Err(error));
         if let Err(payload) = dropped {
@@ -93,7 +93,7 @@ where
 }
 
 /// The message of a panic, if it has one.
-pub(super) fn panic_text(payload: &(dyn Any + Send)) -> String {
+fn panic_text(payload: &(dyn Any + Send)) -> String {
     if let Some(text) = payload.downcast_ref::<&str>() {
         (*text).to_owned()
     } else if let Some(text) = payload.downcast_ref::<String>() {

@@ -34,6 +34,7 @@ use crate::notify::Notify;
 use inbox::{Inbox, Queued};
 use job::{JobCell, Verdict};
 use state::{Phase, State};
+use stats::count;
 
 /// The pool. Dropping it is [`shutdown`](Self::shutdown) without draining.
 pub struct WorkerPool {
@@ -73,9 +74,8 @@ impl WorkerPool {
     ///
     /// # Errors
     /// `Busy` if the lane's queue is full, `Closed` after shutdown began, `InvalidInput`
-    /// if there is no such lane. `Io` if a pool [on demand](WorkerPoolBuilder::on_demand) cannot
-    /// start its monitor thread. Neither closure is called then; [`offer`](Self::offer) returns
-    /// them.
+    /// if there is no such lane, `Io` if the monitor thread cannot be started. Neither closure is
+    /// called then; [`offer`](Self::offer) returns them.
     pub fn submit<T, W, D>(
         &self,
         lane: usize,
@@ -114,7 +114,7 @@ impl WorkerPool {
                 return Err(Refused { error, work, done });
             }
         };
-        inbox.counters.submitted();
+        count(&inbox.counters.submitted);
         let job = Arc::new(JobCell::new(work, done, Arc::clone(&inbox.counters)));
         let mut queued = Queued { job, deadline };
         while let Err(full) = inbox.push(queued) {
@@ -198,16 +198,13 @@ impl fmt::Debug for WorkerPool {
     }
 }
 
-type StartHook = Box<dyn Fn(usize) -> Result<()> + Send + Sync>;
-type ExitHook = Box<dyn Fn(usize) + Send + Sync>;
-
 /// Fields that are used without the lock of the state.
 struct Handover {
     /// One for each lane, in their order.
     inboxes: Vec<Arc<Inbox>>,
     /// [`State::phase`].
     phase: AtomicU8,
-    /// Whether the monitor thread exists; a pool on demand starts it with the first job.
+    /// Whether the monitor thread exists; the first job starts it.
     monitored: AtomicBool,
     /// Whether more workers are started as more jobs wait.
     growing: AtomicBool,
@@ -222,9 +219,6 @@ struct Handover {
 struct Shared {
     name: String,
     clock: Arc<dyn Clock>,
-    start_within: Duration,
-    on_start: Option<StartHook>,
-    on_exit: Option<ExitHook>,
     state: Mutex<State>,
     handover: Handover,
     /// Workers wait here for jobs.
@@ -266,7 +260,7 @@ impl Shared {
             return Err(Error::new(ErrorKind::Closed, "the pool is shut down"));
         }
         if !inbox.reserve() {
-            inbox.counters.refused();
+            count(&inbox.counters.refused);
             let full = Error::new(ErrorKind::Busy, "the lane's queue is full");
             return Err(full.with("lane", inbox.spec.name));
         }
@@ -289,17 +283,11 @@ impl Shared {
             self.handover
                 .growing
                 .store(state.is_growing(), Ordering::Release);
-            let now = self.clock.now();
-            let start_by = now.after(self.start_within);
-            self.handover
-                .monitor_wakes
-                .fetch_min(start_by.0, Ordering::AcqRel);
-            state.claim_missing(now, start_by, false)
+            state.claim_missing(self.clock.now(), false)
         };
         for slot in claimed {
             self.start_worker(slot);
         }
-        self.alarm.notify();
     }
 
     /// Reports every remaining job as `Closed`; returns their number.

@@ -3,8 +3,6 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use ucm_core::Error;
-
 use super::inbox::{Inbox, Queued};
 use super::job::Job;
 use super::stats::{Lane, PoolStats};
@@ -33,10 +31,7 @@ struct LaneState {
 /// The place of one thread. There is one for each thread that may exist at the same time.
 enum Slot {
     Free,
-    /// In `on_start`.
-    Starting {
-        deadline: MonotonicTime,
-    },
+    /// Without a job, or its thread is starting.
     Idle,
     Busy {
         lane: usize,
@@ -47,7 +42,7 @@ enum Slot {
     Stuck,
 }
 
-/// Next step of a worker after a job or after its start.
+/// Next step of a worker after a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Next {
     /// Takes another job.
@@ -70,14 +65,12 @@ pub(super) struct State {
     lanes: Vec<LaneState>,
     slots: Vec<Slot>,
     size: usize,
-    /// Target number of workers: all, or as many as were ever needed at once.
+    /// Target number of workers: as many as were ever needed at once.
     wanted: usize,
     /// Whether the monitor thread exists.
     pub(super) monitored: bool,
     /// No thread is started before this time, because the last attempt failed.
     start_not_before: MonotonicTime,
-    /// The first failed start, for the builder.
-    pub(super) start_error: Option<Error>,
     replaced: u64,
     failed_starts: u64,
     pub(super) callback_panics: u64,
@@ -96,20 +89,13 @@ impl State {
             lanes: inboxes.iter().map(lane).collect(),
             slots: (0..size + max_replacements).map(|_| Slot::Free).collect(),
             size,
-            wanted: size,
+            wanted: 0,
             monitored: false,
             start_not_before: MonotonicTime::default(),
-            start_error: None,
             replaced: 0,
             failed_starts: 0,
             callback_panics: 0,
         }
-    }
-
-    /// Starts no worker before a job needs it.
-    pub(super) fn on_demand(mut self, on_demand: bool) -> Self {
-        self.wanted = if on_demand { 0 } else { self.size };
-        self
     }
 
     /// Moves the submitted jobs into their lanes.
@@ -145,11 +131,6 @@ impl State {
         self.count(|slot| !matches!(slot, Slot::Free | Slot::Stuck))
     }
 
-    /// Workers in `on_start`.
-    pub(super) fn starting(&self) -> usize {
-        self.count(|slot| matches!(slot, Slot::Starting { .. }))
-    }
-
     /// Jobs waiting.
     pub(super) fn queued(&self) -> usize {
         self.lanes.iter().map(|lane| lane.queue.len()).sum()
@@ -170,8 +151,9 @@ impl State {
 
     /// The lane whose job runs next, if any may run.
     fn next_lane(&self) -> Option<usize> {
-        // Workers that were not needed yet or are starting count as present.
-        let live = self.live() + self.starting() + (self.size - self.wanted);
+        // Workers that were not needed yet and can be started count as present.
+        let free = self.count(|slot| matches!(slot, Slot::Free));
+        let live = self.live() + free.min(self.size - self.wanted);
         let ready = |&number: &usize| {
             self.lanes.get(number).is_some_and(|lane| {
                 let allowed = self.allowed(&lane.spec, live);
@@ -188,8 +170,8 @@ impl State {
 
     /// Raises the target if a job may run and no idle worker is left for it; true if it did.
     pub(super) fn grow(&mut self) -> bool {
-        let coming = self.count(|slot| matches!(slot, Slot::Idle | Slot::Starting { .. }));
-        let grows = self.is_growing() && coming < self.queued() && self.has_work();
+        let idle = self.count(|slot| matches!(slot, Slot::Idle));
+        let grows = self.is_growing() && idle < self.queued() && self.has_work();
         self.wanted += usize::from(grows);
         grows
     }
@@ -228,10 +210,10 @@ impl State {
         None
     }
 
-    /// A worker ended its job, or its `on_start` succeeded.
+    /// A worker ended its job.
     pub(super) fn ready(&mut self, slot: usize) -> Next {
         // A replacement that is starting counts: it was started for this very place.
-        let wanted = self.phase != Phase::Stopped && self.live() + self.starting() < self.wanted;
+        let wanted = self.phase != Phase::Stopped && self.live() < self.wanted;
         let Some(place) = self.slots.get_mut(slot) else {
             return Next::Leave;
         };
@@ -244,7 +226,7 @@ impl State {
             }
             Slot::Stuck if wanted => Next::Rejoin,
             Slot::Stuck => return Next::Leave,
-            Slot::Starting { .. } | Slot::Idle | Slot::Free => Next::Stay,
+            Slot::Idle | Slot::Free => Next::Stay,
         };
         *place = Slot::Idle;
         next
@@ -258,11 +240,10 @@ impl State {
     }
 
     /// A worker's start failed; the next attempt is not before `retry`.
-    pub(super) fn start_failed(&mut self, slot: usize, retry: MonotonicTime, error: Error) {
+    pub(super) fn start_failed(&mut self, slot: usize, retry: MonotonicTime) {
         self.left(slot);
         self.failed_starts += 1;
         self.start_not_before = retry;
-        self.start_error.get_or_insert(error);
     }
 
     /// Removes every job that is past its deadline from the queues and from its worker, and writes
@@ -287,7 +268,6 @@ impl State {
                     }
                     *slot = Slot::Stuck;
                 }
-                Slot::Starting { deadline } if *deadline <= now => *slot = Slot::Stuck,
                 _ => {}
             }
         }
@@ -310,12 +290,7 @@ impl State {
     }
 
     /// Claims places for the missing workers, up to the cap.
-    pub(super) fn claim_missing(
-        &mut self,
-        now: MonotonicTime,
-        start_deadline: MonotonicTime,
-        replacing: bool,
-    ) -> Vec<usize> {
+    pub(super) fn claim_missing(&mut self, now: MonotonicTime, replacing: bool) -> Vec<usize> {
         let wanted = match self.phase {
             Phase::Open => true,
             Phase::Draining => self.queued() > 0,
@@ -324,16 +299,14 @@ impl State {
         if !wanted || now < self.start_not_before {
             return Vec::new();
         }
-        let missing = self.wanted.saturating_sub(self.live() + self.starting());
+        let missing = self.wanted.saturating_sub(self.live());
         let mut claimed = Vec::new();
         for (index, slot) in self.slots.iter_mut().enumerate() {
             if claimed.len() == missing {
                 break;
             }
             if matches!(slot, Slot::Free) {
-                *slot = Slot::Starting {
-                    deadline: start_deadline,
-                };
+                *slot = Slot::Idle;
                 claimed.push(index);
             }
         }
@@ -346,7 +319,7 @@ impl State {
     /// The next time at which the monitor has something to do.
     pub(super) fn next_event(&self, now: MonotonicTime) -> MonotonicTime {
         let slots = self.slots.iter().filter_map(|slot| match slot {
-            Slot::Busy { deadline, .. } | Slot::Starting { deadline } => Some(*deadline),
+            Slot::Busy { deadline, .. } => Some(*deadline),
             _ => None,
         });
         let queued = self

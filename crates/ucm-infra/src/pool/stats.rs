@@ -53,9 +53,9 @@ pub struct PoolStats {
     pub stuck: usize,
     /// Replacements started since the start.
     pub replaced: u64,
-    /// Threads that could not be started, or whose `on_start` failed.
+    /// Threads that could not be started.
     pub failed_starts: u64,
-    /// Panics in `done`, in `on_exit` or while a job's captured values were dropped.
+    /// Panics in `done` or while a job's captured values were dropped.
     pub callback_panics: u64,
     /// The lanes in their order.
     pub lanes: Vec<LaneStats>,
@@ -64,56 +64,34 @@ pub struct PoolStats {
 /// A lane's counts. Monotonic and independent of each other, hence relaxed.
 #[derive(Debug, Default)]
 pub(super) struct LaneCounters {
-    submitted: AtomicU64,
-    refused: AtomicU64,
-    completed: AtomicU64,
-    timed_out: AtomicU64,
-    closed: AtomicU64,
-    late: AtomicU64,
-    panicked: AtomicU64,
+    pub(super) submitted: AtomicU64,
+    pub(super) refused: AtomicU64,
+    pub(super) completed: AtomicU64,
+    pub(super) timed_out: AtomicU64,
+    pub(super) closed: AtomicU64,
+    pub(super) late: AtomicU64,
+    pub(super) panicked: AtomicU64,
 }
 
 impl LaneCounters {
-    pub(super) fn submitted(&self) {
-        self.submitted.fetch_add(1, Ordering::Relaxed);
-    }
-
-    pub(super) fn refused(&self) {
-        self.refused.fetch_add(1, Ordering::Relaxed);
-    }
-
-    pub(super) fn completed(&self) {
-        self.completed.fetch_add(1, Ordering::Relaxed);
-    }
-
-    pub(super) fn timed_out(&self) {
-        self.timed_out.fetch_add(1, Ordering::Relaxed);
-    }
-
-    pub(super) fn closed(&self) {
-        self.closed.fetch_add(1, Ordering::Relaxed);
-    }
-
-    pub(super) fn late(&self) {
-        self.late.fetch_add(1, Ordering::Relaxed);
-    }
-
-    pub(super) fn panicked(&self) {
-        self.panicked.fetch_add(1, Ordering::Relaxed);
-    }
-
     pub(super) fn stats(&self, lane: Lane, queued: usize, running: usize) -> LaneStats {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         LaneStats {
             lane,
             queued,
             running,
-            submitted: self.submitted.load(Ordering::Relaxed),
-            refused: self.refused.load(Ordering::Relaxed),
-            completed: self.completed.load(Ordering::Relaxed),
-            timed_out: self.timed_out.load(Ordering::Relaxed),
-            closed: self.closed.load(Ordering::Relaxed),
-            late: self.late.load(Ordering::Relaxed),
-            panicked: self.panicked.load(Ordering::Relaxed),
+            submitted: get(&self.submitted),
+            refused: get(&self.refused),
+            completed: get(&self.completed),
+            timed_out: get(&self.timed_out),
+            closed: get(&self.closed),
+            late: get(&self.late),
+            panicked: get(&self.panicked),
         }
     }
+}
+
+/// Counts one job.
+pub(super) fn count(counter: &AtomicU64) {
+    counter.fetch_add(1, Ordering::Relaxed);
 }

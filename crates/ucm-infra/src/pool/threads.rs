@@ -8,7 +8,7 @@ use std::time::Duration;
 use ucm_core::{Error, ErrorKind, Result};
 
 use super::Shared;
-use super::job::{Job, Verdict, panic_text};
+use super::job::{Job, Verdict};
 use super::state::{Next, Overdue, Phase, State};
 use crate::clock::MonotonicTime;
 use crate::threads::begin_thread;
@@ -17,31 +17,21 @@ use crate::threads::begin_thread;
 const START_RETRY: Duration = Duration::from_secs(1);
 
 impl Shared {
-    /// Starts the thread of a claimed place; a failure is recorded and frees the place.
+    /// Starts the thread of a claimed place. A failure frees it, and the monitor tries again.
     pub(super) fn start_worker(self: &Arc<Self>, slot: usize) {
         let shared = Arc::clone(self);
         let body = move || shared.worker(slot);
-        if let Err(error) = begin_thread(format!("{}-{slot}", self.name), body) {
-            self.start_failed(slot, Error::from_io(error, "cannot start a worker thread"));
+        if begin_thread(format!("{}-{slot}", self.name), body).is_err() {
+            let retry = self.clock.now().after(START_RETRY);
+            self.state.lock().start_failed(slot, retry);
+            self.roll_call.notify();
+            self.alarm.notify();
         }
-    }
-
-    fn start_failed(&self, slot: usize, error: Error) {
-        let retry = self.clock.now().after(START_RETRY);
-        let error = error.with("pool", &self.name).with("worker", slot);
-        self.state.lock().start_failed(slot, retry, error);
-        self.roll_call.notify();
-        // The monitor decides about another attempt.
-        self.alarm.notify();
     }
 
     fn worker(&self, slot: usize) {
-        if let Err(error) = self.run_start_hook(slot) {
-            self.start_failed(slot, error);
-            return;
-        }
-        let mut next = self.state.lock().ready(slot);
         self.roll_call.notify();
+        let mut next = Next::Stay;
         while next != Next::Leave {
             let Some(job) = self.next_job(slot) else {
                 break;
@@ -52,27 +42,12 @@ impl Shared {
                 self.roll_call.notify();
             }
         }
-        if let Some(hook) = &self.on_exit {
-            self.tell(|| hook(slot));
-        }
         self.state.lock().left(slot);
         self.roll_call.notify();
         // A place is free again, perhaps for a replacement that the cap had prevented. Other
         // workers may also have waited for this one's job before they end.
         self.alarm.notify();
         self.work.notify_all();
-    }
-
-    fn run_start_hook(&self, slot: usize) -> Result<()> {
-        let Some(hook) = &self.on_start else {
-            return Ok(());
-        };
-        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| hook(slot))).unwrap_or_else(
-            |payload| {
-                let text = panic_text(&*payload);
-                Err(Error::internal("on_start of a worker pool panicked").with("panic", text))
-            },
-        )
     }
 
     /// Waits for a job; `None` when the worker must end.
@@ -157,7 +132,7 @@ impl Shared {
                     return;
                 }
                 let overdue = state.overdue(now);
-                let missing = state.claim_missing(now, now.after(self.start_within), true);
+                let missing = state.claim_missing(now, true);
                 let wake = state.next_event(now);
                 self.handover.monitor_wakes.store(wake.0, Ordering::Release);
                 (overdue, missing, wake)

@@ -6,7 +6,6 @@ mod queue;
 #[cfg(all(test, not(loom)))]
 mod tests;
 
-use std::fmt;
 use std::iter::repeat_n;
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -215,21 +214,6 @@ impl<T> RingConsumer<T> {
     pub fn close(&self) {
         self.shared.close();
     }
-
-    /// True if one of the ends closed the ring; it may still contain items.
-    pub fn is_closed(&self) -> bool {
-        self.shared.is_closed()
-    }
-
-    /// Number of items that can be taken now.
-    pub fn len(&self) -> usize {
-        self.head.len()
-    }
-
-    /// True if there is no item now.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
 }
 
 impl<T> Drop for RingConsumer<T> {
@@ -258,56 +242,17 @@ fn wait<R>(
     parking.park(clock, deadline, look)
 }
 
-impl<T> PushError<T> {
-    /// The item that was not pushed.
-    pub fn into_inner(self) -> T {
-        match self {
-            Self::Full(item) | Self::Closed(item) | Self::TimedOut(item) => item,
-        }
-    }
-}
-
 impl<T> From<PushError<T>> for Error {
     /// The same without the item: `Busy`, `Closed` or `Timeout`.
     fn from(error: PushError<T>) -> Self {
-        match error {
-            PushError::Full(_) => Self::new(ErrorKind::Busy, "the ring is full"),
-            PushError::Closed(_) => Self::new(ErrorKind::Closed, "the ring is closed"),
-            PushError::TimedOut(_) => Self::new(
+        let (kind, text) = match error {
+            PushError::Full(_) => (ErrorKind::Busy, "the ring is full"),
+            PushError::Closed(_) => (ErrorKind::Closed, "the ring is closed"),
+            PushError::TimedOut(_) => (
                 ErrorKind::Timeout,
                 "the ring stayed full until the deadline",
             ),
-        }
-    }
-}
-
-impl From<PopError> for Error {
-    /// `Busy`, `Closed` or `Timeout`.
-    fn from(error: PopError) -> Self {
-        match error {
-            PopError::Empty => Self::new(ErrorKind::Busy, "the ring is empty"),
-            PopError::Closed => Self::new(ErrorKind::Closed, "the ring is closed"),
-            PopError::TimedOut => Self::new(
-                ErrorKind::Timeout,
-                "the ring stayed empty until the deadline",
-            ),
-        }
-    }
-}
-
-impl<T> fmt::Debug for RingProducer<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("RingProducer")
-            .field("closed", &self.is_closed())
-            .finish()
-    }
-}
-
-impl<T> fmt::Debug for RingConsumer<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("RingConsumer")
-            .field("closed", &self.is_closed())
-            .field("len", &self.len())
-            .finish()
+        };
+        Self::new(kind, text)
     }
 }

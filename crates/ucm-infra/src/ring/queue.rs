@@ -23,10 +23,6 @@ mod plain {
         pub(in crate::ring) fn pop(&mut self) -> Option<T> {
             self.0.pop().ok()
         }
-
-        pub(in crate::ring) fn len(&self) -> usize {
-            self.0.slots()
-        }
     }
 
     impl<T> Tail<T> {
@@ -88,10 +84,6 @@ mod modelled {
             let item = self.0.place(popped).lock().take();
             self.0.popped.store(popped + 1, Ordering::Release);
             item
-        }
-
-        pub(in crate::ring) fn len(&self) -> usize {
-            self.0.len()
         }
     }
 

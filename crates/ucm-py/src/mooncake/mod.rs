@@ -159,8 +159,8 @@ fn open_place(options: MooncakeOptions) -> Result<Box<dyn Place>> {
     Ok(Box::new(MooncakePlace::open(pool, http)?))
 }
 
-fn make(context: &BuildContext<'_>, options: MooncakeOptions) -> Result<BuiltTier> {
-    let (lent, buffer) = if context.lookup_only {
+fn make(context: &BuildContext, options: MooncakeOptions) -> Result<BuiltTier> {
+    let (lent, buffer) = if context.scope.lookup_only {
         (0, LEAST_BUFFER)
     } else {
         (options.global_segment_size.0, options.local_buffer_size.0)
@@ -168,8 +168,8 @@ fn make(context: &BuildContext<'_>, options: MooncakeOptions) -> Result<BuiltTie
     let pool = pool_of(options, lent, buffer)?;
     let threads = context.pool("ucm-mooncake", THREADS, false)?;
     let client = calling::begin(pool, Arc::clone(&context.clock))?;
-    let prefix = format!("ucm:{}:", context.identity.namespace());
-    let values = MooncakeValues::new(prefix, context.writer, client)?;
+    let prefix = format!("ucm:{}:", context.scope.identity.namespace());
+    let values = MooncakeValues::new(prefix, context.scope.writer, client)?;
     Ok(BuiltTier {
         backend: context.records(Box::new(values), &threads, false),
         pool: threads,

@@ -11,7 +11,7 @@ use crate::tiers::WritePolicy;
 /// sense.
 pub(super) fn make_all(
     tiers: Vec<TierSpec>,
-    context: &BuildContext<'_>,
+    context: &BuildContext,
 ) -> Result<Vec<(BuiltLevel, WritePolicy)>> {
     let mut made = Vec::new();
     for tier in tiers {
@@ -48,11 +48,8 @@ impl TierSpec {
         let Some(name) = &self.write_policy else {
             return Ok(WritePolicy::Through);
         };
-        let found = WritePolicy::ALL
-            .into_iter()
-            .find(|policy| policy.name() == name);
         let unknown = || Error::new(ErrorKind::Config, "write_policy is through, back or never");
-        found.ok_or_else(|| unknown().with("write_policy", name))
+        WritePolicy::of_name(name).ok_or_else(|| unknown().with("write_policy", name))
     }
 }
 
@@ -65,6 +62,7 @@ mod tests {
     use ucm_infra::SystemClock;
 
     use ucm_record::RecordLayout;
+    use ucm_tier::scope::Scope;
 
     use super::*;
 
@@ -85,15 +83,19 @@ mod tests {
             r#""position":{},"kv_dtype":"f32","attention_backend":"a","kv_packing":{},"kv_layout":"l","kv_groups":[],"#,
             r#""block_tokens":16,"tensor_parallel":1,"pipeline_parallel":1,"decode_context_parallel":1}"#
         ));
-        let (identity, geometry) = (identity.unwrap(), Geometry::new(vec![4096], 4, 4).unwrap());
-        let context = BuildContext {
-            identity: &identity,
+        let geometry = Geometry::new(vec![4096], 4, 4).unwrap();
+        let scope = Scope {
+            identity: identity.unwrap(),
+            labels: BTreeMap::new(),
             part: Part::default(),
-            record: &RecordLayout::new(&geometry),
-            other_parts: &[],
-            labels: &BTreeMap::new(),
+            record: RecordLayout::new(&geometry),
+            other_parts: Vec::new(),
+            shorter: false,
             lookup_only: false,
             writer: 1,
+        };
+        let context = BuildContext {
+            scope,
             slots: 4,
             processes: 1,
             scheduler_elsewhere: false,

@@ -546,14 +546,15 @@ impl Dumps {
         job: Option<&CopyJob>,
     ) {
         builder.inner.lock().options = Some(options);
-        let mut write = TierWrite {
+        let write = TierWrite {
             id: builder.id,
             slot,
             options,
             alone: builder.alone.is_some(),
             request: builder.request,
         };
-        let target = match self.core.tiers.writes.begin_dump(&mut write) {
+        let writes = &self.core.tiers.writes;
+        let target = match writes.begin_dump(&write) {
             Ok(target) => target,
             Err(error) => {
                 drop(write); // with its slot, before the outcome is known
@@ -563,19 +564,10 @@ impl Dumps {
         let Some(job) = job else {
             let (dumps, of) = (Arc::clone(self), Arc::clone(builder));
             let written = move |result| dumps.write_returned(&of, result);
-            let TierWrite { slot, options, .. } = write;
-            return self
-                .core
-                .tiers
-                .writes
-                .write_on_a_thread(target, slot, options, written);
+            return writes.write_on_a_thread(target, write.slot, written);
         };
         let result = if job.begin(InHand::Writing(Arc::clone(builder), target)) {
-            let result = self
-                .core
-                .tiers
-                .writes
-                .write_here(&target, write, &job.ticket);
+            let result = writes.write_here(&target, write.slot, &job.ticket);
             if !job.end() {
                 return;
             }
@@ -584,7 +576,7 @@ impl Dumps {
             drop(write);
             Err(late())
         };
-        self.core.tiers.writes.written(&target, &result);
+        writes.written(&target, &result);
         self.write_returned(builder, result);
     }
 

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Geometry, MissReason};
-use ucm_infra::{BlockState, Cancelled, LoadState};
+use ucm_infra::{BlockState, LoadState};
 
 use super::config::Row;
 use super::core::Core;
@@ -237,13 +237,14 @@ impl LoadTask {
     }
 
     fn cancel(&self, error: Error, miss: Option<MissReason>) {
-        if self.cancel_from(0, error, miss).last {
+        if self.cancel_from(0, error, miss) {
             self.report(); // nothing scatters
         }
     }
 
-    /// Cancels the blocks from `first` on that are still reading; `miss` is counted for each.
-    fn cancel_from(&self, first: usize, error: Error, miss: Option<MissReason>) -> Cancelled {
+    /// Cancels the blocks from `first` on that are still reading; `miss` is counted for each. True
+    /// if that ended the load: the caller reports it.
+    fn cancel_from(&self, first: usize, error: Error, miss: Option<MissReason>) -> bool {
         let mut cuts = self.cuts.lock();
         if cuts.last().is_none_or(|cut| first < cut.first) {
             cuts.push(Cut { first, error, miss });

@@ -169,14 +169,12 @@ impl Engine {
         let tiers = Arc::new(Tiers::new(below, &*device, Arc::clone(&clock))?);
         let copy_limit = (slots.capacity() * 2 + 64).min(MAX_COPIES);
         let copies = WorkerPool::builder("ucm-copy")
-            .on_demand()
             .size(config.copy_threads.max(1))
             .lanes(&[lane("dump", copy_limit, config.copy_threads.max(1))])
             .max_replacements(COPY_REPLACEMENTS)
             .clock(Arc::clone(&clock))
             .build()?;
         let asks = WorkerPool::builder("ucm-ask")
-            .on_demand()
             .size(ASK_THREADS + 1)
             .lanes(&[
                 lane("lookup", MOST_ASKED, ASK_THREADS),
@@ -486,14 +484,12 @@ impl Engine {
             ("refused_now", core.refused.len() as u64),
             ("healthy", u64::from(healthy)),
         ];
-        let mut json = core.stats.to_json();
-        if let Some(map) = json.as_object_mut() {
-            for (name, value) in gauges.into_iter().chain(base.more) {
-                map.insert(name.to_owned(), value.into());
-            }
-            let tiers = serde_json::to_value(tiers.stats()).unwrap_or_default();
-            map.insert("tiers".to_owned(), tiers);
+        // Serde refuses nothing in these.
+        let mut json = serde_json::to_value(&core.stats).unwrap_or_default();
+        for (name, value) in gauges.into_iter().chain(base.more) {
+            json[name] = value.into();
         }
+        json["tiers"] = serde_json::to_value(tiers.stats()).unwrap_or_default();
         json
     }
 

@@ -18,20 +18,20 @@ const PROVEN: u64 = 64;
 
 /// What the codec of a tier did; counters since the start, lengths of records with their headers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-pub struct Compression {
+pub(super) struct Compression {
     /// Records encoded.
-    pub records_compressed: u64,
+    records_compressed: u64,
     /// Records written as they are: compressing does not make them shorter.
-    pub records_as_is: u64,
+    records_as_is: u64,
     /// Records read that were compressed.
-    pub records_decompressed: u64,
+    records_decompressed: u64,
     /// Records that did not come back from their compressed form, though that was whole: read, or
     /// about to be written.
-    pub records_undecodable: u64,
+    records_undecodable: u64,
     /// Bytes of the records that were encoded.
-    pub bytes_compressed: u64,
+    bytes_compressed: u64,
     /// Bytes that these take on the medium.
-    pub bytes_stored: u64,
+    bytes_stored: u64,
 }
 
 /// The codec of one tier, with the memory that its threads need for it.

@@ -24,7 +24,7 @@ mod tier;
 mod write;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -38,6 +38,7 @@ use ucm_tier::backend::{Backend, Flush, LocallyVisible, ReadDone, Victim};
 
 use crate::breaker::BreakerConfig;
 use crate::records::OwnParts;
+use codec::Compression;
 use level::TierTable;
 use locally_visible::LocallyVisibleIds;
 use lookup::TierLookups;
@@ -48,7 +49,6 @@ use tenants::Tenants;
 use tier::Tier;
 use write::{Moves, Receipts, Writes};
 
-pub use codec::Compression;
 pub use level::{LevelConfig, MAX_LEVELS, MAX_TIERS};
 pub(crate) use lookup::{LEAST_WINDOW, WINDOW};
 pub use prefetch::{MAX_WAITING as MAX_PREFETCH, Priority};
@@ -63,28 +63,16 @@ const LANE_PROBE: usize = 1;
 /// Times a thread that hangs is replaced.
 const REPLACEMENTS: usize = 2;
 
-/// When a dumped record is written to a tier.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum WritePolicy {
-    /// At once. A dump is published when the lowest such tier that outlives the process has it.
-    Through,
-    /// When the tier above evicts it, and at shutdown as far as there is time.
-    Back,
-    /// Never: the tier is only read.
-    Never,
-}
-
-impl WritePolicy {
-    /// Every policy.
-    pub const ALL: [Self; 3] = [Self::Through, Self::Back, Self::Never];
-
-    /// Name in the configuration.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Through => "through",
-            Self::Back => "back",
-            Self::Never => "never",
-        }
+ucm_core::named! {
+    /// When a dumped record is written to a tier.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub enum WritePolicy {
+        /// At once. A dump is published when the lowest such tier that outlives the process has it.
+        Through = "through",
+        /// When the tier above evicts it, and at shutdown as far as there is time.
+        Back = "back",
+        /// Never: the tier is only read.
+        Never = "never",
     }
 }
 
@@ -116,49 +104,56 @@ pub(crate) struct Request {
 pub type LookupResult = Result<u8, MissReason>;
 
 /// What one tier did and holds; counters since the start, sizes in bytes.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
-pub struct TierStats {
+#[derive(Serialize)]
+pub(crate) struct TierStats<'a> {
     /// Its name, unlike those of the others.
-    pub name: String,
+    name: &'a str,
     /// Its level, counted from the top; tiers side by side have the same.
-    pub level: usize,
-    /// Ids found here by lookups.
-    pub hits: u64,
-    /// Blocks read here for loads.
-    pub blocks_read: u64,
-    /// Bytes read here for loads, of side shards too.
-    pub bytes_read: u64,
-    /// Reads of side shards here: a header, and a side shard where the record has it.
-    pub sides_read: u64,
-    /// Blocks written here, promoted ones included.
-    pub blocks_written: u64,
-    /// Bytes written here.
-    pub bytes_written: u64,
+    level: usize,
+    #[serde(flatten)]
+    counts: &'a TierCounts,
     /// Operations that failed because of the medium: errors and deadlines that passed.
-    pub failures: u64,
-    /// Copies read here that were refused.
-    pub copies_refused: u64,
-    /// Blocks copied here from below after a load or by a prefetch.
-    pub promotions: u64,
-    /// Blocks written here because the tier above evicted them.
-    pub demotions: u64,
-    /// Copies for this tier that were not made: it was busy or not well, or the copy was damaged.
-    pub copies_dropped: u64,
-    /// Blocks removed here because their tenant had more than its quota.
-    pub quota_removed: u64,
+    failures: u64,
     /// Whether it is memory, which each process has of its own.
-    pub memory: bool,
+    memory: bool,
     /// Bytes used.
-    pub used_bytes: u64,
+    used_bytes: u64,
     /// The limit.
-    pub capacity_bytes: u64,
+    capacity_bytes: u64,
     /// Whether it is used now.
-    pub healthy: bool,
+    healthy: bool,
     /// Whether it takes writes now.
-    pub writable: bool,
+    writable: bool,
     /// Of one with a codec.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub compression: Option<Compression>,
+    compression: Option<Compression>,
+}
+
+/// The counters of one tier.
+#[derive(Default, Serialize)]
+struct TierCounts {
+    /// Ids found here by lookups.
+    hits: AtomicU64,
+    /// Blocks read here for loads.
+    blocks_read: AtomicU64,
+    /// Bytes read here for loads, of side shards too.
+    bytes_read: AtomicU64,
+    /// Reads of side shards here: a header, and a side shard where the record has it.
+    sides_read: AtomicU64,
+    /// Blocks written here, promoted ones included.
+    blocks_written: AtomicU64,
+    /// Bytes written here.
+    bytes_written: AtomicU64,
+    /// Copies read here that were refused.
+    copies_refused: AtomicU64,
+    /// Blocks copied here from below after a load or by a prefetch.
+    promotions: AtomicU64,
+    /// Blocks written here because the tier above evicted them.
+    demotions: AtomicU64,
+    /// Copies for this tier that were not made: it was busy or not well, or the copy was damaged.
+    copies_dropped: AtomicU64,
+    /// Blocks removed here because their tenant had more than its quota.
+    quota_removed: AtomicU64,
 }
 
 /// The settings of the tiers of an engine.
@@ -242,7 +237,6 @@ impl Tiers {
         let spare_len = spare * slot_len.next_multiple_of(4096);
         let arena = device.make_arena(spare_len, ArenaOptions::default())?;
         let pool = WorkerPool::builder("ucm-tier")
-            .on_demand()
             .size(count + 1)
             .lanes(&[lane("move", spare, 1), lane("probe", count, count)])
             .max_replacements(REPLACEMENTS)
@@ -411,7 +405,7 @@ impl Tiers {
     }
 
     /// What each tier did and holds, top first.
-    pub(crate) fn stats(&self) -> Vec<TierStats> {
+    pub(crate) fn stats(&self) -> Vec<TierStats<'_>> {
         self.table.tiers.iter().map(Tier::stats).collect()
     }
 

@@ -27,36 +27,18 @@ pub const MAX_WAITING: usize = 4096;
 /// Most reads at once.
 const AT_ONCE: usize = 4;
 
-/// How soon a prefetched block will be wanted; the first is served first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Priority {
-    /// A request waits for it; read beside loads.
-    Urgent,
-    /// The next batch will want it.
-    NextBatch,
-    /// It will be wanted.
-    Normal,
-    /// It may be wanted.
-    Speculative,
-}
-
-impl Priority {
-    /// Every priority, the most urgent first.
-    pub const ALL: [Self; 4] = [
-        Self::Urgent,
-        Self::NextBatch,
-        Self::Normal,
-        Self::Speculative,
-    ];
-
-    /// Name in the Python interface.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Urgent => "urgent",
-            Self::NextBatch => "next_batch",
-            Self::Normal => "normal",
-            Self::Speculative => "speculative",
-        }
+ucm_core::named! {
+    /// How soon a prefetched block will be wanted; the first is served first.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+    pub enum Priority {
+        /// A request waits for it; read beside loads.
+        Urgent = "urgent",
+        /// The next batch will want it.
+        NextBatch = "next_batch",
+        /// It will be wanted.
+        Normal = "normal",
+        /// It may be wanted.
+        Speculative = "speculative",
     }
 }
 

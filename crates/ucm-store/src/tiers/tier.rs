@@ -2,7 +2,7 @@
 //! records, the copies of it that were refused, and its counters.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, MissReason, Result};
@@ -11,7 +11,7 @@ use ucm_tier::backend::Backend;
 
 use super::form::StoredForm;
 use super::health::Health;
-use super::{Request, TierConfig, TierSetup, TierStats, WritePolicy};
+use super::{Request, TierConfig, TierCounts, TierSetup, TierStats, WritePolicy};
 use crate::breaker::BreakerConfig;
 use crate::rejected::RejectedRecords;
 use crate::stats::add;
@@ -36,23 +36,7 @@ pub(crate) struct Tier {
     refused: RejectedRecords,
     /// Records that the tier above gives up and that are not published here yet.
     demoting: AtomicUsize,
-    pub(super) counts: Counts,
-}
-
-/// The counters of [`TierStats`].
-#[derive(Default)]
-pub(super) struct Counts {
-    pub(super) hits: AtomicU64,
-    pub(super) blocks_read: AtomicU64,
-    pub(super) bytes_read: AtomicU64,
-    pub(super) sides_read: AtomicU64,
-    pub(super) blocks_written: AtomicU64,
-    pub(super) bytes_written: AtomicU64,
-    pub(super) copies_refused: AtomicU64,
-    pub(super) promotions: AtomicU64,
-    pub(super) demotions: AtomicU64,
-    pub(super) copies_dropped: AtomicU64,
-    pub(super) quota_removed: AtomicU64,
+    pub(super) counts: TierCounts,
 }
 
 impl Tier {
@@ -84,7 +68,7 @@ impl Tier {
             description: Mutex::default(),
             refused: RejectedRecords::default(),
             demoting: AtomicUsize::new(0),
-            counts: Counts::default(),
+            counts: TierCounts::default(),
         })
     }
 
@@ -164,24 +148,13 @@ impl Tier {
         self.refused.replaces(id)
     }
 
-    pub(super) fn stats(&self) -> TierStats {
-        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let (counts, usage) = (&self.counts, self.backend.stats().usage);
+    pub(super) fn stats(&self) -> TierStats<'_> {
+        let usage = self.backend.stats().usage;
         TierStats {
-            name: self.health.name().to_owned(),
+            name: self.health.name(),
             level: self.level,
-            hits: get(&counts.hits),
-            blocks_read: get(&counts.blocks_read),
-            bytes_read: get(&counts.bytes_read),
-            sides_read: get(&counts.sides_read),
-            blocks_written: get(&counts.blocks_written),
-            bytes_written: get(&counts.bytes_written),
+            counts: &self.counts,
             failures: self.health.failures(),
-            copies_refused: get(&counts.copies_refused),
-            promotions: get(&counts.promotions),
-            demotions: get(&counts.demotions),
-            copies_dropped: get(&counts.copies_dropped),
-            quota_removed: get(&counts.quota_removed),
             memory: self.is_memory(),
             used_bytes: usage.used,
             capacity_bytes: usage.capacity,

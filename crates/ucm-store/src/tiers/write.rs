@@ -17,9 +17,7 @@ use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::{Slot, SlotPool};
 use ucm_infra::{LANE_DUMP, MonotonicTime, Notify, Ticket, WorkerPool};
 use ucm_io::IoJob;
-use ucm_tier::backend::{
-    Flush, InsertOptions, OnSealed, ReadDone, Receipt, Victim, WriteOptions, Written,
-};
+use ucm_tier::backend::{Flush, OnSealed, ReadDone, Receipt, Victim, WriteOptions, Written};
 
 use super::level::{Level, TierTable};
 use super::probes::Probes;
@@ -40,47 +38,29 @@ pub(crate) struct TierWrite {
     pub(crate) request: Request,
 }
 
-/// One record in one tier, as the outcome of its write is noted.
+/// The write of one record to one tier.
 #[derive(Clone, Copy)]
 pub(crate) struct WriteTarget {
     number: usize,
     id: BlockId,
-    len: usize,
+    options: WriteOptions,
     request: Request,
-    of: Of,
+    why: WriteReason,
+    /// As many as are published together are on their way: that is not to wait for more.
+    enough: bool,
 }
 
 /// What a record is written for.
-#[derive(Clone, Copy)]
-enum Of {
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum WriteReason {
     /// A dump that this tier decides on.
     Dump,
-    /// A copy.
-    Copy(CopyReason),
-}
-
-/// Why a copy is made.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum CopyReason {
-    /// A dump goes to more than one tier.
-    Dump,
-    /// A lower tier had it.
+    /// A copy of a dump that goes to more than one tier.
+    Copy,
+    /// A copy of what a lower tier had.
     Promotion,
-    /// The tier above gave it up.
+    /// A copy of what the tier above gave up.
     Demotion,
-}
-
-/// A copy on its way to a tier.
-#[derive(Clone, Copy)]
-struct Moving {
-    number: usize,
-    id: BlockId,
-    len: usize,
-    options: InsertOptions,
-    request: Request,
-    why: CopyReason,
-    /// As many as are published together are on their way: that is not to wait for more.
-    enough: bool,
 }
 
 /// What is kept until a copy has ended: dropped then.
@@ -143,50 +123,40 @@ impl Writes {
         let weak = Arc::downgrade(self);
         Box::new(move |receipt, result| {
             if let Some(writes) = weak.upgrade() {
-                writes.sealed(receipt, result);
+                writes.meet(receipt, Open::Sealed(result));
             }
         })
     }
 
-    /// A medium has published a record, or never will.
-    fn sealed(&self, receipt: Receipt, result: Result<()>) {
-        let awaited = {
-            let mut open = self.receipts.open.lock();
-            match open.remove(&receipt) {
-                Some(Open::Awaited {
-                    target,
-                    counts,
-                    held,
-                }) => (target, counts, held),
-                _ => {
-                    open.insert(receipt, Open::Sealed(result));
-                    return;
-                }
-            }
+    /// A write has returned a receipt, or a medium has published its record or never will. The
+    /// second of both finds the first here.
+    fn meet(&self, receipt: Receipt, this: Open) {
+        let mut open = self.receipts.open.lock();
+        let Some(other) = open.remove(&receipt) else {
+            open.insert(receipt, this);
+            return;
         };
-        let (target, counts, held) = awaited;
-        self.published(&target, counts, result);
-        drop(held);
-    }
-
-    /// A write has returned a receipt.
-    fn await_receipt(&self, receipt: Receipt, target: WriteTarget, counts: Option<Counted>) {
-        let result = {
-            let mut open = self.receipts.open.lock();
-            match open.remove(&receipt) {
-                Some(Open::Sealed(result)) => result,
-                _ => {
-                    let awaited = Open::Awaited {
-                        target,
-                        counts,
-                        held: None,
-                    };
-                    open.insert(receipt, awaited);
-                    return;
-                }
-            }
-        };
-        self.published(&target, counts, result);
+        drop(open);
+        if let (
+            Open::Sealed(result),
+            Open::Awaited {
+                target,
+                counts,
+                held,
+            },
+        )
+        | (
+            Open::Awaited {
+                target,
+                counts,
+                held,
+            },
+            Open::Sealed(result),
+        ) = (this, other)
+        {
+            self.published(&target, counts, result);
+            drop(held);
+        }
     }
 
     /// Keeps this until the outcome of a receipt is reported, if it was not yet.
@@ -203,7 +173,7 @@ impl Writes {
             self.count(counts);
         }
         self.written(target, &result);
-        if let (Of::Dump, Some(hook)) = (target.of, self.receipts.on_dump.get()) {
+        if let (WriteReason::Dump, Some(hook)) = (target.why, self.receipts.on_dump.get()) {
             hook(target.id, target.request, result);
         }
     }
@@ -217,7 +187,7 @@ impl Writes {
 
     /// Gives a dumped record to every other tier that is written through, and chooses the tier that
     /// decides.
-    pub(crate) fn begin_dump(self: &Arc<Self>, write: &mut TierWrite) -> Result<WriteTarget> {
+    pub(crate) fn begin_dump(self: &Arc<Self>, write: &TierWrite) -> Result<WriteTarget> {
         let (id, options, request) = (write.id, write.options, write.request);
         let now = self.table.clock.now();
         let through = |level: &&Level| level.policy == WritePolicy::Through;
@@ -236,38 +206,22 @@ impl Writes {
         } else {
             self.table.levels.iter().filter(through).find_map(takes)
         };
-        let inserted = InsertOptions {
-            ordinal: options.ordinal,
-            replace: options.replace,
-        };
         let deciding = decides.map(|number| self.table.tiers[number].level);
         for (at, level) in self.table.levels.iter().enumerate() {
             if write.alone || !through(&level) || Some(at) == deciding {
                 continue;
             }
-            let moving = Moving {
-                number: self.table.taker_of_copy(level, id),
-                id,
-                len: options.len,
-                options: inserted,
-                request,
-                why: CopyReason::Dump,
-                enough: false,
-            };
-            self.copy(moving, &write.slot.as_slice()[..options.len]);
+            let number = self.table.taker_of_copy(level, id);
+            let copy = WriteTarget::new(number, id, options, request, WriteReason::Copy);
+            self.copy(copy, &write.slot.as_slice()[..options.len]);
         }
         let Some(number) = decides else {
             let off = "no tier that outlives this process can be written to now";
             return Err(Error::new(ErrorKind::Unhealthy, off));
         };
-        write.options.replace |= self.table.tiers[number].replaces(id);
-        Ok(WriteTarget {
-            number,
-            id,
-            len: options.len,
-            request,
-            of: Of::Dump,
-        })
+        let mut target = WriteTarget::new(number, id, options, request, WriteReason::Dump);
+        target.options.replace |= self.table.tiers[number].replaces(id);
+        Ok(target)
     }
 
     /// The member of a level that a dump goes to. A root that is in doubt is not tried out by it
@@ -307,12 +261,12 @@ impl Writes {
     pub(crate) fn write_here(
         &self,
         target: &WriteTarget,
-        write: TierWrite,
+        slot: Slot,
         ticket: &Arc<Ticket>,
     ) -> Result<Written> {
         let pool = &self.table.tiers[target.number].pool;
-        let io = pool.visit(LANE_DUMP, write.request.deadline, ticket);
-        self.write(&io, target, write.slot, write.options)
+        let io = pool.visit(LANE_DUMP, target.request.deadline, ticket);
+        self.write(&io, target, slot)
     }
 
     /// Writes a record on a thread of its tier, and notes the outcome; `done` is called with it.
@@ -320,11 +274,10 @@ impl Writes {
         self: &Arc<Self>,
         target: WriteTarget,
         slot: Slot,
-        options: WriteOptions,
         done: impl FnOnce(Result<Written>) + Send + 'static,
     ) {
         let (writes, ended) = (Arc::clone(self), Arc::clone(self));
-        let work = move |io: &IoJob| writes.write(io, &target, slot, options);
+        let work = move |io: &IoJob| writes.write(io, &target, slot);
         let noted = move |result| {
             ended.written(&target, &result);
             done(result);
@@ -334,16 +287,12 @@ impl Writes {
     }
 
     /// Writes a record to a tier, in the form in which it is stored there.
-    fn write(
-        &self,
-        io: &IoJob,
-        target: &WriteTarget,
-        mut slot: Slot,
-        options: WriteOptions,
-    ) -> Result<Written> {
-        let WriteTarget { number, id, .. } = *target;
+    fn write(&self, io: &IoJob, target: &WriteTarget, mut slot: Slot) -> Result<Written> {
+        let (number, id) = (target.number, target.id);
         let tier = &self.table.tiers[number];
-        let options = tier.form.encode(&*tier.backend, id, &mut slot, options)?;
+        let options = tier
+            .form
+            .encode(&*tier.backend, id, &mut slot, target.options)?;
         let tenants = self.tenants.as_ref();
         let counts =
             tenants.and_then(|tenants| tenants.to_count(number, &slot.as_slice()[..options.len]));
@@ -351,10 +300,22 @@ impl Writes {
         let written = tier.backend.write(io, id, slot, options)?;
         match written {
             Written::Published => self.count(counts),
-            Written::Present if target.is_dump() && tier.form.may_be_of_another_key(id) => {
+            Written::Present
+                if target.why == WriteReason::Dump && tier.form.may_be_of_another_key(id) =>
+            {
                 return tier.form.check_present(&*tier.backend, io, id);
             }
-            Written::Sealing(receipt) => self.await_receipt(receipt, *target, counts),
+            Written::Sealing(receipt) => {
+                let (target, held) = (*target, None);
+                self.meet(
+                    receipt,
+                    Open::Awaited {
+                        target,
+                        counts,
+                        held,
+                    },
+                );
+            }
             Written::Present | Written::InTheWay(_) => {}
         }
         Ok(written)
@@ -362,14 +323,8 @@ impl Writes {
 
     /// Notes how a write ended; one that is published later has not ended yet.
     pub(crate) fn written(&self, target: &WriteTarget, result: &Result<Written>) {
-        let WriteTarget {
-            number,
-            id,
-            len,
-            request,
-            of,
-        } = *target;
-        let tier = &self.table.tiers[number];
+        let (id, request) = (target.id, target.request);
+        let tier = &self.table.tiers[target.number];
         let of_writes = match result {
             Ok(Written::Sealing(_)) => return,
             Ok(Written::Present | Written::InTheWay(_)) => {
@@ -391,50 +346,50 @@ impl Writes {
                 tier.clear_bad(id);
                 tier.form.note_key_fits(id);
                 add(&tier.counts.blocks_written, 1);
-                add(&tier.counts.bytes_written, len as u64);
+                add(&tier.counts.bytes_written, target.options.len as u64);
             }
             Ok(Written::InTheWay(reason)) => tier.refuse(id, *reason),
             _ => {}
         }
-        let Of::Copy(why) = of else { return };
-        match (result, why) {
-            (Ok(Written::Published), CopyReason::Promotion) => add(&tier.counts.promotions, 1),
-            (Ok(Written::Published), CopyReason::Demotion) => add(&tier.counts.demotions, 1),
+        match (result, target.why) {
+            (_, WriteReason::Dump) => {}
+            (Ok(Written::Published), WriteReason::Promotion) => add(&tier.counts.promotions, 1),
+            (Ok(Written::Published), WriteReason::Demotion) => add(&tier.counts.demotions, 1),
             (Err(_) | Ok(Written::InTheWay(_)), _) => add(&tier.counts.copies_dropped, 1),
             _ => {}
         }
     }
 
+    /// Whether a copy may be written now; its outcome must be noted.
+    fn admits(&self, target: &WriteTarget) -> bool {
+        let now = self.table.clock.now();
+        self.probes.admits_write(target.number, target.request, now)
+    }
+
     /// Gives a tier a copy of its own, if that can be had without waiting.
-    fn copy(self: &Arc<Self>, moving: Moving, record: &[u8]) {
-        let tier = &self.table.tiers[moving.number];
+    fn copy(self: &Arc<Self>, mut copy: WriteTarget, record: &[u8]) {
+        let tier = &self.table.tiers[copy.number];
         let Some(memory) = tier.backend.features().memory else {
-            match self.spare_copy(&moving, record) {
-                Some(slot) => self.write_copy(moving, slot, None),
+            match self.spare_copy(&copy, record) {
+                Some(slot) => self.write_copy(copy, slot, None),
                 None => add(&tier.counts.copies_dropped, 1),
             }
             return;
         };
-        if !self
-            .probes
-            .admits_write(moving.number, moving.request, self.table.clock.now())
-        {
+        if !self.admits(&copy) {
             return add(&tier.counts.copies_dropped, 1);
         }
-        let options = InsertOptions {
-            replace: moving.options.replace || tier.replaces(moving.id),
-            ..moving.options
-        };
-        let inserted = memory.insert(moving.id, record, options);
-        self.written(&moving.target(), &inserted);
+        copy.options.replace |= tier.replaces(copy.id);
+        self.written(&copy, &memory.insert(copy.id, record, copy.options));
     }
 
     /// A spare slot with these bytes in it, for a tier that is well.
-    fn spare_copy(&self, moving: &Moving, record: &[u8]) -> Option<Slot> {
-        if !self.table.tiers[moving.number]
-            .health
-            .may_write(moving.request.number, self.table.clock.now())
-        {
+    fn spare_copy(&self, target: &WriteTarget, record: &[u8]) -> Option<Slot> {
+        let (health, now) = (
+            &self.table.tiers[target.number].health,
+            self.table.clock.now(),
+        );
+        if !health.may_write(target.request.number, now) {
             return None;
         }
         let mut slot = self.moves.spare.try_acquire()?;
@@ -443,30 +398,22 @@ impl Writes {
     }
 
     /// Writes what is in a spare slot; `held` is dropped when that has ended.
-    fn write_copy(self: &Arc<Self>, moving: Moving, slot: Slot, held: Option<Held>) {
-        let tier = &self.table.tiers[moving.number];
-        if !self
-            .probes
-            .admits_write(moving.number, moving.request, self.table.clock.now())
-        {
-            add(&tier.counts.copies_dropped, 1);
-            return;
+    fn write_copy(self: &Arc<Self>, mut copy: WriteTarget, slot: Slot, held: Option<Held>) {
+        let tier = &self.table.tiers[copy.number];
+        if !self.admits(&copy) {
+            return add(&tier.counts.copies_dropped, 1);
         }
-        let options = WriteOptions {
-            len: moving.len,
-            ordinal: moving.options.ordinal,
-            replace: moving.options.replace || tier.replaces(moving.id),
-        };
+        copy.options.replace |= tier.replaces(copy.id);
         let writes = Arc::clone(self);
         let ended = move |result: Result<Written>| {
             if let (Some(held), Ok(Written::Sealing(receipt))) = (held, &result) {
                 writes.hold(*receipt, held);
-                if moving.enough {
-                    writes.table.tiers[moving.number].backend.flush(Flush::Now);
+                if copy.enough {
+                    writes.table.tiers[copy.number].backend.flush(Flush::Now);
                 }
             }
         };
-        self.write_on_a_thread(moving.target(), slot, options, ended);
+        self.write_on_a_thread(copy, slot, ended);
     }
 
     /// A verified record of tier `from` goes to the tiers above that take what is written.
@@ -497,8 +444,8 @@ impl Writes {
             self.copy(self.promotion(number, id, read.read, ordinal), record);
         }
         if let Some(number) = file {
-            let moving = self.promotion(number, id, read.read, ordinal);
-            self.write_copy(moving, read.slot, Some(held));
+            let copy = self.promotion(number, id, read.read, ordinal);
+            self.write_copy(copy, read.slot, Some(held));
         }
     }
 
@@ -512,36 +459,24 @@ impl Writes {
     }
 
     /// A record that is brought up to a tier.
-    fn promotion(&self, number: usize, id: BlockId, len: usize, ordinal: u32) -> Moving {
-        Moving {
-            number,
-            id,
-            len,
-            options: InsertOptions {
-                ordinal,
-                replace: false,
-            },
-            request: self
-                .table
-                .request(self.table.clock.now().after(self.moves.deadline)),
-            why: CopyReason::Promotion,
-            enough: false,
-        }
+    fn promotion(&self, number: usize, id: BlockId, len: usize, ordinal: u32) -> WriteTarget {
+        let (options, why) = (WriteOptions::of_copy(len, ordinal), WriteReason::Promotion);
+        WriteTarget::new(number, id, options, self.request(), why)
+    }
+
+    /// A request for a copy that begins now.
+    fn request(&self) -> Request {
+        let now = self.table.clock.now();
+        self.table.request(now.after(self.moves.deadline))
     }
 
     /// The memory above a level, which is written back to, gives a record up: verified again, it
     /// goes down. It is let go above when it is below.
     pub(super) fn demote(self: &Arc<Self>, level: usize, victim: Box<dyn Victim>) {
-        let number = self
-            .table
-            .taker_of_copy(&self.table.levels[level], victim.id());
-        let counts = &self.table.tiers[number].counts;
-        let request = self
-            .table
-            .request(self.table.clock.now().after(self.moves.deadline));
-        let well = self.table.tiers[number]
-            .health
-            .may_write(request.number, self.table.clock.now());
+        let (table, request) = (&self.table, self.request());
+        let number = table.taker_of_copy(&table.levels[level], victim.id());
+        let (health, counts) = (&table.tiers[number].health, &table.tiers[number].counts);
+        let well = health.may_write(request.number, table.clock.now());
         let Some(slot) = well.then(|| self.moves.spare.try_acquire()).flatten() else {
             return add(&counts.copies_dropped, 1);
         };
@@ -590,36 +525,30 @@ impl Writes {
                 return;
             }
         };
-        let moving = Moving {
-            number,
-            id,
-            len,
-            options: InsertOptions {
-                ordinal,
-                replace: false,
-            },
-            request,
-            why: CopyReason::Demotion,
+        let (options, why) = (WriteOptions::of_copy(len, ordinal), WriteReason::Demotion);
+        let copy = WriteTarget {
             enough,
+            ..WriteTarget::new(number, id, options, request, why)
         };
-        self.write_copy(moving, slot, Some(held));
+        self.write_copy(copy, slot, Some(held));
     }
 }
 
 impl WriteTarget {
-    fn is_dump(&self) -> bool {
-        matches!(self.of, Of::Dump)
-    }
-}
-
-impl Moving {
-    fn target(&self) -> WriteTarget {
-        WriteTarget {
-            number: self.number,
-            id: self.id,
-            len: self.len,
-            request: self.request,
-            of: Of::Copy(self.why),
+    fn new(
+        number: usize,
+        id: BlockId,
+        options: WriteOptions,
+        request: Request,
+        why: WriteReason,
+    ) -> Self {
+        Self {
+            number,
+            id,
+            options,
+            request,
+            why,
+            enough: false,
         }
     }
 }

@@ -5,22 +5,22 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use ucm_core::{BlockId, DType, Error};
+use ucm_core::{BlockId, Error};
 use ucm_infra::{Clock, MonotonicTime, Notify, SystemClock, log};
 use ucm_io::{IoEngine, IoOptions, IoPool, PsyncEngine};
-use ucm_store::engine::{Engine, EngineConfig, Until};
+use ucm_store::engine::{Engine, Until};
 use ucm_store::tiers::{LevelConfig, TierConfig, WritePolicy};
 use ucm_testkit::FaultyEngine;
+use ucm_tier::directory::medium;
 use ucm_tier::layout_kind::LayoutKind;
 use ucm_tier::memory::{MemoryBackend, Policy};
 use ucm_tier::posix::RootSlot;
 use ucm_tier::segment::SegmentConfig;
-use ucm_tier::side_by_side::{self, RootSetup};
 use ucm_tier::spread::{RootFacts, Spread, StoragePolicy};
 
-use super::media::{posix_config, shape};
+use super::media::{engine_config, memory_config, posix_config};
 use super::sides::begin_alone;
-use super::{Device, Layout, Setup, are_busy, eventually, identity};
+use super::{Device, Layout, Setup, are_busy, eventually};
 
 /// How a test wants several roots.
 #[derive(Clone)]
@@ -129,12 +129,10 @@ impl Beside {
         log::keep();
         let setup = several.setup.clone();
         let writer = ucm_infra::random_u64();
-        let (geometry, record) = shape(&setup);
-        let identity = identity(setup.weights);
         let facts: Vec<Arc<RootFacts>> = roots.iter().map(|_| Arc::default()).collect();
-        let (mut faults, mut setups, mut pools) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut faults, mut media) = (Vec::new(), Vec::new());
         for (number, root) in roots.iter().enumerate() {
-            let mut config = posix_config(root, &setup, &identity, writer);
+            let mut config = posix_config(root, &setup, writer);
             config.place = RootSlot {
                 number: number as u16,
                 facts: Arc::clone(&facts[number]),
@@ -149,19 +147,16 @@ impl Beside {
             };
             let io = IoPool::new(Arc::clone(&engine) as Arc<dyn IoEngine>, &options).unwrap();
             faults.push(engine);
-            pools.push(Arc::clone(&io));
             let (layout, segments) = match setup.layout {
                 Layout::File => (LayoutKind::File, SegmentConfig::default()),
                 Layout::Segment(config) => (LayoutKind::Segment, config),
             };
-            setups.push(RootSetup {
-                config,
-                layout: Some(layout),
-                segments,
-                io,
-            });
+            let (pool, clock) = (Arc::clone(&io), Arc::clone(&clock));
+            media.push((
+                medium(config, Some(layout), segments, io, clock).unwrap(),
+                pool,
+            ));
         }
-        let media = side_by_side::media(setups, &clock).unwrap();
         let policy = several
             .memory
             .map_or(WritePolicy::Through, |(_, policy)| policy);
@@ -172,8 +167,9 @@ impl Beside {
             compressed: false,
             max_stuck: setup.breaker.max_stuck,
         };
-        let tiers = media.into_iter().zip(pools);
-        let tiers = tiers.map(|(backend, pool)| tier(backend, pool, policy));
+        let tiers = media
+            .into_iter()
+            .map(|(backend, pool)| tier(backend, pool, policy));
         let mut levels: Vec<LevelConfig> = if several.stacked {
             tiers.map(LevelConfig::from).collect()
         } else {
@@ -183,7 +179,7 @@ impl Beside {
             }]
         };
         if let Some((records, _)) = several.memory {
-            let config = super::media::memory_config(&setup, Some(records));
+            let config = memory_config(&setup, Some(records));
             let config = ucm_tier::memory::MemoryConfig {
                 policy: Policy::default(),
                 registry: Some(roots[0].with_file_name("regions")),
@@ -193,22 +189,7 @@ impl Beside {
             let pool = Arc::clone(memory.pool());
             levels.insert(0, tier(memory, pool, WritePolicy::Through).into());
         }
-        let config = EngineConfig {
-            geometry,
-            identity,
-            part: setup.part,
-            own_parts: Vec::new(),
-            block_tokens: 16,
-            dtype: DType::F32,
-            staging_bytes: setup.slots * record.record_len() as u64,
-            copy_threads: setup.copy_threads,
-            deadlines: setup.deadlines,
-            breaker: setup.breaker,
-            writer,
-            sides: setup.side_specs(),
-            keys: None,
-            tenant_quota: setup.tenant_quota,
-        };
+        let config = engine_config(&setup, writer);
         let device = super::device::of_this_run(setup.transfer, &clock).unwrap();
         let engine = Engine::open(config, levels, device, clock).unwrap();
         let store = Self {

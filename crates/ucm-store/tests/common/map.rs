@@ -11,8 +11,8 @@ use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
 use ucm_quota::Usage;
 use ucm_tier::backend::{
-    Backend, BlockRead, Evicted, Features, InsertOptions, Listed, Local, LocallyVisible,
-    MediumStats, Memory, Outcome, Presence, ReadDone, Victim, WriteOptions, Written,
+    Backend, BlockRead, Evicted, Features, Listed, Local, LocallyVisible, MediumStats, Memory,
+    Outcome, Presence, ReadDone, Victim, WriteOptions, Written,
 };
 
 /// Keeps records until there are too many.
@@ -265,7 +265,7 @@ impl Local for MapTier {
 }
 
 impl Memory for MapTier {
-    fn insert(&self, id: BlockId, record: &[u8], options: InsertOptions) -> Result<Written> {
+    fn insert(&self, id: BlockId, record: &[u8], options: WriteOptions) -> Result<Written> {
         self.0.insert(id, record, options.replace)
     }
 

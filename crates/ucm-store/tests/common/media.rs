@@ -5,19 +5,22 @@ use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
-use ucm_core::{DType, Geometry, Identity};
+use ucm_core::{DType, Geometry};
 use ucm_infra::Clock;
 use ucm_io::{IoEngine, IoOptions, IoPool};
 use ucm_quota::Capacity;
 use ucm_record::RecordLayout;
+use ucm_store::engine::{EngineConfig, OwnPart};
 use ucm_testkit::FaultyEngine;
 use ucm_tier::backend::Backend;
-use ucm_tier::directory::DirectoryBackend;
+use ucm_tier::directory::medium;
+use ucm_tier::layout_kind::LayoutKind;
 use ucm_tier::lengths::PartRecord;
 use ucm_tier::memory::{MemoryConfig, Policy};
-use ucm_tier::posix::{PosixBackend, PosixConfig, RootSlot};
+use ucm_tier::posix::{PosixConfig, RootSlot};
 use ucm_tier::registry::{self, BuildContext, TierKind};
-use ucm_tier::segment::{SegmentBackend, SegmentConfig};
+use ucm_tier::scope::Scope;
+use ucm_tier::segment::SegmentConfig;
 
 use super::servers::{S3, shared_redis, shared_s3};
 use super::{Layout, PartShape, Setup, identity};
@@ -103,15 +106,8 @@ pub(super) fn of_kind(
     writer: u64,
     clock: &Arc<dyn Clock>,
 ) -> ucm_core::Result<(Arc<dyn Backend>, Arc<IoPool>)> {
-    let ((_, record), identity) = (shape(setup), identity(setup.weights));
     let context = BuildContext {
-        identity: &identity,
-        part: setup.part,
-        record: &record,
-        other_parts: &other_parts(setup),
-        labels: &BTreeMap::new(),
-        lookup_only: setup.lookup_only,
-        writer,
+        scope: scope(setup, writer),
         slots: usize::try_from(setup.slots).unwrap(),
         processes: 1,
         scheduler_elsewhere: false,
@@ -158,6 +154,53 @@ pub(crate) fn slot_len(setup: &Setup) -> u64 {
     lens.max().unwrap() as u64
 }
 
+/// Whose records a test's store keeps.
+pub(crate) fn scope(setup: &Setup, writer: u64) -> Scope {
+    Scope {
+        identity: identity(setup.weights),
+        labels: BTreeMap::new(),
+        part: setup.part,
+        record: shape(setup).1,
+        other_parts: other_parts(setup),
+        shorter: setup.compressed && matches!(setup.layout, Layout::Segment(_)),
+        lookup_only: setup.lookup_only,
+        writer,
+    }
+}
+
+/// What a test's engine goes by.
+pub(super) fn engine_config(setup: &Setup, writer: u64) -> EngineConfig {
+    let own = |number| {
+        let setup = setup.of_part(number);
+        OwnPart {
+            part: setup.part,
+            geometry: shape(&setup).0,
+            block_tokens: 16,
+            dtype: DType::F32,
+        }
+    };
+    EngineConfig {
+        geometry: shape(setup).0,
+        identity: identity(setup.weights),
+        part: setup.part,
+        own_parts: (1..=setup.own_parts.len()).map(own).collect(),
+        block_tokens: 16,
+        dtype: DType::F32,
+        sides: setup.side_specs(),
+        staging_bytes: if setup.lookup_only {
+            0
+        } else {
+            setup.slots * slot_len(setup)
+        },
+        copy_threads: setup.copy_threads,
+        deadlines: setup.deadlines,
+        breaker: setup.breaker,
+        writer,
+        keys: setup.keys.clone(),
+        tenant_quota: setup.tenant_quota,
+    }
+}
+
 /// The other parts of a test's store, and those that are named to it.
 fn other_parts(setup: &Setup) -> Vec<PartRecord> {
     let record = |shape: &PartShape, own| PartRecord {
@@ -172,41 +215,28 @@ fn other_parts(setup: &Setup) -> Vec<PartRecord> {
 
 /// A memory tier for this many records of a test.
 pub(crate) fn memory_config(setup: &Setup, records: Option<u64>) -> MemoryConfig {
-    let record = shape(setup).1;
     let slot_len = slot_len(setup).next_multiple_of(4096);
     let bytes = |records| records * (slot_len + 64) + 3 * 4096;
     let capacity = records.map(bytes).and_then(std::num::NonZeroU64::new);
-    MemoryConfig {
-        other_parts: other_parts(setup),
-        ..MemoryConfig::new(identity(setup.weights), setup.part, record, capacity)
-    }
+    let scope = Scope {
+        shorter: false,
+        ..scope(setup, 0)
+    };
+    MemoryConfig::new(scope, capacity)
 }
 
 /// What a test's root goes by.
-pub(super) fn posix_config(
-    root: &Path,
-    setup: &Setup,
-    identity: &Identity,
-    writer: u64,
-) -> PosixConfig {
-    let record = shape(setup).1;
+pub(super) fn posix_config(root: &Path, setup: &Setup, writer: u64) -> PosixConfig {
     PosixConfig {
         root: root.to_owned(),
-        identity: identity.clone(),
-        labels: BTreeMap::new(),
-        part: setup.part,
-        record,
-        other_parts: other_parts(setup),
-        shorter: setup.compressed && matches!(setup.layout, Layout::Segment(_)),
+        scope: scope(setup, writer),
         direct: false,
-        lookup_only: setup.lookup_only,
         capacity: setup
             .capacity
             .and_then(std::num::NonZeroU64::new)
             .map(Capacity::Bytes),
         rules: setup.rules,
         process: setup.process.clone(),
-        writer,
         modes: setup.modes,
         place: RootSlot::default(),
     }
@@ -216,12 +246,11 @@ pub(super) fn posix_config(
 pub(super) fn posix(
     root: &Path,
     setup: &Setup,
-    identity: &Identity,
     writer: u64,
     faults: &Arc<FaultyEngine>,
     clock: &Arc<dyn Clock>,
 ) -> ucm_core::Result<(Arc<dyn Backend>, Arc<IoPool>)> {
-    let posix = posix_config(root, setup, identity, writer);
+    let posix = posix_config(root, setup, writer);
     let (engine, clock) = (Arc::clone(faults) as Arc<dyn IoEngine>, Arc::clone(clock));
     let options = IoOptions {
         clock: Arc::clone(&clock),
@@ -232,20 +261,11 @@ pub(super) fn posix(
     if setup.unnamed {
         return Ok((unnamed(posix, setup, io, clock)?, pool));
     }
-    let backend: Arc<dyn Backend> = match setup.layout {
-        Layout::File => Arc::new(PosixBackend::new(
-            posix,
-            Arc::clone(&io),
-            Arc::clone(&clock),
-        )?),
-        Layout::Segment(config) => Arc::new(SegmentBackend::new(
-            posix,
-            config,
-            Arc::clone(&io),
-            Arc::clone(&clock),
-        )?),
+    let (layout, segments) = match setup.layout {
+        Layout::File => (LayoutKind::File, SegmentConfig::default()),
+        Layout::Segment(config) => (LayoutKind::Segment, config),
     };
-    Ok((backend, pool))
+    Ok((medium(posix, Some(layout), segments, io, clock)?, pool))
 }
 
 /// A backend that finds out the layout by itself: segments, unless files lie in a namespace that no
@@ -260,12 +280,12 @@ fn unnamed(
         Layout::File => SegmentConfig::default(),
         Layout::Segment(config) => config,
     };
-    let new = !posix.lookup_only && !posix.root.join("ucm-root.json").exists();
+    let new = !posix.scope.lookup_only && !posix.root.join("ucm-root.json").exists();
     if new && setup.layout == Layout::File {
         // Where nothing can be written yet nothing is found either.
         drop(std::fs::create_dir_all(
             posix.root.join("0".repeat(32)).join("blocks/00"),
         ));
     }
-    Ok(Arc::new(DirectoryBackend::new(posix, segments, io, clock)?))
+    medium(posix, None, segments, io, clock)
 }

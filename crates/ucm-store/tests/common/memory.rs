@@ -5,8 +5,8 @@ use std::path::Path;
 use ucm_core::{BlockId, Part};
 use ucm_infra::{MonotonicTime, SystemClock};
 use ucm_record::RecordMeta;
-use ucm_tier::backend::Backend;
-use ucm_tier::memory::{Inserted, MemoryBackend, MemoryConfig, Policy};
+use ucm_tier::backend::{Backend, Written};
+use ucm_tier::memory::{MemoryBackend, MemoryConfig, Policy};
 
 use super::{Medium, Setup, identity, memory_config, shape};
 
@@ -51,5 +51,5 @@ pub(crate) fn record(id: BlockId) -> Vec<u8> {
 
 pub(crate) fn keep(tier: &MemoryBackend, ids: impl IntoIterator<Item = BlockId>) {
     ids.into_iter()
-        .for_each(|id| assert_eq!(tier.insert(id, &record(id), 0).unwrap(), Inserted::New));
+        .for_each(|id| assert_eq!(tier.insert(id, &record(id), 0).unwrap(), Written::Published));
 }

@@ -27,10 +27,10 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use tempfile::TempDir;
-use ucm_core::{BlockId, DType, Identity};
+use ucm_core::{BlockId, Identity};
 use ucm_infra::{Clock, LANE_DUMP, LANE_LOAD, LANE_LOOKUP, SystemClock, log};
 use ucm_io::{IoOptions, IoPool, PsyncEngine};
-use ucm_store::engine::{Engine, EngineConfig, OwnPart, Task, Until};
+use ucm_store::engine::{Engine, Task, Until};
 use ucm_store::tiers::{TierConfig, WritePolicy};
 use ucm_testkit::{Fault, FaultyEngine, Gate, OpKind, Rule};
 use ucm_tier::backend::Backend;
@@ -176,21 +176,10 @@ impl Store {
         for rule in rules {
             faults.add(rule);
         }
-        let (geometry, slot_len) = (shape(&setup).0, media::slot_len(&setup));
-        let own = |number| {
-            let setup = setup.of_part(number);
-            OwnPart {
-                part: setup.part,
-                geometry: shape(&setup).0,
-                block_tokens: 16,
-                dtype: DType::F32,
-            }
-        };
-        let identity = identity(setup.weights);
         let writer = ucm_infra::random_u64();
         let mut memory = None;
         let (backend, pool) = match setup.medium {
-            Medium::Posix => media::posix(root, &setup, &identity, writer, &faults, &clock)?,
+            Medium::Posix => media::posix(root, &setup, writer, &faults, &clock)?,
             Medium::Memory(records, policy) => {
                 of_memory(memory.insert(in_memory(root, &setup, records, policy, &clock)?))
             }
@@ -232,7 +221,7 @@ impl Store {
                     std::fs::create_dir_all(dir).unwrap();
                 }
                 Some((
-                    media::posix(&above(root), &setup, &identity, writer, io, &clock)?,
+                    media::posix(&above(root), &setup, writer, io, &clock)?,
                     WritePolicy::Through,
                 ))
             }
@@ -242,26 +231,7 @@ impl Store {
             None => vec![tier(lower, WritePolicy::Through)],
             Some((top, policy)) => vec![tier(top, WritePolicy::Through), tier(lower, policy)],
         };
-        let config = EngineConfig {
-            geometry,
-            identity,
-            part: setup.part,
-            own_parts: (1..=setup.own_parts.len()).map(own).collect(),
-            block_tokens: 16,
-            dtype: DType::F32,
-            sides: setup.side_specs(),
-            staging_bytes: if setup.lookup_only {
-                0
-            } else {
-                setup.slots * slot_len
-            },
-            copy_threads: setup.copy_threads,
-            deadlines: setup.deadlines,
-            breaker: setup.breaker,
-            writer,
-            keys: setup.keys.clone(),
-            tenant_quota: setup.tenant_quota,
-        };
+        let config = media::engine_config(&setup, writer);
         let device: Arc<dyn ucm_device::Device> = match &setup.device {
             Some(device) => Arc::clone(device) as Arc<dyn ucm_device::Device>,
             None => device::of_this_run(setup.transfer, &clock)?,

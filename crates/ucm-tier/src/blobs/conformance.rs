@@ -1,15 +1,18 @@
 //! Tests of every medium that keeps segments, for its author to run: [`check_blobs`].
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::mpsc;
 use std::time::Duration;
 
-use ucm_core::{Identity, PAGE};
+use ucm_core::{Geometry, Identity, PAGE, Part};
 use ucm_device::{ArenaOptions, HostArena, SlotPool};
 use ucm_infra::{LANE_SPACE, SystemClock};
 use ucm_io::{IoOptions, IoPool};
+use ucm_record::RecordLayout;
 
 use super::*;
+use crate::scope::Scope;
 
 const PAGE_LEN: usize = PAGE as usize;
 /// Room of a blob.
@@ -36,13 +39,23 @@ pub(crate) fn check_blobs<B: AppendBlobs>(make: &dyn Fn() -> Arc<B>) {
     suite.io.shutdown(PATIENCE);
 }
 
-/// An identity for what a test opens.
-pub(crate) fn identity() -> Identity {
+/// Whose records a test keeps.
+pub(crate) fn scope(writer: u64) -> Scope {
+    let geometry = Geometry::new(vec![4096], 1, 1).unwrap();
     let text = r#"{"format_version":1,"architecture":"A","world_size":1,"dtype":"f32",
         "weights":"w","model_config":{},"position":{},"kv_dtype":"f32","attention_backend":"a",
         "kv_packing":{},"kv_layout":"l","kv_groups":[],"block_tokens":16,"tensor_parallel":1,
         "pipeline_parallel":1,"decode_context_parallel":1}"#;
-    Identity::parse(&text.replace(char::is_whitespace, "")).unwrap()
+    Scope {
+        identity: Identity::parse(&text.replace(char::is_whitespace, "")).unwrap(),
+        labels: BTreeMap::new(),
+        part: Part::default(),
+        record: RecordLayout::new(&geometry),
+        other_parts: Vec::new(),
+        shorter: false,
+        lookup_only: false,
+        writer,
+    }
 }
 
 struct Suite<B> {

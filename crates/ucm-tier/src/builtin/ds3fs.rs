@@ -65,7 +65,7 @@ pub(super) fn kind() -> TierKind {
     })
 }
 
-fn make(context: &BuildContext<'_>, options: Ds3fsOptions) -> Result<Vec<BuiltLevel>> {
+fn make(context: &BuildContext, options: Ds3fsOptions) -> Result<Vec<BuiltLevel>> {
     let roots = options.posix.storage_backends.0.len();
     let rings = UsrbioOptions {
         library: options.hf3fs_library.into(),

@@ -27,22 +27,14 @@ struct CacheOptions {
     #[schemars(extend("aliases_gib" = ["size_gb", "cache_buffer_capacity_gb"]))]
     cache_size: Amount,
     /// which blocks are evicted first; s3fifo soon evicts a block that is not used a second time
-    cache_policy: PolicyName,
-}
-
-/// The eviction policies by name.
-#[derive(Clone, Copy, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-enum PolicyName {
-    Lru,
-    S3Fifo,
+    cache_policy: Policy,
 }
 
 impl Default for CacheOptions {
     fn default() -> Self {
         Self {
             cache_size: Amount::Bytes(1 << 30),
-            cache_policy: PolicyName::Lru,
+            cache_policy: Policy::Lru,
         }
     }
 }
@@ -54,10 +46,10 @@ pub(super) fn kind() -> TierKind {
         .tested_with(|_| json!({"cache_size": 1 << 22}))
 }
 
-fn make(context: &BuildContext<'_>, options: CacheOptions) -> Result<BuiltTier> {
+fn make(context: &BuildContext, options: CacheOptions) -> Result<BuiltTier> {
     let nothing = || Error::new(ErrorKind::Config, "cache_size is nothing; give it a size");
     let asked = options.cache_size.limit().ok_or_else(nothing)?;
-    let bytes = if context.lookup_only {
+    let bytes = if context.scope.lookup_only {
         None
     } else {
         Some(cache_bytes(
@@ -69,19 +61,10 @@ fn make(context: &BuildContext<'_>, options: CacheOptions) -> Result<BuiltTier> 
     let processors = available_parallelism().map_or(1, NonZeroUsize::get);
     let threads = threads(processors, context.processes);
     let config = MemoryConfig {
-        policy: match options.cache_policy {
-            PolicyName::Lru => Policy::Lru,
-            PolicyName::S3Fifo => Policy::S3Fifo,
-        },
+        policy: options.cache_policy,
         threads,
         scheduler_elsewhere: context.scheduler_elsewhere,
-        other_parts: context.other_parts.to_vec(),
-        ..MemoryConfig::new(
-            context.identity.clone(),
-            context.part,
-            context.record.clone(),
-            bytes,
-        )
+        ..MemoryConfig::new(context.scope(false), bytes)
     };
     let backend = Arc::new(MemoryBackend::new(config, Arc::clone(&context.clock))?);
     Ok(BuiltTier {

@@ -99,7 +99,6 @@ pub(super) use built::kind;
 mod built {
     use std::path::PathBuf;
     use std::sync::Arc;
-    use std::time::Duration;
 
     use serde_json::json;
     use ucm_core::{Error, ErrorKind, Result};
@@ -151,7 +150,7 @@ mod built {
         Ok(Box::new(ObjectPlace::open(&at(&options)?)?))
     }
 
-    fn make(context: &BuildContext<'_>, options: ObjectOptions) -> Result<BuiltTier> {
+    fn make(context: &BuildContext, options: ObjectOptions) -> Result<BuiltTier> {
         let place = at(&options)?;
         let capacity = match options.storage_capacity.and_then(super::Amount::limit) {
             Some(Capacity::Bytes(bytes)) => Some(bytes.get()),
@@ -168,7 +167,7 @@ mod built {
             place,
             scope: context.scope(compressed),
             capacity,
-            expire_after: options.expire_after.map(|age| Duration::from_secs(age.0)),
+            expire_after: options.expire_after.map(super::Age::duration),
             size: options.object_size.0,
             age: seconds("object_age", options.object_age)?,
             refresh: seconds("object_refresh", options.object_refresh)?,

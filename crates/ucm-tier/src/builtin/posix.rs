@@ -4,7 +4,6 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -14,15 +13,15 @@ use ucm_io::{IoEngine, Process, PsyncEngine};
 use ucm_quota::layout::Modes;
 use ucm_quota::{Capacity, Rules};
 
+use crate::directory::medium;
 use crate::kind::{
     Age, Amount, BuildContext, BuiltLevel, BuiltTier, CodecName, Directories, Heat, Heats, Mode,
-    RootPolicy, Size, StoreName, TierKind, seconds,
+    Size, StoreName, TierKind, seconds,
 };
 use crate::layout_kind::LayoutKind;
 use crate::segment::{Merging, SegmentConfig};
 use crate::shared::{PosixConfig, RootSlot};
-use crate::side_by_side::{self, RootSetup};
-use crate::spread::{MAX_ROOTS, RootFacts, Spread};
+use crate::spread::{MAX_ROOTS, RootFacts, Spread, StoragePolicy};
 
 /// The options.
 #[derive(Serialize, Deserialize, JsonSchema)]
@@ -38,7 +37,7 @@ pub(super) struct PosixOptions {
     pub(super) storage_backends: Directories,
     /// which of several directories a block goes to: by a stable hash of its id, any, or a hot one
     /// and the colder ones below it
-    storage_policy: RootPolicy,
+    storage_policy: StoragePolicy,
     /// `tiered`: which of the directories stand above which (`{/mnt/ssd: hot, /mnt/nfs: cold}`);
     /// the others are warm
     #[schemars(extend("unit" = "path to hot, warm or cold", "unset" = "the first above the others"))]
@@ -103,7 +102,7 @@ impl Default for PosixOptions {
         let (modes, segments) = (Modes::default(), SegmentConfig::default());
         Self {
             storage_backends: Directories::default(),
-            storage_policy: RootPolicy::RoundRobin,
+            storage_policy: StoragePolicy::RoundRobin,
             tiers: Heats::default(),
             storage_capacity: None,
             free_space_floor: Amount::Percent(5.0),
@@ -133,14 +132,14 @@ pub(super) fn kind() -> TierKind {
         .tested_with(|scratch| json!({"storage_backends": [scratch], "storage_capacity": 1 << 26, "free_space_floor": 0}))
 }
 
-fn make(context: &BuildContext<'_>, options: PosixOptions) -> Result<Vec<BuiltLevel>> {
+fn make(context: &BuildContext, options: PosixOptions) -> Result<Vec<BuiltLevel>> {
     make_over(context, &options, PsyncEngine::new)
 }
 
 /// The same over an engine of I/O for each directory; what that is told is whether it goes past the
 /// page cache.
 pub(super) fn make_over<E: IoEngine + 'static>(
-    context: &BuildContext<'_>,
+    context: &BuildContext,
     options: &PosixOptions,
     engine: impl Fn(bool) -> Arc<E>,
 ) -> Result<Vec<BuiltLevel>> {
@@ -161,41 +160,38 @@ pub(super) fn make_over<E: IoEngine + 'static>(
                      segment, or codec: off";
         return Err(Error::new(ErrorKind::Config, wrong).with("root", directories[0].display()));
     }
-    let threads = if context.lookup_only {
+    let threads = if context.scope.lookup_only {
         options.posix_lookup_concurrency
     } else {
         options.posix_data_trans_concurrency
     } as usize;
     let (mut levels, mut number) = (Vec::new(), 0);
     for directories in options.levels()? {
-        let (mut roots, mut pools, mut members) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut tiers, mut members) = (Vec::new(), Vec::new());
         for directory in directories {
             let facts: Arc<RootFacts> = Arc::default();
             members.push(Arc::clone(&facts));
             let place = RootSlot { number, facts };
             number += 1;
-            let io = context.pool_over(engine(options.io_direct), "ucm-io", threads)?;
-            pools.push(Arc::clone(&io));
-            roots.push(RootSetup {
-                config: config(context, options, directory, place)?,
-                // Compressed records live in segments only.
-                layout: options.layout.or(compressed.then_some(LayoutKind::Segment)),
-                segments: segments(options)?,
-                io,
+            let pool = context.pool_over(engine(options.io_direct), "ucm-io", threads)?;
+            // Compressed records live in segments only.
+            let layout = options.layout.or(compressed.then_some(LayoutKind::Segment));
+            let (root, segments) = (
+                config(context, options, directory, place),
+                segments(options)?,
+            );
+            let (io, clock) = (Arc::clone(&pool), Arc::clone(&context.clock));
+            tiers.push(BuiltTier {
+                backend: medium(root, layout, segments, io, clock)?,
+                pool,
+                compressed,
+                // As many as are replaced: from there on workers are missing.
+                max_stuck: threads.max(2),
             });
         }
-        let media = side_by_side::media(roots, &context.clock)?;
-        let tiers = media.into_iter().zip(pools);
-        let tiers = tiers.map(|(backend, pool)| BuiltTier {
-            backend,
-            pool,
-            compressed,
-            // As many as are replaced: from there on workers are missing.
-            max_stuck: threads.max(2),
-        });
         levels.push(BuiltLevel {
-            tiers: tiers.collect(),
-            spread: Arc::new(Spread::of(options.storage_policy.side_by_side(), members)),
+            tiers,
+            spread: Arc::new(Spread::of(options.storage_policy, members)),
         });
     }
     Ok(levels)
@@ -211,7 +207,7 @@ impl PosixOptions {
             let wrong = "tiers names a directory that is none of storage_backends";
             return Err(Error::new(ErrorKind::Config, wrong).with("directory", stranger.display()));
         }
-        if self.storage_policy != RootPolicy::Tiered {
+        if self.storage_policy != StoragePolicy::Tiered {
             return Ok(vec![directories.clone()]);
         }
         let mut levels = Vec::new();
@@ -240,11 +236,11 @@ impl PosixOptions {
 
 /// What holds of one of the directories, whatever its layout.
 fn config(
-    context: &BuildContext<'_>,
+    context: &BuildContext,
     options: &PosixOptions,
     root: PathBuf,
     place: RootSlot,
-) -> Result<PosixConfig> {
+) -> PosixConfig {
     let rules = Rules {
         // No bytes: no floor, while nothing at all is the default.
         free_floor: options
@@ -252,28 +248,21 @@ fn config(
             .limit()
             .or(Some(Capacity::Percent(0.0))),
         namespace_quota: options.namespace_quota.and_then(Amount::limit),
-        expire_after: options.expire_after.map(|age| Duration::from_secs(age.0)),
+        expire_after: options.expire_after.map(Age::duration),
     };
-    Ok(PosixConfig {
+    PosixConfig {
         root,
-        identity: context.identity.clone(),
-        labels: context.labels.clone(),
-        part: context.part,
-        record: context.record.clone(),
-        other_parts: context.other_parts.to_vec(),
-        shorter: options.codec.is_on(),
+        scope: context.scope(options.codec.is_on()),
         direct: options.io_direct,
-        lookup_only: context.lookup_only,
         capacity: options.storage_capacity.and_then(Amount::limit),
         rules,
         process: Process::this(),
-        writer: context.writer,
         modes: Modes {
             file: options.file_mode.0,
             dir: options.dir_mode.0,
         },
         place,
-    })
+    }
 }
 
 /// What holds where records lie in segments.

@@ -3,7 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::kind::{StoreName, TierKind};
+use crate::kind::{NoOptions, StoreName, TierKind};
 
 /// Options of the store of tests that has no bytes.
 #[derive(Serialize, Deserialize, JsonSchema)]
@@ -25,14 +25,9 @@ impl Default for FakeOptions {
     }
 }
 
-/// It needs none.
-#[derive(Default, Serialize, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
-struct EmptyOptions {}
-
 pub(super) fn empty() -> TierKind {
     let summary = "built: takes everything, keeps nothing";
-    TierKind::python::<EmptyOptions>(StoreName::new("empty", "UcmEmptyStore", summary))
+    TierKind::python::<NoOptions>(StoreName::new("empty", "UcmEmptyStore", summary))
 }
 
 pub(super) fn fake() -> TierKind {

@@ -88,7 +88,7 @@ mod built {
     use serde_json::json;
     use ucm_core::{Error, ErrorKind, Result};
 
-    use super::{RedisOptions, TierKind, name};
+    use super::{Age, RedisOptions, TierKind, name};
     use crate::kind::{BuildContext, BuiltTier};
     use crate::place::Place;
     use crate::redis::{Login, RedisConfig, RedisPlace, RedisValues, TlsFiles};
@@ -115,62 +115,49 @@ mod built {
         plain[plain.len().saturating_sub(60)..].to_owned()
     }
 
-    /// Where blocks are, who asks for them, and how long they live.
-    struct Server {
-        login: Login,
-        tls: TlsFiles,
-        life: Duration,
-    }
-
-    impl Server {
-        fn of(options: &RedisOptions) -> Result<Self> {
-            let path = |file: &Option<String>| file.as_ref().map(PathBuf::from);
-            let certificate = match (path(&options.redis_tls_cert), path(&options.redis_tls_key)) {
-                (None, None) => None,
-                (Some(certificate), Some(key)) => Some((certificate, key)),
-                _ => {
-                    let text = "redis_tls_cert and redis_tls_key belong together; give both";
-                    return Err(Error::new(ErrorKind::Config, text));
-                }
-            };
-            Ok(Self {
-                login: Login {
-                    username: options.redis_username.clone(),
-                    password: options.redis_password.clone(),
-                },
-                tls: TlsFiles {
-                    ca: path(&options.redis_tls_ca),
-                    certificate,
-                },
-                life: options
-                    .expire_after
-                    .as_ref()
-                    .map_or(DAY, |age| Duration::from_secs(age.0)),
-            })
-        }
+    /// Where blocks are and how they are kept. `writer`: of a store that writes.
+    fn config(
+        options: RedisOptions,
+        namespace: String,
+        writer: Option<u64>,
+    ) -> Result<RedisConfig> {
+        let path = |file: Option<String>| file.map(PathBuf::from);
+        let certificate = match (path(options.redis_tls_cert), path(options.redis_tls_key)) {
+            (None, None) => None,
+            (Some(certificate), Some(key)) => Some((certificate, key)),
+            _ => {
+                let text = "redis_tls_cert and redis_tls_key belong together; give both";
+                return Err(Error::new(ErrorKind::Config, text));
+            }
+        };
+        Ok(RedisConfig {
+            addresses: options.storage_backends.0,
+            login: Login {
+                username: options.redis_username,
+                password: options.redis_password,
+            },
+            tls: TlsFiles {
+                ca: path(options.redis_tls_ca),
+                certificate,
+            },
+            prefix: options.redis_key_prefix,
+            namespace,
+            expire_after: options.expire_after.map_or(DAY, Age::duration),
+            connections: options.redis_connections as usize,
+            writer,
+        })
     }
 
     fn place(options: RedisOptions) -> Result<Box<dyn Place>> {
-        let Server { login, tls, life } = Server::of(&options)?;
-        let addresses = options.storage_backends.0;
-        let place = RedisPlace::open(&addresses, &login, tls, options.redis_key_prefix, life)?;
-        Ok(Box::new(place))
+        let config = config(options, String::new(), None)?;
+        Ok(Box::new(RedisPlace::open(config)?))
     }
 
-    fn make(context: &BuildContext<'_>, options: RedisOptions) -> Result<BuiltTier> {
-        let Server { login, tls, life } = Server::of(&options)?;
-        let compressed = options.codec.is_on();
-        let config = RedisConfig {
-            addresses: options.storage_backends.0,
-            login,
-            tls,
-            prefix: options.redis_key_prefix,
-            namespace: context.identity.namespace(),
-            expire_after: life,
-            connections: options.redis_connections as usize,
-            writer: (!context.lookup_only).then_some(context.writer),
-        };
+    fn make(context: &BuildContext, options: RedisOptions) -> Result<BuiltTier> {
+        let (compressed, scope) = (options.codec.is_on(), &context.scope);
         let threads = options.redis_concurrency as usize;
+        let writer = (!scope.lookup_only).then_some(scope.writer);
+        let config = config(options, scope.identity.namespace(), writer)?;
         let pool = context.pool("ucm-redis", threads, false)?;
         let values = RedisValues::new(config, Arc::clone(&context.clock))?;
         Ok(BuiltTier {

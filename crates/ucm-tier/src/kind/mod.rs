@@ -2,7 +2,6 @@
 
 mod options;
 
-use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,19 +12,16 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::value::{RawValue, to_raw_value};
 use serde_json::{Map, Value};
-use ucm_core::{Error, ErrorKind, Identity, Part, Result};
+use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::Clock;
 use ucm_io::{IoEngine, IoOptions, IoPool, PsyncEngine};
-use ucm_record::RecordLayout;
 
 use crate::backend::Backend;
-use crate::lengths::PartRecord;
 use crate::place::Place;
 use crate::scope::Scope;
 use crate::spread::Spread;
 use crate::values::{ValueRecords, Values};
 
-pub(crate) use options::RootPolicy;
 pub use options::{Addresses, Age, Amount, CodecName, Directories, Heat, Heats, Mode, Size};
 
 /// The options of a kind: a struct with `#[serde(default, deny_unknown_fields)]` whose fields are
@@ -36,21 +32,9 @@ impl<T: Default + Serialize + DeserializeOwned + JsonSchema + 'static> TierOptio
 
 /// Facts that hold for every tier of a store.
 #[derive(Clone)]
-pub struct BuildContext<'a> {
-    /// Whose KV it is.
-    pub identity: &'a Identity,
-    /// Which part of a block the store brings, the first of several.
-    pub part: Part,
-    /// Where things lie in its records.
-    pub record: &'a RecordLayout,
-    /// Its other parts, and those of the namespace whose records may be looked up.
-    pub other_parts: &'a [PartRecord],
-    /// Labels for people who inspect what is stored, outside the identity.
-    pub labels: &'a BTreeMap<String, String>,
-    /// Nothing is moved, only looked up.
-    pub lookup_only: bool,
-    /// Distinguishes what this process writes from what others write.
-    pub writer: u64,
+pub struct BuildContext {
+    /// Whose records the store keeps. [`Scope::shorter`] is set for each tier.
+    pub scope: Scope,
     /// Staging slots: as many writes may be under way.
     pub slots: usize,
     /// Processes of this host that will each have such a store.
@@ -61,7 +45,7 @@ pub struct BuildContext<'a> {
     pub clock: Arc<dyn Clock>,
 }
 
-impl BuildContext<'_> {
+impl BuildContext {
     /// Threads on which a medium is called, `threads` of them for loads. A block that has a slot
     /// has a place in their queue too, so that an accepted dump is never refused later. `direct`:
     /// past the page cache, where they work on files.
@@ -72,14 +56,8 @@ impl BuildContext<'_> {
     /// Whose records a tier keeps. `shorter`: it has a codec.
     pub fn scope(&self, shorter: bool) -> Scope {
         Scope {
-            identity: self.identity.clone(),
-            labels: self.labels.clone(),
-            part: self.part,
-            record: self.record.clone(),
-            other_parts: self.other_parts.to_vec(),
             shorter,
-            lookup_only: self.lookup_only,
-            writer: self.writer,
+            ..self.scope.clone()
         }
     }
 
@@ -179,7 +157,7 @@ impl StoreName {
 }
 
 type MakeMedium =
-    dyn Fn(&BuildContext<'_>, Map<String, Value>) -> Result<Vec<BuiltLevel>> + Send + Sync;
+    dyn Fn(&BuildContext, Map<String, Value>) -> Result<Vec<BuiltLevel>> + Send + Sync;
 
 type Sample = fn(&Path) -> Value;
 
@@ -232,11 +210,11 @@ impl TierKind {
     /// several levels, top first.
     pub fn medium<O: TierOptions, T: Into<Vec<BuiltLevel>> + 'static>(
         name: StoreName,
-        make: fn(&BuildContext<'_>, O) -> Result<T>,
+        make: fn(&BuildContext, O) -> Result<T>,
     ) -> Self {
         let word = name.word;
         let make =
-            move |context: &BuildContext<'_>, given| Ok(make(context, read(word, given)?)?.into());
+            move |context: &BuildContext, given| Ok(make(context, read(word, given)?)?.into());
         Self::new::<O>(name, Build::Medium(Box::new(make)))
     }
 
@@ -331,7 +309,7 @@ impl TierKind {
     /// a kind that the core has no medium of.
     pub fn build(
         &self,
-        context: &BuildContext<'_>,
+        context: &BuildContext,
         options: Map<String, Value>,
     ) -> Result<Vec<BuiltLevel>> {
         match &self.build {

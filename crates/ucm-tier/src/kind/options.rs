@@ -20,12 +20,14 @@
 
 use std::borrow::Cow;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use ucm_quota::Capacity;
 
 use crate::layout_kind::LayoutKind;
+use crate::memory::Policy;
 use crate::spread::StoragePolicy;
 
 /// Directories, as absolute paths.
@@ -37,28 +39,6 @@ pub struct Directories(pub Vec<PathBuf>);
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Addresses(pub Vec<String>);
-
-/// How blocks are spread over several directories.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub(crate) enum RootPolicy {
-    /// To one, by a stable hash of the id.
-    RoundRobin,
-    /// To any one.
-    Random,
-    /// To a hot one and, below it, to a colder one.
-    Tiered,
-}
-
-impl RootPolicy {
-    /// How blocks are spread over directories side by side.
-    pub(crate) fn side_by_side(self) -> StoragePolicy {
-        match self {
-            Self::Random => StoragePolicy::Random,
-            Self::RoundRobin | Self::Tiered => StoragePolicy::RoundRobin,
-        }
-    }
-}
 
 /// How fast a directory is, as configured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -91,6 +71,13 @@ pub struct Size(pub u64);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Age(pub u64);
+
+impl Age {
+    /// The same as a span of time.
+    pub fn duration(self) -> Duration {
+        Duration::from_secs(self.0)
+    }
+}
 
 /// Permission bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -190,8 +177,9 @@ described! {
     Addresses: { "type": "array", "items": { "type": "string" }, "format": "addresses" },
     Heats: { "type": "array", "items": { "enum": ["hot", "warm", "cold"] }, "format": "heats" },
     CodecName: { "type": "string", "enum": ["off", "zstd"] },
+    Policy: { "type": "string", "enum": ["lru", "s3fifo"] },
     LayoutKind: { "type": "string", "enum": ["file", "segment"] },
-    RootPolicy: { "type": "string", "enum": ["tiered", "round_robin", "random"] },
+    StoragePolicy: { "type": "string", "enum": ["tiered", "round_robin", "random"] },
     Size: { "type": "integer", "minimum": 0, "format": "size" },
     Age: { "type": "integer", "minimum": 0, "format": "age" },
     Mode: { "type": "integer", "minimum": 0, "maximum": 511, "format": "mode" },

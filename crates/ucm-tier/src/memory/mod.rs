@@ -46,19 +46,17 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ucm_core::{BlockId, Error, ErrorKind, Identity, MissReason, Part, Result};
+use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::{MachineMemory, Pinned, SharedRegion, Slot};
 use ucm_infra::{Clock, Lane, MonotonicTime};
 use ucm_io::{IoJob, IoOptions, IoPool};
 use ucm_quota::Capacity;
-use ucm_record::RecordLayout;
 
 use crate::backend::{
-    self, Backend, BlockRead, Evicted, Features, InPlace, InsertOptions, Lent, Listed, Local,
-    LocallyVisible, MediumStats, Memory, Outcome, Parts, Presence, ReadDone, WriteOptions, Written,
+    self, Backend, BlockRead, Evicted, Features, InPlace, Lent, Listed, Local, LocallyVisible,
+    MediumStats, Memory, Outcome, Parts, Presence, ReadDone, WriteOptions, Written,
 };
-
-use crate::lengths::PartRecord;
+use crate::scope::Scope;
 pub use eviction::Policy;
 use peer_regions::PeerRegions;
 pub use tier::EvictedRecord;
@@ -67,15 +65,8 @@ use tier::Tier;
 /// Configuration of the memory tier.
 #[derive(Clone)]
 pub struct MemoryConfig {
-    /// Whose KV it is.
-    pub identity: Identity,
-    /// Which part this process brings, the first of several.
-    pub part: Part,
-    /// Where things lie in that part's records.
-    pub record: RecordLayout,
-    /// Its other parts, and those of the namespace whose records may be looked up. A slot of the
-    /// region holds the longest record of an own part, so a shorter one takes as much room.
-    pub other_parts: Vec<PartRecord>,
+    /// Whose records it keeps.
+    pub scope: Scope,
     /// Bytes of the own region, see [`cache_bytes`]; `None`: it only looks up and reads what others
     /// hold.
     pub capacity: Option<NonZeroU64>,
@@ -97,18 +88,10 @@ pub struct MemoryConfig {
 }
 
 impl MemoryConfig {
-    /// For records of this layout, with everything else as it is by default.
-    pub fn new(
-        identity: Identity,
-        part: Part,
-        record: RecordLayout,
-        capacity: Option<NonZeroU64>,
-    ) -> Self {
+    /// For these records, with everything else as it is by default.
+    pub fn new(scope: Scope, capacity: Option<NonZeroU64>) -> Self {
         Self {
-            identity,
-            part,
-            record,
-            other_parts: Vec::new(),
+            scope,
             capacity,
             policy: Policy::default(),
             registry: None,
@@ -137,15 +120,6 @@ pub fn cache_bytes(asked: Capacity, processes: u32, memory: &MachineMemory) -> R
         )
     };
     NonZeroU64::new(bytes).ok_or_else(none)
-}
-
-/// The result of storing a record in the tier.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Inserted {
-    /// It is kept now.
-    New,
-    /// It was there already.
-    Present,
 }
 
 /// Counters of the tier since it was opened.
@@ -213,7 +187,7 @@ impl MemoryBackend {
     /// Keeps a copy of a sealed record. `InvalidInput` when it does not have the length of one,
     /// `Busy` when every slot is in use, `Unsupported` without an own region. Copies on the calling
     /// thread.
-    pub fn insert(&self, id: BlockId, record: &[u8], ordinal: u32) -> Result<Inserted> {
+    pub fn insert(&self, id: BlockId, record: &[u8], ordinal: u32) -> Result<Written> {
         self.tier.put(id, record, ordinal, false)
     }
 
@@ -372,13 +346,7 @@ impl Backend for MemoryBackend {
         slot: Slot,
         options: WriteOptions,
     ) -> Result<Written> {
-        let WriteOptions {
-            len,
-            ordinal,
-            replace,
-        } = options;
-        let record = &slot.as_slice()[..len];
-        Memory::insert(self, id, record, InsertOptions { ordinal, replace })
+        Memory::insert(self, id, &slot.as_slice()[..options.len], options)
     }
 
     fn touch(&self, ids: &[(BlockId, u32)], _deadline: MonotonicTime) {
@@ -422,17 +390,11 @@ impl Local for MemoryBackend {
 }
 
 impl Memory for MemoryBackend {
-    fn insert(&self, id: BlockId, record: &[u8], options: InsertOptions) -> Result<Written> {
+    fn insert(&self, id: BlockId, record: &[u8], options: WriteOptions) -> Result<Written> {
         if !options.replace && self.peers.contains(id) && !self.tier.holds(id) {
             return Ok(Written::Present);
         }
-        let kept = self
-            .tier
-            .put(id, record, options.ordinal, options.replace)?;
-        Ok(match kept {
-            Inserted::New => Written::Published,
-            Inserted::Present => Written::Present,
-        })
+        self.tier.put(id, record, options.ordinal, options.replace)
     }
 
     fn has(&self, id: BlockId) -> bool {

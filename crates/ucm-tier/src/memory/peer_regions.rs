@@ -98,7 +98,7 @@ impl PeerRegions {
         tier.set_visible(announced.is_ok());
         let (least, most) = tier.lengths().range();
         let wanted = Wanted {
-            namespace: *tier.config().identity.digest(),
+            namespace: *tier.config().scope.identity.digest(),
             record_len: (least as usize, most as usize),
             own: tier.region().map(|region| region.nonce()),
         };

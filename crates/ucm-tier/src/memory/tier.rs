@@ -6,9 +6,7 @@
 //! slots hold records.
 
 use std::collections::HashMap;
-use std::fmt;
 use std::ops::{Deref, Range};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
@@ -20,8 +18,8 @@ use ucm_record::verify_stored;
 
 use super::eviction::Eviction;
 use super::locally_visible::Changes;
-use super::{Inserted, MemoryConfig, MemoryCounts};
-use crate::backend::{self, Listed, LocallyVisible};
+use super::{MemoryConfig, MemoryCounts};
+use crate::backend::{self, Listed, LocallyVisible, Written};
 use crate::lengths::Lengths;
 
 /// The hook that victims are passed to.
@@ -44,19 +42,6 @@ pub(super) struct Tier {
     lengths: Lengths,
     state: Mutex<State>,
     hook: OnceLock<Hook>,
-    counters: Counters,
-}
-
-/// What [`MemoryCounts`] is read from.
-#[derive(Default)]
-struct Counters {
-    evicted: AtomicU64,
-    handed: AtomicU64,
-    damaged: AtomicU64,
-    returned: AtomicU64,
-    deleted: AtomicU64,
-    touched: AtomicU64,
-    lent: AtomicU64,
 }
 
 struct State {
@@ -68,16 +53,17 @@ struct State {
     telling: bool,
     /// Slots of the victims that the hook holds, and whether each was used since.
     out: HashMap<u32, bool>,
+    counts: MemoryCounts,
 }
 
 impl Tier {
     pub(super) fn new(config: MemoryConfig, clock: Arc<dyn Clock>) -> Result<Arc<Self>> {
-        let lengths = Lengths::new(config.part, &config.record, &config.other_parts, false);
+        let lengths = config.scope.lengths();
         let region = config.capacity.map(|capacity| {
             SharedRegion::create(RegionOptions {
                 capacity: capacity.get(),
                 record_len: lengths.own_len() as usize,
-                namespace: *config.identity.digest(),
+                namespace: *config.scope.identity.digest(),
                 huge_pages: config.huge_pages,
             })
         });
@@ -90,13 +76,13 @@ impl Tier {
                 changes: Changes::default(),
                 telling: true, // until the region is announced
                 out: HashMap::new(),
+                counts: MemoryCounts::default(),
             }),
             lengths,
             config,
             clock,
             region,
             hook: OnceLock::new(),
-            counters: Counters::default(),
         }))
     }
 
@@ -135,7 +121,7 @@ impl Tier {
         record: &[u8],
         ordinal: u32,
         replace: bool,
-    ) -> Result<Inserted> {
+    ) -> Result<Written> {
         let region = self.region.as_ref().ok_or_else(|| {
             Error::new(
                 ErrorKind::Unsupported,
@@ -150,14 +136,14 @@ impl Tier {
             );
         }
         if !replace && self.use_one(id, ordinal) {
-            return Ok(Inserted::Present);
+            return Ok(Written::Present);
         }
         let mut blank = self.room(region)?;
         blank.fill(record)?;
         let now = self.now();
         let mut state = self.state.lock();
         if !replace && region.contains(id) {
-            return Ok(Inserted::Present); // another thread was faster
+            return Ok(Written::Present); // another thread was faster
         }
         let (slot, before) = blank.publish(id, ordinal);
         if let Some(before) = before {
@@ -171,7 +157,7 @@ impl Tier {
         }
         drop(state);
         self.hand_ahead(region);
-        Ok(Inserted::New)
+        Ok(Written::Published)
     }
 
     /// A slot to fill; records are evicted if there is none.
@@ -220,7 +206,7 @@ impl Tier {
         let Some(record) = gone else {
             return true;
         };
-        self.counters.evicted.fetch_add(1, Ordering::Relaxed);
+        state.counts.evicted += 1;
         match hook {
             None => {
                 if state.telling {
@@ -233,10 +219,10 @@ impl Tier {
                 let sound = self.verify(id, &record).is_ok();
                 let victim = EvictedRecord::new(Arc::clone(self), record);
                 if sound {
-                    self.counters.handed.fetch_add(1, Ordering::Relaxed);
+                    self.state.lock().counts.handed += 1;
                     hook(victim);
                 } else {
-                    self.counters.damaged.fetch_add(1, Ordering::Relaxed);
+                    self.state.lock().counts.damaged += 1;
                 }
             }
         }
@@ -257,7 +243,7 @@ impl Tier {
         let used = state.out.remove(&slot).unwrap_or(false);
         if used && region.find(id).is_some_and(|(there, _)| there == slot) {
             state.policy.inserted(slot, id, record.ordinal());
-            self.counters.returned.fetch_add(1, Ordering::Relaxed);
+            state.counts.returned += 1;
             return;
         }
         let gone = region.remove(id, Some(slot));
@@ -289,7 +275,7 @@ impl Tier {
     pub(super) fn lend(&self, id: BlockId) -> Option<Pinned> {
         let record = self.pin(id)?;
         self.used(&record);
-        self.counters.lent.fetch_add(1, Ordering::Relaxed);
+        self.state.lock().counts.lent += 1;
         Some(record)
     }
 
@@ -300,7 +286,7 @@ impl Tier {
 
     /// Verifies a record, with KV or without.
     pub(super) fn verify(&self, id: BlockId, record: &[u8]) -> Result<(), MissReason> {
-        let namespace = *self.config.identity.digest();
+        let namespace = *self.config.scope.identity.digest();
         let expect = self.lengths.expect(id, namespace, record);
         verify_stored(record, record.len() as u64, &expect)?;
         Ok(())
@@ -321,16 +307,13 @@ impl Tier {
         let Some(region) = &self.region else { return };
         let now = self.now();
         for ids in ids.chunks(AT_ONCE) {
-            let mut touched = 0;
             let mut state = self.state.lock();
             for &(id, ordinal) in ids {
                 if let Some((slot, _)) = region.find(id) {
                     state.uses(slot, ordinal, now);
-                    touched += 1;
+                    state.counts.touched += 1;
                 }
             }
-            drop(state);
-            self.counters.touched.fetch_add(touched, Ordering::Relaxed);
         }
     }
 
@@ -347,8 +330,7 @@ impl Tier {
         if state.telling {
             state.changes.lost(id);
         }
-        drop(state);
-        self.counters.deleted.fetch_add(1, Ordering::Relaxed);
+        state.counts.deleted += 1;
         true
     }
 
@@ -408,17 +390,7 @@ impl Tier {
     }
 
     pub(super) fn counts(&self) -> MemoryCounts {
-        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        MemoryCounts {
-            evicted: get(&self.counters.evicted),
-            handed: get(&self.counters.handed),
-            damaged: get(&self.counters.damaged),
-            returned: get(&self.counters.returned),
-            deleted: get(&self.counters.deleted),
-            touched: get(&self.counters.touched),
-            lent: get(&self.counters.lent),
-            neighbours: 0,
-        }
+        self.state.lock().counts
     }
 
     /// For the log.
@@ -468,11 +440,6 @@ impl EvictedRecord {
     pub fn id(&self) -> BlockId {
         self.record.id()
     }
-
-    /// Its position in its chain, as it was stored.
-    pub fn ordinal(&self) -> u32 {
-        self.record.ordinal()
-    }
 }
 
 impl backend::Victim for EvictedRecord {
@@ -497,11 +464,5 @@ impl Deref for EvictedRecord {
 impl Drop for EvictedRecord {
     fn drop(&mut self) {
         self.tier.left(&self.record);
-    }
-}
-
-impl fmt::Debug for EvictedRecord {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "EvictedRecord({})", self.record.id())
     }
 }

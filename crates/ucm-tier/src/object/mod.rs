@@ -119,7 +119,6 @@ impl ObjectBackend {
             max_running,
         };
         let pool = WorkerPool::builder("ucm-object")
-            .on_demand()
             .size(3 + UPLOADS)
             .lanes(&[
                 lane("timer", 1),

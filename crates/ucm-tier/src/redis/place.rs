@@ -3,17 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::Mutex;
 use redis::Value;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{Clock, LANE_SPACE, SystemClock};
 use ucm_io::{IoJob, IoOptions, IoPool};
 
-use super::address::{Address, Login, TlsFiles};
+use super::address::Address;
 use super::connections::{Connections, Traffic};
-use super::info::ServerInfo;
 use super::keys::path_of;
-use super::{TOGETHER, command};
+use super::{RedisConfig, TOGETHER, command};
 use crate::lengths::LONGEST_RECORD;
 use crate::place::{Item, Place, Room};
 
@@ -24,34 +22,22 @@ const USED_SINCE_NS: u64 = 1_000_000_000;
 
 /// See the module.
 pub(crate) struct RedisPlace {
-    prefix: String,
-    /// How long a record lives after its last use.
-    life: Duration,
+    config: RedisConfig,
     connections: Connections,
-    info: Mutex<ServerInfo>,
     pool: Arc<IoPool>,
     clock: Arc<dyn Clock>,
 }
 
 impl RedisPlace {
-    /// A place at these addresses, where blocks live so long after their last use. It is reached at
-    /// once.
-    pub(crate) fn open(
-        addresses: &[String],
-        login: &Login,
-        tls: TlsFiles,
-        prefix: String,
-        life: Duration,
-    ) -> Result<Self> {
-        let addresses = Address::parse_all(addresses, login)?;
-        let clock: Arc<dyn Clock> = SystemClock::shared();
+    /// A place with these values, of any namespace. It is reached at once.
+    pub(crate) fn open(config: RedisConfig) -> Result<Self> {
+        let addresses = Address::parse_all(&config.addresses, &config.login)?;
+        let (clock, tls) = (SystemClock::shared(), config.tls.clone());
         let connections = Connections::new(addresses, tls, 1, Arc::clone(&clock))?;
-        let info = connections.discover(clock.now().after(PATIENCE))?;
+        connections.discover(clock.now().after(PATIENCE))?;
         Ok(Self {
-            prefix,
-            life,
+            config,
             connections,
-            info: Mutex::new(info),
             pool: IoPool::psync(false, &IoOptions::with_workers(1))?,
             clock,
         })
@@ -72,7 +58,7 @@ impl RedisPlace {
     /// The last use of a value that has this many milliseconds to live.
     fn used_ns(&self, left: i64) -> u64 {
         let left = Duration::from_millis(u64::try_from(left).unwrap_or(0));
-        let unused = self.life.saturating_sub(left).as_nanos();
+        let unused = self.config.expire_after.saturating_sub(left).as_nanos();
         self.clock
             .wall_ns()
             .saturating_sub(u64::try_from(unused).unwrap_or(u64::MAX))
@@ -82,18 +68,18 @@ impl RedisPlace {
 impl Place for RedisPlace {
     fn room(&self) -> Result<Room> {
         let info = self.connections.info(&self.job())?;
-        let room = Room {
+        Ok(Room {
             limit: info.limit.unwrap_or(0),
             used: info.used,
             words: format!("Redis {}, {}", info.version, info.bound()),
-        };
-        *self.info.lock() = info;
-        Ok(room)
+        })
     }
 
     fn list(&self) -> Result<Vec<Item>> {
         let io = self.job();
-        let keys = self.connections.scan(&io, &format!("{}:*", self.prefix))?;
+        let keys = self
+            .connections
+            .scan(&io, &format!("{}:*", self.config.prefix))?;
         let keys: Vec<String> = keys
             .into_iter()
             .filter_map(|key| String::from_utf8(key).ok())
@@ -104,7 +90,7 @@ impl Place for RedisPlace {
             let lengths = self.numbers(&io, keys, "STRLEN")?;
             for ((key, left), len) in keys.iter().zip(left).zip(lengths) {
                 items.push(Item {
-                    path: path_of(&self.prefix, key).unwrap_or_default(),
+                    path: path_of(&self.config.prefix, key).unwrap_or_default(),
                     name: key.clone(),
                     len: u64::try_from(len).unwrap_or(0),
                     used_ns: self.used_ns(left),
@@ -139,7 +125,7 @@ impl Place for RedisPlace {
     }
 
     fn remove(&self, item: &Item) -> Result<bool> {
-        if path_of(&self.prefix, &item.name).is_none() {
+        if path_of(&self.config.prefix, &item.name).is_none() {
             let text = "this key is none of ours and is not removed";
             return Err(Error::new(ErrorKind::InvalidInput, text).with("key", &item.name));
         }

@@ -117,13 +117,13 @@ impl SegmentDiscovery {
         drop(state);
         looked.tell(&listed);
         self.close_unused();
-        if !shared.config.lookup_only {
+        if !shared.config.scope.lookup_only {
             self.recheck.turn(&self.cache, deadline);
         }
         self.cache.index.sweep_if_due();
         let root = shared.layout.root().display();
         self.cache
-            .log_if_full(shared.config.writer, &root, shared.clock.now());
+            .log_if_full(shared.config.scope.writer, &root, shared.clock.now());
         more
     }
 
@@ -155,7 +155,7 @@ impl SegmentDiscovery {
         *logged = Some(now);
         let path = shared.layout.segment(name);
         warn!(
-            store = shared.config.writer,
+            store = shared.config.scope.writer,
             path = %path.display(),
             error = %error,
             "a segment cannot be read, so its blocks are misses here: {error}"

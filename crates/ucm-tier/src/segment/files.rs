@@ -230,7 +230,7 @@ impl AppendBlobs for SegmentFiles {
 
     fn next_name(&self) -> SegmentName {
         SegmentName {
-            writer: self.shared.config.writer,
+            writer: self.shared.config.scope.writer,
             sequence: self.shared.sequence.fetch_add(1, Ordering::Relaxed),
         }
     }

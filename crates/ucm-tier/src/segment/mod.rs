@@ -42,16 +42,15 @@ use std::time::Duration;
 
 use ucm_core::{BlockId, Error, ErrorKind, Result, in_units};
 use ucm_device::Slot;
-use ucm_infra::{Clock, Lane, MonotonicTime, WorkerPool};
-use ucm_io::{IoJob, IoPool};
+use ucm_infra::{Lane, MonotonicTime, WorkerPool};
+use ucm_io::IoJob;
 use ucm_quota::Capacity;
 
 use crate::backend::{
     Backend, BlockRead, Done, Features, Flush, Indexed, Listed, Local, LocallyVisible, MediumStats,
     OnSealed, Outcome, Presence, WriteOptions, Written,
 };
-use crate::layout_kind::LayoutKind;
-use crate::shared::{PosixConfig, Shared};
+use crate::shared::Shared;
 use cache::SegmentCache;
 use discovery::{FOUND_BY, SegmentDiscovery};
 use files::SegmentFiles;
@@ -118,21 +117,8 @@ pub(crate) struct Segments {
 }
 
 impl SegmentBackend {
-    /// A backend over an I/O engine; nothing is touched before [`Backend::open`]. `Config` if the
-    /// limit is too small.
-    pub fn new(
-        config: PosixConfig,
-        segments: SegmentConfig,
-        io: Arc<IoPool>,
-        clock: Arc<dyn Clock>,
-    ) -> Result<Self> {
-        Self::over(
-            Arc::new(Shared::new(config, Some(LayoutKind::Segment), io, clock)?),
-            segments,
-        )
-    }
-
-    /// The same over a root that is known already.
+    /// Over this root; nothing is touched before [`Backend::open`]. `Config` if the limit is too
+    /// small, or a segment too long.
     pub(crate) fn over(shared: Arc<Shared>, segments: SegmentConfig) -> Result<Self> {
         if segments.size > LONGEST {
             return Err(Error::new(
@@ -147,18 +133,17 @@ impl SegmentBackend {
             max_running: 1,
         };
         let pool = WorkerPool::builder("ucm-segment")
-            .on_demand()
             .size(3)
             .lanes(&[lane("timer"), lane("finder"), lane("merger")])
             .clock(Arc::clone(&shared.clock))
             .build()?;
         if let Some(Capacity::Bytes(limit)) = shared.config.capacity
-            && !shared.config.lookup_only
+            && !shared.config.scope.lookup_only
         {
             let root = shared.layout.root().display().to_string();
             check_limit(limit.get(), &shared.lengths, ("root", &root))?;
         }
-        let (lengths, namespace) = (&shared.lengths, *shared.config.identity.digest());
+        let (lengths, namespace) = (&shared.lengths, *shared.config.scope.identity.digest());
         let files = Arc::new(SegmentFiles::new(Arc::clone(&shared)));
         let cache = SegmentCache::new(files, Arc::clone(lengths), namespace, segments.most_blocks);
         let cache = Arc::new(cache);
@@ -270,7 +255,7 @@ impl Backend for SegmentBackend {
     /// Who only looks up tells nothing: whether a use is one of the whole segment is known where
     /// segments are merged.
     fn touch(&self, ids: &[(BlockId, u32)], deadline: MonotonicTime) {
-        if !self.segments.shared.config.lookup_only {
+        if !self.segments.shared.config.scope.lookup_only {
             let segments = &self.segments;
             segments.reclaim.uses.touch(&segments.cache, ids, deadline);
         }

@@ -64,7 +64,7 @@ impl Recheck {
         if let Some(first) = bad.first() {
             let (first, count) = (first.display(), bad.len());
             warn!(
-                store = shared.config.writer,
+                store = shared.config.scope.writer,
                 path = %first,
                 count,
                 "the index in {first} is damaged (one of {count} such segments): others miss its \

@@ -59,7 +59,8 @@ impl Recovery<'_> {
         let now = shared.clock.now();
         {
             let mut last = last.lock();
-            if shared.config.lookup_only || last.is_some_and(|at| now.since(at) < LOOK_AGAIN) {
+            if shared.config.scope.lookup_only || last.is_some_and(|at| now.since(at) < LOOK_AGAIN)
+            {
                 return;
             }
             *last = Some(now);
@@ -103,7 +104,8 @@ impl Recovery<'_> {
             let Ok((owner, process)) = decode_head(&head) else {
                 continue; // no segment, or not one yet
             };
-            if owner.namespace != *config.identity.digest() || owner.part != config.part {
+            if owner.namespace != *config.scope.identity.digest() || owner.part != config.scope.part
+            {
                 continue; // another rank recovers it, or it is swept by its age
             }
             if process.is_gone() {

@@ -1,12 +1,18 @@
 //! Pools that start threads on demand.
 
-use super::{GUARD, Rig, SECOND, lane};
+use std::sync::Arc;
+
+use ucm_core::{ErrorKind, Result};
+
+use super::{Rig, SECOND, lane};
 use crate::clock::MonotonicTime;
-use ucm_core::ErrorKind;
+use crate::pool::inbox::{Inbox, Queued};
+use crate::pool::job::JobCell;
+use crate::pool::state::State;
 
 #[test]
 fn nothing_is_started_before_the_first_job() {
-    let rig = Rig::new(|pool| pool.size(3).on_demand());
+    let rig = Rig::new(|pool| pool.size(3));
     assert_eq!(rig.pool.stats().live, 0);
     assert!(!rig.pool.shared.state.lock().monitored);
     rig.submit(0, MonotonicTime::NEVER, 1, || 1).unwrap();
@@ -18,7 +24,7 @@ fn nothing_is_started_before_the_first_job() {
 
 #[test]
 fn one_that_was_never_used_ends_at_once() {
-    let rig = Rig::new(|pool| pool.size(3).on_demand());
+    let rig = Rig::new(|pool| pool.size(3));
     assert_eq!(rig.pool.shutdown(SECOND), 0, "and waits for no worker");
     let error = rig.submit(0, MonotonicTime::NEVER, 1, || 1).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Closed);
@@ -26,7 +32,7 @@ fn one_that_was_never_used_ends_at_once() {
 
 #[test]
 fn as_many_workers_as_jobs_that_run_at_once() {
-    let rig = Rig::new(|pool| pool.size(3).on_demand());
+    let rig = Rig::new(|pool| pool.size(3));
     let mut held = Vec::new();
     for id in 0..3 {
         held.push(rig.hang(0, MonotonicTime::NEVER, id));
@@ -53,7 +59,6 @@ fn jobs_that_come_together_run_together_in_lanes_of_one() {
     let rig = Rig::new(|pool| {
         pool.size(2)
             .lanes(&[lane("keep", 1, 1), lane("find", 1, 1)])
-            .on_demand()
     });
     let meet = std::sync::Arc::new(std::sync::Barrier::new(2));
     for id in 0..2 {
@@ -75,7 +80,6 @@ fn a_lane_at_its_limit_starts_no_one() {
     let rig = Rig::new(|pool| {
         pool.size(4)
             .lanes(&[lane("load", 8, 4), lane("dump", 8, 1)])
-            .on_demand()
     });
     let held = rig.hang(1, MonotonicTime::NEVER, 0);
     for id in 1..4 {
@@ -97,7 +101,7 @@ fn a_lane_at_its_limit_starts_no_one() {
 
 #[test]
 fn one_that_hangs_is_written_off_and_replaced_as_ever() {
-    let rig = Rig::new(|pool| pool.size(2).max_replacements(1).on_demand());
+    let rig = Rig::new(|pool| pool.size(2).max_replacements(1));
     let held = rig.hang(0, rig.deadline(SECOND), 1);
     rig.clock.advance(SECOND);
     assert_eq!(rig.next(), (1, Err(ErrorKind::Timeout)));
@@ -110,22 +114,20 @@ fn one_that_hangs_is_written_off_and_replaced_as_ever() {
 }
 
 #[test]
-fn a_start_that_fails_is_tried_again() {
-    let (failed, fails) = std::sync::mpsc::channel();
-    let first = std::sync::atomic::AtomicBool::new(true);
-    let rig = Rig::new(|pool| {
-        pool.on_demand().on_start(move |_| {
-            if first.swap(false, std::sync::atomic::Ordering::Relaxed) {
-                failed.send(()).unwrap();
-                return Err(ucm_core::Error::internal("meant"));
-            }
-            Ok(())
-        })
-    });
-    rig.submit(0, MonotonicTime::NEVER, 1, || 1).unwrap();
-    fails.recv_timeout(GUARD).unwrap();
-    rig.until(|stats| stats.failed_starts == 1);
-    rig.clock.await_sleepers(1); // the monitor waits for the time of the next attempt
-    rig.clock.advance(SECOND);
-    assert_eq!(rig.next(), (1, Ok(1)));
+fn a_start_that_fails_is_tried_again_a_little_later() {
+    let inbox = Arc::new(Inbox::new(lane("jobs", 1, 1)));
+    let mut state = State::new(1, 0, &[Arc::clone(&inbox)]);
+    let job = JobCell::new(|| 1, |_: Result<i32>| (), Arc::clone(&inbox.counters));
+    let (job, deadline) = (Arc::new(job), MonotonicTime::NEVER);
+    assert!(inbox.reserve() && inbox.push(Queued { job, deadline }).is_ok());
+    state.collect();
+    assert!(state.grow());
+    let now = MonotonicTime(5);
+    assert_eq!(state.claim_missing(now, false), [0]);
+    let retry = now.after(SECOND);
+    state.start_failed(0, retry);
+    assert!(state.claim_missing(now, true).is_empty());
+    assert_eq!(state.next_event(now), retry, "when the monitor tries again");
+    assert_eq!(state.claim_missing(retry, true), [0]);
+    assert_eq!(state.stats().failed_starts, 1);
 }

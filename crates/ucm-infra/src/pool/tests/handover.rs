@@ -74,7 +74,6 @@ fn a_job_handed_over_while_the_pool_is_shut_down_is_refused_or_reported() {
         let pool = WorkerPool::builder("test")
             .size(2)
             .lanes(&[lane("a", 8, 2), lane("b", 8, 1)])
-            .on_demand()
             .build()
             .unwrap();
         let (accepted, reported) = submit_all(&pool, || {

@@ -1,80 +1,13 @@
 //! Starting and stopping.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::channel;
 use std::sync::{Arc, Barrier};
 
-use parking_lot::Mutex;
-use ucm_core::{Error, ErrorKind, Result};
+use ucm_core::{ErrorKind, Result};
 
 use super::{GUARD, Rig, SECOND, lane};
-use crate::clock::{ManualClock, MonotonicTime};
+use crate::clock::MonotonicTime;
 use crate::completion::Completion;
 use crate::pool::{WorkerPool, WorkerPoolBuilder};
-
-#[test]
-fn start_and_exit_hooks_run_once_per_worker() {
-    let (starts, exits) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
-    let (started, exited) = (Arc::clone(&starts), Arc::clone(&exits));
-    let rig = Rig::new(|pool| {
-        pool.size(3)
-            .on_start(move |_| {
-                started.fetch_add(1, Ordering::Relaxed);
-                Ok(())
-            })
-            .on_exit(move |_| {
-                exited.fetch_add(1, Ordering::Relaxed);
-            })
-    });
-    assert_eq!(starts.load(Ordering::Relaxed), 3);
-    assert_eq!(rig.pool.shutdown(SECOND), 0);
-    assert_eq!(
-        (
-            starts.load(Ordering::Relaxed),
-            exits.load(Ordering::Relaxed)
-        ),
-        (3, 3)
-    );
-}
-
-#[test]
-fn a_failed_start_fails_the_build() {
-    let bad = || WorkerPool::builder("test").size(2);
-    let error = bad().on_start(|slot| {
-        if slot == 1 {
-            Err(Error::invalid("no"))
-        } else {
-            Ok(())
-        }
-    });
-    assert_eq!(error.build().unwrap_err().kind(), ErrorKind::InvalidInput);
-    let error = bad().on_start(|_| panic!("meant")).build().unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Internal);
-}
-
-#[test]
-fn a_start_that_hangs_fails_the_build_at_its_deadline() {
-    let clock = ManualClock::new();
-    let (release, held) = channel::<()>();
-    let held = Mutex::new(held);
-    let builder = WorkerPool::builder("test")
-        .clock(Arc::clone(&clock) as _)
-        .start_within(SECOND)
-        .on_start(move |_| {
-            held.lock().recv().ok();
-            Ok(())
-        });
-    std::thread::scope(|scope| {
-        let build = scope.spawn(|| builder.build().map(drop));
-        clock.await_sleepers(1);
-        clock.advance(SECOND);
-        assert_eq!(
-            build.join().unwrap().unwrap_err().kind(),
-            ErrorKind::Timeout
-        );
-    });
-    drop(release);
-}
 
 #[test]
 fn shutdown_drains_what_was_accepted() {

@@ -110,14 +110,10 @@ proptest! {
     #[test]
     fn every_accepted_job_is_told_exactly_once(
         steps in prop::collection::vec(step(), 1..60),
-        on_demand in any::<bool>(),
     ) {
         let lanes = [lane("load", 4, 3), lane("prefetch", 3, 2), lane("dump", 3, 1)];
         let mut book = Book {
-            rig: Rig::new(|pool| {
-                let pool = pool.size(3).max_replacements(2).lanes(&lanes);
-                if on_demand { pool.on_demand() } else { pool }
-            }),
+            rig: Rig::new(|pool| pool.size(3).max_replacements(2).lanes(&lanes)),
             deadlines: BTreeMap::new(),
             held: BTreeMap::new(),
             told: BTreeMap::new(),

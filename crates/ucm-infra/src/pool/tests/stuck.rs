@@ -1,10 +1,8 @@
 //! Deadlines, and workers that hang past them.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, TryRecvError, channel};
 
-use ucm_core::{Error, ErrorKind, Result};
+use ucm_core::{ErrorKind, Result};
 
 use super::{GUARD, Rig, SECOND, lane};
 use crate::clock::MonotonicTime;
@@ -142,26 +140,4 @@ fn a_deadline_in_the_past_is_a_timeout_without_work() {
     rig.clock.advance(SECOND);
     rig.submit(0, MonotonicTime(0), 1, || 1).unwrap();
     assert_eq!(rig.next(), (1, Err(ErrorKind::Timeout)));
-}
-
-#[test]
-fn a_replacement_that_fails_to_start_is_tried_again() {
-    let attempts = Arc::new(AtomicUsize::new(0));
-    let counted = Arc::clone(&attempts);
-    let rig = Rig::new(|pool| {
-        pool.max_replacements(1)
-            .on_start(move |_| match counted.fetch_add(1, Ordering::Relaxed) {
-                1 => Err(Error::internal("meant")),
-                _ => Ok(()),
-            })
-    });
-    let _held = rig.hang(0, rig.deadline(SECOND), 1);
-    rig.submit(0, MonotonicTime::NEVER, 2, || 2).unwrap();
-    rig.clock.advance(SECOND);
-    assert_eq!(rig.next(), (1, Err(ErrorKind::Timeout)));
-    let stats = rig.until(|stats| stats.failed_starts == 1);
-    assert_eq!(stats.live, 0);
-    rig.clock.advance(SECOND);
-    assert_eq!(rig.next(), (2, Ok(2)));
-    assert_eq!(attempts.load(Ordering::Relaxed), 3);
 }

@@ -47,10 +47,6 @@ impl Lru {
 }
 
 impl Eviction for Lru {
-    fn name(&self) -> &'static str {
-        "lru"
-    }
-
     fn inserted(&mut self, slot: u32, _id: BlockId, ordinal: u32) {
         self.steps.inserted();
         self.place(slot, ordinal);

@@ -10,16 +10,14 @@ mod lru;
 mod s3fifo;
 mod steps;
 
-use ucm_core::{BlockId, Error, ErrorKind, Result};
+use serde::{Deserialize, Serialize};
+use ucm_core::BlockId;
 
 pub use lru::Lru;
 pub use s3fifo::S3Fifo;
 
 /// A policy.
 pub trait Eviction: Send {
-    /// Its name in the configuration and in logs.
-    fn name(&self) -> &'static str;
-
     /// A record was stored in a free slot.
     fn inserted(&mut self, slot: u32, id: BlockId, ordinal: u32);
 
@@ -35,50 +33,26 @@ pub trait Eviction: Send {
     fn victim(&mut self, held: &dyn Fn(u32) -> bool) -> Option<u32>;
 }
 
-/// The policies by name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Policy {
-    /// What was used longest ago, descendants before ancestors.
-    #[default]
-    Lru,
-    /// Three queues: what is not used again soon is evicted first.
-    S3Fifo,
+ucm_core::named! {
+    /// The policies by name.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+    #[serde(rename_all = "lowercase")]
+    pub enum Policy {
+        /// What was used longest ago, descendants before ancestors.
+        #[default]
+        Lru = "lru",
+        /// Three queues: what is not used again soon is evicted first.
+        S3Fifo = "s3fifo",
+    }
 }
 
 impl Policy {
-    /// All of them.
-    pub const ALL: [Self; 2] = [Self::Lru, Self::S3Fifo];
-
-    /// Its name in the configuration.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Lru => "lru",
-            Self::S3Fifo => "s3fifo",
-        }
-    }
-
     /// A policy for `slots` slots, empty.
     pub fn build(self, slots: usize) -> Box<dyn Eviction> {
         match self {
             Self::Lru => Box::new(Lru::new(slots)),
             Self::S3Fifo => Box::new(S3Fifo::new(slots)),
         }
-    }
-}
-
-impl std::str::FromStr for Policy {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        Self::ALL
-            .into_iter()
-            .find(|policy| policy.name() == text)
-            .ok_or_else(|| {
-                let names = Self::ALL.map(Self::name).join(", ");
-                Error::new(ErrorKind::Config, "there is no such eviction policy")
-                    .with("given", text)
-                    .with("known", names)
-            })
     }
 }
 
@@ -92,16 +66,6 @@ mod tests {
 
     fn id(n: u32) -> BlockId {
         BlockId((u128::from(n) << 64 | u128::from(n)).to_le_bytes())
-    }
-
-    #[test]
-    fn policies_have_names() {
-        for policy in Policy::ALL {
-            assert_eq!(policy.name().parse::<Policy>().unwrap(), policy);
-            assert_eq!(policy.build(1).name(), policy.name());
-        }
-        let error = "fifo".parse::<Policy>().unwrap_err();
-        assert!(error.to_string().contains("known=lru, s3fifo"), "{error}");
     }
 
     /// Ten records that are asked for again and again, and chains that are read once; how many of

@@ -126,10 +126,6 @@ impl S3Fifo {
 }
 
 impl Eviction for S3Fifo {
-    fn name(&self) -> &'static str {
-        "s3fifo"
-    }
-
     fn inserted(&mut self, slot: u32, id: BlockId, ordinal: u32) {
         self.pop(slot);
         self.steps.inserted();

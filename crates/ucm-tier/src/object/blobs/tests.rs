@@ -1,30 +1,15 @@
 //! The suite of every medium, over a bucket in memory.
 
-use std::collections::BTreeMap;
-
 use object_store::memory::InMemory;
-use ucm_core::{Geometry, Part};
 use ucm_infra::{Lane, SystemClock};
-use ucm_record::RecordLayout;
 
 use super::*;
-use crate::blobs::conformance::{check_blobs, identity};
+use crate::blobs::conformance::{check_blobs, scope};
 use crate::object::bucket::tests::bucket_over;
 use crate::object::{BucketConfig, ObjectConfig};
-use crate::scope::Scope;
 
 fn blobs(store: &Arc<InMemory>, writer: u64) -> Arc<BucketBlobs> {
-    let geometry = Geometry::new(vec![4096], 1, 1).unwrap();
-    let scope = Scope {
-        identity: identity(),
-        labels: BTreeMap::new(),
-        part: Part::default(),
-        record: RecordLayout::new(&geometry),
-        other_parts: Vec::new(),
-        shorter: false,
-        lookup_only: false,
-        writer,
-    };
+    let scope = scope(writer);
     let lengths = Arc::new(scope.lengths());
     let config = ObjectConfig {
         place: BucketConfig {

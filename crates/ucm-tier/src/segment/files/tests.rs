@@ -1,38 +1,27 @@
 //! The suite of every medium, over a directory.
 
-use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::AtomicU64;
 
 use tempfile::TempDir;
-use ucm_core::{Geometry, Part};
 use ucm_infra::SystemClock;
 use ucm_io::{IoOptions, IoPool, Process};
 use ucm_quota::layout::Modes;
 use ucm_quota::{Capacity, Rules};
-use ucm_record::RecordLayout;
 
 use super::*;
-use crate::blobs::conformance::{check_blobs, identity};
+use crate::blobs::conformance::{check_blobs, scope};
 use crate::layout_kind::LayoutKind;
 use crate::shared::{PosixConfig, RootSlot};
 
 fn files(root: &Path, writer: u64) -> Arc<SegmentFiles> {
-    let geometry = Geometry::new(vec![4096], 1, 1).unwrap();
     let config = PosixConfig {
         root: root.to_owned(),
-        identity: identity(),
-        labels: BTreeMap::new(),
-        part: Part::default(),
-        record: RecordLayout::new(&geometry),
-        other_parts: Vec::new(),
-        shorter: false,
+        scope: scope(writer),
         direct: false,
-        lookup_only: false,
         capacity: std::num::NonZeroU64::new(1 << 30).map(Capacity::Bytes),
         rules: Rules::default(),
         process: Process::this(),
-        writer,
         modes: Modes::default(),
         place: RootSlot::default(),
     };

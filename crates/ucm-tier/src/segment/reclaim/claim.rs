@@ -54,7 +54,7 @@ impl<'a> Claim<'a> {
     pub(super) fn take(reclaim: &'a Reclaim) -> Result<Option<Self>> {
         let (files, shared) = (&reclaim.files, &reclaim.shared);
         shared.check_marker(files.step())?;
-        let part = shared.config.part;
+        let part = shared.config.scope.part;
         let number = |high: u32, low: u32| u64::from(high) << 32 | u64::from(low);
         let name = SegmentName {
             writer: number(u32::from_be_bytes(MARK), part.group),
@@ -98,7 +98,9 @@ impl<'a> Claim<'a> {
             return Ok(true);
         };
         let held = match decode_head(&head) {
-            Ok((owner, process)) => owner.name.writer != shared.config.writer && !process.is_gone(),
+            Ok((owner, process)) => {
+                owner.name.writer != shared.config.scope.writer && !process.is_gone()
+            }
             Err(_) => true, // being made, or its writer died while making it
         };
         let silent = |now: i64| now.saturating_sub(meta.mtime_ns) >= SILENCE_NS;

@@ -57,7 +57,7 @@ impl Reclaim {
         let mut all = self.index.stats();
         all.retain(|segment| {
             segment.number <= state.upto
-                && segment.part == self.shared.config.part
+                && segment.part == self.shared.config.scope.part
                 && (is_small(segment, room) || segment.is_sparse())
                 && !waiting.contains(&segment.number)
                 && !state.unfit.contains(&segment.number)

@@ -149,7 +149,7 @@ impl Reclaim {
     /// segments are sealed now, bytes.
     pub(super) fn turn(&self, now: MonotonicTime, room: u64) -> MonotonicTime {
         let merging = self.config;
-        if merging.rate == 0 || self.shared.config.lookup_only {
+        if merging.rate == 0 || self.shared.config.scope.lookup_only {
             return MonotonicTime::NEVER;
         }
         let mut state = self.state.lock();

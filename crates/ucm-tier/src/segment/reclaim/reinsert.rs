@@ -161,7 +161,7 @@ impl Reinsertion<'_> {
         let FileMeta { len, .. } = shared.call(self.step(), finish)?;
         Ok(Some(Known {
             name,
-            part: shared.config.part,
+            part: shared.config.scope.part,
             private: false,
             sealed_ns: owner.time_ns,
             used_ns,

@@ -47,7 +47,7 @@ impl Relief<'_> {
         all.retain(|segment| {
             let next = before < most || self.expires_soon(segment);
             before += segment.len;
-            next && segment.part == shared.config.part && uses.count(segment.number) > 0
+            next && segment.part == shared.config.scope.part && uses.count(segment.number) > 0
         });
         if all.is_empty() || reclaim.files.unless_closing().is_err() {
             return;
