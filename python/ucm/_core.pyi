@@ -223,11 +223,9 @@ class Store:
     def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
         """Which ids are stored whole."""
 
-    def lookup_on_prefix(self, block_ids: Sequence[bytes]) -> int:
-        """How many ids from the first on are stored without a gap."""
-
     def explain_on_prefix(self, block_ids: Sequence[bytes]) -> tuple[int, str | None]:
-        """The same, and the reason why the next id is no hit; None if every id is one."""
+        """How many ids from the first on are stored without a gap, and the reason why the next id
+        is no hit; None if every id is one."""
 
     def answers_at_once(self) -> bool: ...
     def locate_on_prefix(self, block_ids: Sequence[bytes]) -> tuple[bytes, str | None]:
@@ -341,6 +339,9 @@ class Store:
 
     def flush(self) -> None:
         """Publishes soon what was dumped and waits for more to be published with it."""
+
+    def refresh(self) -> None:
+        """Has what others have published listed soon."""
 
     def free_dump_slots(self) -> int:
         """How many more blocks a dump could take now."""

@@ -19,7 +19,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from ucm.integration.vllm.connector.connector import UCMConnector
-from ucm.integration.vllm.connector.factory import _only_stores
+from ucm.integration.vllm.connector.factory import _multi_connector, _only_stores
 from ucm.integration.vllm.connector.metadata import (
     Handshake,
     RankReport,
@@ -314,7 +314,9 @@ def test_a_worker_sees_what_vllm_does_with_failed_loads(
     )
     monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: engine)
     own: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector="UCMConnector"))
-    said = _only_stores(own)
+    beside = _multi_connector(own)
+    assert (beside is not None) == (outer == "MultiConnector")
+    said = _only_stores(beside)
     assert said.endswith(why) if why else said == ""
 
 

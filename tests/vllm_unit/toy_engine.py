@@ -143,13 +143,14 @@ class ToyEngine:
         specs: Sequence[Any] = (),
         blocks: int = BLOCKS,
         store: dict[str, Any] | None = None,
+        keys: dict[str, Any] | None = None,
         **args: Any,
     ) -> None:
         """``engines``: helpers of ``engine_free.py``; ``patch``: pytest's monkeypatch; ``sparse``:
         sparse attention is configured. No layer of this model attends, so it selects nothing.
         ``specs``: of its layers, where these are not the model's own; ``blocks`` of the device;
-        ``store``: keys of a store of ours in place of :class:`LateStore`; ``args``: further
-        arguments of the engine."""
+        ``store``: keys of a store of ours in place of :class:`LateStore`; ``keys``: further ones of
+        the connector; ``args``: further arguments of the engine."""
         from vllm.config import KVTransferConfig, set_current_vllm_config
         from vllm.distributed import parallel_state
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -173,6 +174,7 @@ class ToyEngine:
             "admission": "always",
             "identity": {"weights": "declared:toy"},
             "deadlines": {"lookup_ms": 20_000, "probe_s": 60.0, "shutdown_s": 1.0},
+            **(keys or {}),
         }
         if sparse:
             from ucm.integration.vllm.connector.worker.sparse import SparseWorker
@@ -235,6 +237,7 @@ class ToyEngine:
 
         self.connector.update_state_after_alloc = update_state_after_alloc
         self.hits: Counter[str] = Counter()  # tokens, as vLLM counts them by source
+        self.answers: dict[str, dict[str, Any]] = {}  # the kv_transfer_params of ended requests
         self._pause = threading.Event()
 
     def generate(self, prompts: dict[str, list[int]], count: int) -> dict[str, list[int]]:
@@ -309,6 +312,8 @@ class ToyEngine:
             ),
         )
         for of_client in outputs.values():
+            answers = {one.request_id: one.kv_transfer_params for one in of_client.outputs}
+            self.answers.update({name: params for name, params in answers.items() if params})
             if of_client.scheduler_stats is not None:
                 hits = of_client.scheduler_stats.connector_prefix_cache_stats
                 self.hits.update(getattr(hits, "hits_by_source", {}))

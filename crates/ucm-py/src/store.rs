@@ -90,12 +90,8 @@ impl Store {
         Ok(py.detach(|| self.engine.lookup(&block_ids.0))?)
     }
 
-    /// Number of ids stored without a gap, from the first on.
-    fn lookup_on_prefix(&self, py: Python<'_>, block_ids: Ids) -> CallResult<usize> {
-        Ok(py.detach(|| self.engine.lookup_on_prefix(&block_ids.0))?)
-    }
-
-    /// The same, with the reason why the next id is no hit; `None` if every id is a hit.
+    /// Number of ids stored without a gap, from the first on, and the reason why the next id is no
+    /// hit; `None` if every id is a hit.
     fn explain_on_prefix(
         &self,
         py: Python<'_>,
@@ -377,6 +373,11 @@ impl Store {
     /// Publishes soon the dumped blocks that wait for others to be published with them.
     fn flush(&self, py: Python<'_>) -> CallResult<()> {
         Ok(py.detach(|| self.engine.flush())?)
+    }
+
+    /// Has what others have published listed soon.
+    fn refresh(&self, py: Python<'_>) -> CallResult<()> {
+        Ok(py.detach(|| self.engine.refresh())?)
     }
 
     /// Number of blocks that a dump could accept now.

@@ -5,9 +5,9 @@
 
 use std::time::Duration;
 
-use ucm_core::ErrorKind;
+use ucm_core::{BlockId, ErrorKind};
 use ucm_infra::{Clock, ManualClock};
-use ucm_store::engine::Until;
+use ucm_store::engine::{Task, Until};
 use ucm_testkit::{Fault, OpKind, Rule, Tail};
 use ucm_tier::backend::{Flush, LocallyVisible};
 use ucm_tier::segment::SegmentConfig;
@@ -64,6 +64,50 @@ fn a_wait_for_a_dump_is_shorter_than_the_age_of_its_segment() {
     store.outcome(&task).unwrap();
     assert_eq!(store.segments().len(), 2);
     assert_eq!(store.places().len(), 8);
+}
+
+#[test]
+fn flushes_within_a_moment_make_one_segment() {
+    let (dir, clock) = (directory(), ManualClock::new());
+    let (store, blocks) = (on(&clock, dir.path(), &patient()), ids(6));
+    let device = Device::filled(&patient(), &blocks);
+    let first = begin(&store, &device, &blocks[..1]);
+    store.engine.flush().unwrap();
+    eventually("the first is sealed", || is_over(&store, &first));
+    let flushed = |one: &BlockId| {
+        let task = begin(&store, &device, std::slice::from_ref(one));
+        store.engine.flush().unwrap();
+        task
+    };
+    let tasks: Vec<Task> = blocks[1..].iter().map(flushed).collect();
+    assert_eq!(store.segments().len(), 1);
+    clock.advance(Duration::from_millis(50));
+    eventually("the others are sealed", || {
+        tasks.iter().all(|task| is_over(&store, task))
+    });
+    assert_eq!((store.segments().len(), store.places().len()), (2, 6));
+}
+
+#[test]
+fn a_refresh_finds_what_was_published_before_the_next_listing_is_due() {
+    let (dir, clock) = (directory(), ManualClock::new());
+    let theirs = ManualClock::new(); // it stands, so that no listing is due
+    let setup = Setup {
+        lookup_only: true,
+        ..quick()
+    };
+    let scheduler = on(&theirs, dir.path(), &setup);
+    let soon = theirs.now().after(Duration::from_secs(1));
+    eventually("it waits for its next listing", || {
+        theirs.next_deadline() == Some(soon)
+    });
+    let store = on(&clock, dir.path(), &quick());
+    store
+        .dump(&Device::filled(&quick(), &ids(2)), &ids(2))
+        .unwrap();
+    assert_eq!(finds(&scheduler, &ids(2)), [false; 2]);
+    scheduler.engine.refresh().unwrap();
+    eventually("it is found", || finds(&scheduler, &ids(2)) == [true; 2]);
 }
 
 #[test]

@@ -272,6 +272,8 @@ class UcmConfig(StoreSettings):
     dump: Annotated[Literal["all", "prompt", "none"], BeforeValidator(word)] = "all"
     min_dump_tokens: Number = 0
     window_records: Annotated[Literal["all", "boundaries"], BeforeValidator(word)] = "all"
+    consumer_dump: Flag = False
+    pd_wait_ms: Annotated[Number, Field(le=3_600_000)] = 2000
     on_reset: Annotated[Literal["keep", "forget"], BeforeValidator(word)] = "keep"
     enable_prefix_cache: Flag = True
     load_only_first_rank: Flag = False

@@ -559,9 +559,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         return found
 
     def lookup_on_prefix(self, block_ids: Sequence[bytes]) -> int:
-        last = self._open().lookup_on_prefix(block_ids) - 1
-        self._hand_over_log()
-        return last
+        return self.explain_on_prefix(block_ids)[0]
 
     def explain_on_prefix(self, block_ids: Sequence[bytes]) -> tuple[int, str]:
         run, reason = self._open().explain_on_prefix(block_ids)
@@ -766,6 +764,9 @@ class UcmPosixStore(UcmKVStoreBaseV1):
 
     def flush(self) -> None:
         self._open().flush()
+
+    def refresh(self) -> None:
+        self._open().refresh()
 
     def cc_store(self) -> int:
         return self._open().cc_store()

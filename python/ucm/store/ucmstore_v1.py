@@ -372,6 +372,10 @@ class UcmKVStoreBaseV1(ABC):
         """Publish soon what was dumped and waits for more to be published with it (an open
         segment). Not needed before :meth:`wait`."""
 
+    def refresh(self) -> None:
+        """A block is waited for that another process publishes: a store whose lookups are answered
+        from what it listed some time ago lists it again soon. Never waits."""
+
     def describe(
         self,
         block_ids: Sequence[bytes],

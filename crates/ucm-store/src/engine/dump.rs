@@ -142,7 +142,7 @@ impl Dumps {
     pub(super) fn flush(&self) {
         let now = self.core.clock.now().0;
         self.flushed.fetch_max(now + 1, Ordering::AcqRel);
-        self.core.tiers.flush(Flush::Now);
+        self.core.tiers.flush(Flush::Soon);
     }
 
     /// Blocks that are put together or published now.

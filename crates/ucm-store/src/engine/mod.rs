@@ -394,6 +394,15 @@ impl Engine {
         Ok(())
     }
 
+    /// Has the tiers list soon what others have published, where they do so only now and then
+    /// (segments, objects). Never waits.
+    pub fn refresh(&self) -> Result<()> {
+        self.core.check_open()?;
+        let until = self.core.clock.now().after(self.core.deadlines.lookup);
+        self.core.tiers.refresh(until);
+        Ok(())
+    }
+
     /// Records that became readable for this process before others can see them, and those that no
     /// longer are, since the last call.
     pub fn locally_visible(&self) -> Result<LocallyVisible> {

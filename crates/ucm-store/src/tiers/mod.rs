@@ -380,6 +380,13 @@ impl Tiers {
             .for_each(|tier| tier.backend.flush(how));
     }
 
+    /// Has what others have published listed, by `until` or with a later call.
+    pub(crate) fn refresh(&self, until: MonotonicTime) {
+        for tier in &self.table.tiers {
+            tier.backend.features().look(until, Box::new(|_| {}));
+        }
+    }
+
     /// Times a breaker opened.
     pub(crate) fn breaker_opened(&self) -> u64 {
         self.table

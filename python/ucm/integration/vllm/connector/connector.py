@@ -356,15 +356,14 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """The request ended; its blocks may be freed, and are read before others write them."""
         self._found.pop(request.request_id, None)
-        self._on_finished(request)
+        answer = self._on_finished(request)
         if self._sparse_scheduler is not None:
             self._sparse(self._sparse_scheduler.request_finished, request)
-        return False, None
+        return False, answer
 
     @harmless(None)
-    def _on_finished(self, request: Request) -> None:
-        if self._scheduler is not None:
-            self._scheduler.request_finished(request)
+    def _on_finished(self, request: Request) -> dict[str, Any] | None:
+        return None if self._scheduler is None else self._scheduler.request_finished(request)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

@@ -178,15 +178,22 @@ def _may_load(vllm_config: VllmConfig) -> bool:
     return False
 
 
-def _only_stores(vllm_config: VllmConfig) -> str:
-    """Why nothing may be loaded; empty when it may. vLLM reads the policy for failed loads where
-    *its* connector is configured. Inside a MultiConnector our configuration is a copy, and only the
-    workers' process shows the outer one."""
+def _multi_connector(vllm_config: VllmConfig) -> Any | None:
+    """The configuration of the MultiConnector that ours is one of, None outside of one. Inside, our
+    configuration is a copy, and only the workers' process shows the outer one."""
     from vllm.config import get_current_vllm_config_or_none
 
     engine, own = get_current_vllm_config_or_none(), vllm_config.kv_transfer_config
     outer = None if engine is None else engine.kv_transfer_config
     if outer is None or own is None or outer.kv_connector == own.kv_connector:
+        return None
+    return outer
+
+
+def _only_stores(outer: Any | None) -> str:
+    """Why nothing may be loaded; empty when it may. vLLM reads the policy for failed loads where
+    *its* connector is configured."""
+    if outer is None:
         return ""
     if getattr(outer, "kv_load_failure_policy", "recompute") == "recompute":
         return ""
@@ -331,7 +338,7 @@ def make_worker(
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     pipeline, tensor = get_pp_group().rank_in_group, get_tp_group().rank_in_group
-    platform = _served_platform(config)
+    platform, outer = _served_platform(config), _multi_connector(vllm_config)
     _leave_the_bound_core()
     replicas = kv_replicas(kv_cache_config)
     if config.load_only_first_rank and replicas < vllm_config.parallel_config.tensor_parallel_size:
@@ -364,7 +371,8 @@ def make_worker(
         ),
         num_blocks=kv_cache_config.num_blocks,
         wanted_block_size=config.block_size,
-        only_stores=_only_stores(vllm_config),
+        only_stores=_only_stores(outer),
+        beside=outer is not None,
         prefix_caching=caches_prefixes(vllm_config),
     )
     return UCMConnectorWorker(

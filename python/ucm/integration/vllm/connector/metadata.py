@@ -27,7 +27,7 @@ from ucm.integration.vllm.connector.identity.weights import WeightsReport
 from ucm.store.ucmstore_v1 import Priority
 
 #: Changes with every change of meaning; a mismatch between the sides switches ucm off.
-VERSION = 12
+VERSION = 13
 
 #: Length of a block key in bytes.
 KEY = 16
@@ -115,6 +115,8 @@ class UCMConnectorMetadata(KVConnectorMetadata):
     dumps: list[Dump] = field(default_factory=list)
     touched: list[tuple[int, bytes]] = field(default_factory=list)  # pieces of chains, by ordinal
     prefetch: Prefetch | None = None
+    #: Flush the stores once the dumps of this step were begun: another engine waits for them.
+    publish: bool = False
     #: Dumps whose blocks other requests got: read before this step writes them.
     jobs_to_flush: list[int] = field(default_factory=list)
     #: Read the blocks of all dumps under way before this step writes: any may be written.
@@ -169,6 +171,7 @@ class Handshake:
     stores: tuple[str, ...] = ()  # the configured stores, in order
     only_stores: str = ""  # why nothing may be loaded, empty when it may
     prefix_caching: bool = True  # vLLM's flag there, once the layers are built
+    beside: bool = False  # whether this is one connector of several
     #: Part and shapes of the other KV groups that have layers on this rank.
     rest: tuple[tuple[tuple[int, int, int], dict[str, Any]], ...] = ()
 

@@ -357,6 +357,10 @@ class BlockTracker:
         # a block that is written again is still read from the device
         return there and key not in self._writing
 
+    def is_expected(self, key: bytes) -> bool:
+        """Whether this block is in the store or on its way to it, as far as is known."""
+        return key in self._writing or self.is_stored(key)
+
     def writing(self, keys: Iterable[bytes], job: int) -> None:
         """These blocks are being written by ``job``."""
         for key in keys:

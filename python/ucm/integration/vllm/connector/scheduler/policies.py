@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from ucm.config import UcmConfig
 from ucm.config.fields import Flag, Number, Section
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 SECTION = "ucm"
 #: The original's flag for a request that is not stored; it may also stand beside the section.
 SKIP_SAVE = "skip_save"
+#: vLLM's flag for a request that another engine goes on with.
+PRODUCER = "do_remote_decode"
 
 
 class RequestKeys(Section):
@@ -35,6 +37,10 @@ class RequestKeys(Section):
     dump: Flag = True
     skip_save: Flag = False
     max_load_tokens: Number | None = None
+    # of a producer's answer, see roles.py
+    wait_for: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")] | None = None
+    tokens: Number | None = None
+    identity: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,9 @@ class RequestPolicy:
     max_load_tokens: int | None = None  # beyond those on the device; None: no limit
     dump: Literal["all", "prompt", "none"] = "all"
     reason: MissReason = MissReason.DISABLED  # of the blocks that are not loaded for it
+    produces: bool = False  # another engine goes on with it, and waits for its prompt's blocks
+    wait_for: bytes = b""  # the key of a block that its producer publishes, empty for none
+    producer: str = ""  # the digest of that one's identity, empty where it is not known
 
     @property
     def loads(self) -> bool:
@@ -67,6 +76,7 @@ class RequestPolicies:
 
     def __init__(self, config: UcmConfig) -> None:
         self._dump, self._min_dump_tokens = config.dump, config.min_dump_tokens
+        self._consumer_dump, self._waits = config.consumer_dump, config.pd_wait_ms > 0
 
     def of(self, request: Request) -> RequestPolicy:
         """The policy of a new request. Wrong keys are logged; such a request neither loads nor
@@ -85,8 +95,13 @@ class RequestPolicies:
             return RequestPolicy(0, "none", MissReason.UNSUPPORTED)
         skips = not given.dump or given.skip_save or params.get(SKIP_SAVE) is True
         skips = skips or request.num_prompt_tokens < self._min_dump_tokens
+        skips = skips or (given.wait_for is not None and not self._consumer_dump)
         return RequestPolicy(
-            given.max_load_tokens if given.load else 0, "none" if skips else self._dump
+            given.max_load_tokens if given.load else 0,
+            "none" if skips else self._dump,
+            produces=params.get(PRODUCER) is True,
+            wait_for=bytes.fromhex((self._waits and given.wait_for) or ""),
+            producer=given.identity or "",
         )
 
 

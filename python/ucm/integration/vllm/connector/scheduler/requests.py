@@ -19,6 +19,7 @@ from ucm.integration.vllm.connector.groups import (
 from ucm.integration.vllm.connector.identity.keys import KeyMaker, UnkeyableError
 from ucm.integration.vllm.connector.scheduler.lookup import NEVER, BlockTracker, Lookup
 from ucm.integration.vllm.connector.scheduler.policies import RequestPolicy
+from ucm.integration.vllm.connector.scheduler.roles import PublishWait
 from ucm.integration.vllm.connector.stats import Tally
 from ucm.reasons import MissReason
 from ucm.store import record_ids
@@ -76,6 +77,7 @@ class RequestTracker:
         "touched_at",
         "unanswered",
         "verdict",
+        "wait",
         "waits_since",
         "wrong_from",
     )
@@ -92,6 +94,8 @@ class RequestTracker:
         self.request = request
         self.tenant = tenant
         self.policy = policy or RequestPolicy()
+        #: For the blocks of its producer; None where it has none, and once that is over.
+        self.wait = PublishWait(self.policy) if self.policy.wait_for else None
         self.chains = [Chain(group) for group in groups]
         self.keyable = True  # False: it has no keys and never will
         self.lookup: Lookup | None = None

@@ -74,6 +74,7 @@ from ucm.integration.vllm.connector.scheduler.requests import (
     hit_media,
     misses,
 )
+from ucm.integration.vllm.connector.scheduler.roles import PublishWaits, answer
 from ucm.integration.vllm.connector.stats import BUSY, MissStats, TierCounts
 from ucm.reasons import MissReason, named
 
@@ -134,6 +135,9 @@ class UCMConnectorScheduler:
         self._block_tokens = block_tokens
         self._min_hit_tokens = config.min_hit_tokens
         self._policies = RequestPolicies(config)
+        self._waits = PublishWaits(config.pd_wait_ms, config.roots, background, clock)
+        self._publish = False  # the next plan has the ranks flush their stores
+        self._answers = False  # beside other connectors these answer for producers' requests
         self._allowance = config.deadlines.lookup_ms / 1000  # from vLLM's first call
         self.admission = admission
         self._rates = rates
@@ -253,6 +257,8 @@ class UCMConnectorScheduler:
         if tracker.lookup is None:
             self._start_lookup(tracker)
         assert tracker.lookup is not None  # just started
+        if tracker.wait is not None and tracker.wait.found():
+            self._start_lookup(tracker, tracker.lookup.keys)
         if not self.health.all_healthy:
             stale = self.health.stale and self._worth_waiting(tracker)
             if stale and tracker.may_wait(self._clock(), self._allowance):
@@ -262,7 +268,7 @@ class UCMConnectorScheduler:
         if not tracker.lookup.done and not self._worth_waiting(tracker):
             tracker.reason, tracker.unanswered = None, True
             return 0, False
-        if not tracker.lookup.settled(self._allowance):
+        if not tracker.lookup.settled(self._allowance) or self._waits_on(tracker):
             return self._postpone(tracker)
         if tracker.adopt(self._block_tracker):
             self.miss_stats.looked_up(tracker.lookup.seconds)
@@ -342,6 +348,24 @@ class UCMConnectorScheduler:
             return False
         return self.admission.worth_waiting(tokens, request.num_tokens - tracker.local - tokens)
 
+    def _waits_on(self, tracker: RequestTracker) -> bool:
+        """Whether a request waits longer for the blocks of its producer."""
+        wait, whole, lookups = tracker.wait, tracker.lookup, self._lookups
+        store = self.readiness.store
+        if wait is None or whole is None or lookups is None or store is None:
+            return False
+        identity = self.readiness.identity_text
+        if self._worth_waiting(tracker) and self._waits.go_on(
+            wait, whole, lookups, store, identity
+        ):
+            return True
+        tracker.wait = None
+        if not (wait.is_late and whole.keys):
+            return False
+        # Blocks before that one may be there by now.
+        whole = self._start_lookup(tracker, whole.keys)
+        return not whole.settled(self._allowance)
+
     @harmless(None)
     def _load_timeout(self, tracker: RequestTracker, tokens: int) -> float | None:
         """Seconds a load may take. vLLM waits for the load by now: it is sent whatever fails
@@ -361,16 +385,16 @@ class UCMConnectorScheduler:
             self.miss_stats.asked(tracker.tally, hit, missed)
             self.miss_stats.declined(missed.get(MissReason.DECLINED, 0))
 
-    def request_finished(self, request: Request) -> None:
+    def request_finished(self, request: Request) -> dict[str, Any] | None:
         """The request ends; its blocks that were not offered yet are offered now, and sent with the
         next step. A load of it under way goes on: vLLM keeps the blocks until every rank reported
-        it."""
+        it. Returns what a consumer of its blocks needs, None for none."""
         tracker = self._live.pop(request.request_id, None)
         self._rank_hints.prefetches.remove(request.request_id)
         self._others.finished(request.request_id)
         self._due.pop(request.request_id, None)
         if tracker is None:
-            return
+            return None
         if not tracker.asked:
             tracker.reason = MissReason.ABORTED
             self._count_asked(tracker, 0)
@@ -382,11 +406,30 @@ class UCMConnectorScheduler:
                 room, late = self.dumps.room(), self._late_dumps
                 self._offer(tracker, computed, computed, room, late, lives=False)
                 self._defer(tracker, computed)
+                return self._answer(tracker, computed)
+            return None
         finally:
             self.miss_stats.log_request(request, tracker.tally)
             if not self._live and self._device_cache_is_empty():
                 # vLLM's cache is empty, so other weights need no reset of it.
                 self.readiness.begin_generation(emptied=False)
+
+    def _answer(self, tracker: RequestTracker, computed: int) -> dict[str, Any] | None:
+        """The answer of a producer's request, None where its blocks will not be in the store."""
+        end = min(self._prompt_end(tracker), computed // self._block_tokens, tracker.wrong_from)
+        if not (self._answers and 0 < end <= len(tracker.keys) and self.health.all_healthy):
+            return None
+        key = tracker.keys[end - 1]
+        if not (self._block_tracker.is_expected(key) or tracker in self._deferred.trackers):
+            return None
+        return answer(key, end * self._block_tokens, self.readiness.identity_text)
+
+    def _prompt_end(self, tracker: RequestTracker) -> int:
+        """Blocks of the prompt of a producer's request that are stored; 0 for other requests."""
+        if not tracker.policy.produces:
+            return 0
+        prompt: int = tracker.request.num_prompt_tokens
+        return min(self._limit(tracker), prompt) // self._block_tokens
 
     # Steps
     # ----------------------------------------------------------------------------------------------
@@ -438,15 +481,18 @@ class UCMConnectorScheduler:
         touched, prefetch = self._rank_hints.take() if is_open else ([], None)
         if not output.total_num_scheduled_tokens:
             self._pause(YIELD_S)
-        if not (setup or dumps or loads or touched or prefetch) and check_weights is None:
+        work = setup or dumps or loads or touched or prefetch or self._publish
+        if not work and check_weights is None:
             return NOTHING
         self._loads, self._late_dumps = [], []
+        publish, self._publish = self._publish, False
         return UCMConnectorMetadata(
             setup=setup,
             loads=loads,
             dumps=dumps,
             touched=touched,
             prefetch=prefetch,
+            publish=publish,
             check_weights=check_weights,
         )
 
@@ -544,11 +590,12 @@ class UCMConnectorScheduler:
                 self._due.pop(request.request_id, None)
                 return 0
             upto = tracker.grow(upto, self._keys, self._block_tracker, private_from)
-            tables = self._tables(tracker)
+            tables, before = self._tables(tracker), tracker.cursor
             for at in self._order:
                 chain = tracker.chains[at]
                 blocks = chain.group.device_blocks(tables[chain.group.table])
                 offered += self.dumps.plan(tracker, chain, upto, blocks, room - offered, dumps)
+            self._publish |= before < self._prompt_end(tracker) <= tracker.cursor
             self.miss_stats.offered(tracker.tally, offered)
             self._touch(tracker, tracker.cursor)
         if request.request_id in self._due:
@@ -586,6 +633,7 @@ class UCMConnectorScheduler:
             return self._deferred.drop()
         try:
             for tracker, offered in self._deferred.take(self._keys, now, dumps):
+                self._publish |= 0 < self._prompt_end(tracker) <= tracker.cursor
                 self.miss_stats.offered(tracker.tally, offered)
         except Exception as error:  # the blocks of the others were not compared in this step
             self.failures.note("offering blocks of ended requests", error)
@@ -628,6 +676,7 @@ class UCMConnectorScheduler:
         except Exception as error:
             self.readiness.off(f"the handshake with the workers failed: {error!r}")
         whys = (handshake.only_stores for handshake in handshakes if handshake.only_stores)
+        self._answers = not any(handshake.beside for handshake in handshakes)
         if why := next(whys, ""):
             self._may_load = False
             logger.warning("blocks are stored, and none are loaded: %s", why)
@@ -777,7 +826,8 @@ class UCMConnectorScheduler:
     @property
     def has_pending_push_work(self) -> bool:
         """Whether an idle engine should step: stores are being opened, or dumps are to be sent."""
-        return self.readiness.busy() or bool(self._late_dumps) or bool(self._deferred)
+        unsent = bool(self._late_dumps) or self._publish
+        return unsent or self.readiness.busy() or bool(self._deferred)
 
     def _abandon(self, why: str) -> None:
         """Given up: nothing is claimed, offered or held any more."""
@@ -853,15 +903,20 @@ class UCMConnectorScheduler:
                 self._rates.open(self.readiness.identity_text, self.readiness.store_label)
         return True
 
-    def _start_lookup(self, tracker: RequestTracker) -> None:
+    def _start_lookup(self, tracker: RequestTracker, keys: list[bytes] | None = None) -> Lookup:
+        """Begin the lookup of its blocks, whose ``keys`` may be known."""
         assert self._lookups is not None and self._keys is not None  # the phase is open
         maker, request = self._keys, tracker.request
-        at_once, clock = maker.at_once(request, AT_ONCE_TOKENS), self._clock
+        at_once = keys is not None or maker.at_once(request, AT_ONCE_TOKENS)
         limit = tracker.most_claimable(self._block_tokens)
         tracker.lookup = self._lookups.start(
-            lambda: maker.first(request), clock, at_once=at_once, limit=limit
+            lambda: maker.first(request) if keys is None else keys,
+            self._clock,
+            at_once=at_once,
+            limit=limit,
         )
         self._events.follow(request, tracker.lookup)
+        return tracker.lookup
 
 
 def _to_load(chain: Chain, tables: Tables, wanted: Sequence[int]) -> GroupBlocks:

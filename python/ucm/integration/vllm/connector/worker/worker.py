@@ -109,6 +109,8 @@ class Rank:
     rest: Sequence[RankPart] = ()
     #: Whether a load that lacks a block is of no use.
     fails_whole: bool = False
+    #: Whether this is one connector of several in a MultiConnector.
+    beside: bool = False
 
 
 def record_mask(group: Group, part: tuple[int, int, int]) -> bytes:
@@ -239,6 +241,7 @@ class UCMConnectorWorker:
             stores=tuple(store.name for store in self._stores),
             only_stores=rank.only_stores,
             prefix_caching=rank.prefix_caching,
+            beside=rank.beside,
             rest=tuple(rest),
         )
 
@@ -340,7 +343,7 @@ class UCMConnectorWorker:
         """Read blocks that vLLM has given to other requests, before this step writes them."""
         dumps = plan.dumps
         plan.dumps = [dump for dump in dumps if dump.job in plan.jobs_to_flush]
-        self.start_dumps()
+        self._begin_dumps()
         plan.dumps = [dump for dump in dumps if dump.job not in plan.jobs_to_flush]
         self.dumps.flush(plan.jobs_to_flush)
 
@@ -371,6 +374,13 @@ class UCMConnectorWorker:
 
     def start_dumps(self) -> None:
         """Begin this step's dumps; the device has the model's work of the step."""
+        self._begin_dumps()
+        if self._plan is not None and self._plan.publish:
+            self._plan.publish = False
+            if self._store is not None and self.rank.writer:
+                _answer("flush()", self._store.flush, None)
+
+    def _begin_dumps(self) -> None:
         if self._plan is None or not self._plan.dumps:
             return
         dumps, self._plan.dumps = self._plan.dumps, []

@@ -1,0 +1,152 @@
+"""Prefill and decode on separate engines over one store: how the request of a decode engine waits
+for the blocks that a prefill engine publishes.
+
+The role belongs to the request. A producer's request (``do_remote_decode``) is answered with the
+key of the last full block of its prompt, as soon as vLLM ends it: its blocks may still be on their
+way. A request with that key (``kv_transfer_params.ucm.wait_for``) is a consumer's. It waits until
+a lookup finds the block, at most ``pd_wait_ms``, then it is computed. A store that answers from a
+list of what others have published refreshes that list while a request waits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ucm.integration.vllm.connector.guard import IDLE, Background, logger, throttle
+from ucm.integration.vllm.connector.identity.engine_identity import differences
+
+if TYPE_CHECKING:
+    from ucm.integration.vllm.connector.scheduler.lookup import Lookup, Lookups
+    from ucm.integration.vllm.connector.scheduler.policies import RequestPolicy
+    from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
+
+#: Seconds between two lookups for one request, and between two refreshes of the store.
+POLL_S, REFRESH_S = 0.01, 0.02
+#: Most identities of prefill engines that are compared with the own one in the log.
+MOST_IDENTITIES = 8
+#: Longest manifest in bytes.
+LONGEST = 16 << 20
+
+
+def digest_of(identity: str) -> str:
+    """The digest of an identity's text, whose first 32 digits name its directory below a root."""
+    return hashlib.sha256(identity.encode("ascii")).hexdigest()
+
+
+def answer(key: bytes, tokens: int, identity: str) -> dict[str, Any]:
+    """The ``kv_transfer_params`` of a producer's answer; the proxy passes them on to the consumer.
+    ``key``: of the last full block of the prompt, which ends after ``tokens`` tokens."""
+    section = {"wait_for": key.hex(), "tokens": tokens, "identity": digest_of(identity)}
+    return {"do_remote_prefill": True, "ucm": section}
+
+
+class PublishWait:
+    """The wait of one consumer's request."""
+
+    __slots__ = ("began", "end", "is_late", "key", "lookup", "producer")
+
+    def __init__(self, policy: RequestPolicy) -> None:
+        self.key, self.producer = policy.wait_for, policy.producer
+        self.began: float | None = None
+        self.is_late = False  # it ended without the block
+        self.end = 0  # ordinal behind the block, 0 until the request's keys are known
+        self.lookup: Lookup | None = None  # of this block alone
+
+    def found(self) -> bool:
+        """Whether the block is there now, once: all blocks are to be looked up again then."""
+        found = self.lookup is not None and self.lookup.done and self.lookup.hits > 0
+        if found:
+            self.lookup = None
+        return found
+
+
+class PublishWaits:
+    """The waits of one engine's requests. Each request holds its own."""
+
+    def __init__(
+        self,
+        wait_ms: int,
+        roots: Sequence[str],
+        background: Background,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``roots``: the directories that may have manifests of other identities."""
+        self._limit_s = wait_ms / 1000
+        self._roots, self._background, self._clock = roots, background, clock
+        self._refreshed_at = float("-inf")
+        self._compared: set[str] = set()
+
+    def go_on(
+        self,
+        wait: PublishWait,
+        whole: Lookup,
+        lookups: Lookups,
+        store: UcmKVStoreBaseV1,
+        identity: str,
+    ) -> bool:
+        """Whether a request waits longer. ``whole``: the last lookup of all its blocks, which has
+        ended; ``identity``: the text of the own one."""
+        now = self._clock()
+        if wait.began is None:
+            wait.began = now
+            if wait.producer and wait.producer != digest_of(identity):
+                self._compare(wait.producer, identity)
+                return False
+        if now - wait.began >= self._limit_s:
+            wait.is_late = True
+            throttle.warning(
+                "pd_wait_ms",
+                "the blocks of a prefill server were not found within pd_wait_ms (%.0f ms), so the"
+                " request is computed: are both servers on one store, and did the prefill server"
+                " log an error?",
+                self._limit_s * 1e3,
+            )
+            return False
+        if whole.keys is None:
+            return whole.hashing
+        if not wait.end:
+            if wait.key not in whole.keys:
+                throttle.warning(
+                    "another prompt",
+                    "a prefill server stored another prompt than the request has here (other"
+                    " tokens, salt, adapter or items), so the request is computed",
+                )
+                return False
+            wait.end = whole.keys.index(wait.key) + 1
+        if whole.hits >= min(wait.end, whole.limit):
+            return False
+        last, key = wait.lookup or whole, wait.key
+        if last.done and now - last.began >= POLL_S:
+            wait.lookup = lookups.start(lambda: [key], self._clock, at_once=True)
+        if now - self._refreshed_at >= REFRESH_S:
+            self._refreshed_at = now
+            store.refresh()
+        return True
+
+    def _compare(self, producer: str, identity: str) -> None:
+        """Log once where the identity of a producer differs from the own one."""
+        if producer in self._compared or len(self._compared) >= MOST_IDENTITIES:
+            return
+        self._compared.add(producer)
+        self._background.submit(lambda: self._log_differences(producer, identity), IDLE)
+
+    def _log_differences(self, producer: str, identity: str) -> None:
+        text = (
+            "the prefill server's blocks have another identity than those of this engine, so its"
+            " requests are computed here without a wait: %s"
+        )
+        for root in self._roots:
+            try:
+                path = os.path.join(root, producer[:32], "manifest.json")
+                with open(path, encoding="ascii") as file:
+                    theirs = json.loads(file.read(LONGEST))["identity"]
+                differing = differences(json.loads(identity), theirs)
+            except (OSError, ValueError, KeyError, TypeError, RecursionError):
+                continue
+            return logger.warning(text, "; ".join(differing))
+        logger.warning(text, f"digest {digest_of(identity)} here and {producer} there")
