@@ -25,6 +25,9 @@ DEMO_SERVER_mooncake := .tools/.stamp-mooncake
 SPARSE ?=
 SPARSE_NAMES := gsa_on_device esa gsa kvstar quest infllm
 
+# Not empty: show a prefill and a decode server with the proxy before them instead.
+PD ?=
+
 # For the peer of bench-peers that has a wheel only for this version.
 PYTHON312 ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12*/bin/python3.12; do \
 	"$$python" -c "" 2>/dev/null && echo "$$python" && break; done)
@@ -74,8 +77,10 @@ help: ## list the targets
 	@echo "  demo and test-py take WHEEL=<file> and then run from that wheel instead of the source tree"
 
 .PHONY: demo
-demo: $(RUN_ENV) $(DEMO_SERVER_$(STORE)) ## run the demo: one prompt, three engines: cold, warm, a damaged block (DEVICE=softcuda, STORE=nfs, redis, s3, mooncake, or SPARSE=NAME)
-ifneq ($(SPARSE),)
+demo: $(RUN_ENV) $(DEMO_SERVER_$(STORE)) ## run the demo: one prompt, three engines: cold, warm, a damaged block (DEVICE=softcuda, STORE=nfs, redis, s3, mooncake, or SPARSE=NAME, or PD=1)
+ifneq ($(PD),)
+	@$(RUN_BIN)/python demo/pd.py
+else ifneq ($(SPARSE),)
 	@$(RUN_BIN)/python demo/sparse.py $(SPARSE)
 else
 ifeq ($(DEVICE),softcuda)
@@ -281,7 +286,7 @@ lint: $(VENV)/.stamp-dev $(VENV)/.stamp-core ## check formatting, lints and type
 	@$(STAGE) "without codecs" cargo check --locked --quiet -p ucm-store --no-default-features --lib
 	@$(STAGE) "ruff" bash -c '$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .'
 	@$(STAGE) "mypy" $(BIN)/mypy
-	@$(STAGE) "mypy demo" env MYPYPATH=python:demo:benches/quality $(BIN)/mypy demo/run.py demo/engine.py demo/sparse.py \
+	@$(STAGE) "mypy demo" env MYPYPATH=python:demo:benches/quality $(BIN)/mypy demo/run.py demo/engine.py demo/sparse.py demo/pd.py \
 		demo/sparse_engine.py examples/*.py
 	@$(STAGE) "mypy benches" env MYPYPATH=python:tests/vllm:tests/mooncake:demo:tests/gpu:benches/peers:benches/python:benches/quality \
 		$(BIN)/mypy benches/peers/*.py benches/python/*.py benches/quality/*.py

@@ -2,7 +2,9 @@
 with ucm on one root.
 
 Tokens through the proxy equal those of a server alone, at every endpoint, and also when servers are
-killed. Servers alone are asked with a salt, so that they compute every prompt.
+killed. Decode servers load what prefill servers computed: nothing publishes a segment sooner than
+in a minute but the end of a prompt. Servers alone are asked with a salt, so that they compute every
+prompt.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,12 +146,19 @@ class Site:
         return list(answer.json()["choices"][0]["token_ids"])
 
 
+def loaded(servers: list[Server]) -> float:
+    """Tokens that these servers have loaded from the store, as vLLM counts them."""
+    return sum(server.metric("vllm:external_prefix_cache_hits_total") for server in servers)
+
+
 @pytest.fixture(scope="module")
 def site(work: Path) -> Iterator[Site]:
     model = write_model(work / "pd-model", llama_config(LAYERS))
     write_tokenizer(model)
-    disk = new_disk(work, "pd")
-    spec = EngineSpec(model, "v1", disk.store())
+    store = new_disk(work, "pd").store()
+    keys = {"layout": "segment", "segment_age": 60}
+    store = replace(store, options={**store.options, **keys})
+    spec = EngineSpec(model, "v1", store, extra_config={"pd_wait_ms": 60_000})
     with machine_lock(), ExitStack() as stack:
         servers = []
         for name in ("prefill-1", "prefill-2", "decode-1", "decode-2"):
@@ -206,7 +216,7 @@ def test_tokens_are_those_of_one_server(site: Site, endpoint: str) -> None:
     seed = ENDPOINTS.index(endpoint)
     for number, length in enumerate((10, 5 * BLOCK, 20 * BLOCK + 7)):
         tokens = prompt(100 * seed + number, length)
-        expected = site.alone(tokens, 24)
+        expected, before = site.alone(tokens, 24), loaded(site.decode)
         for stream in (False, True):
             response = site.proxy.client.post(
                 endpoint,
@@ -217,8 +227,59 @@ def test_tokens_are_those_of_one_server(site: Site, endpoint: str) -> None:
             assert response.headers["x-request-id"] == "one"
             got = events(response.text) if stream else [response.json()]
             assert answered(endpoint, got) == expected
+            if not stream:
+                blocks = (length - 1) // BLOCK  # vLLM computes the last token
+                assert loaded(site.decode) == before + blocks * BLOCK
     assert site.proxy.metric("ucm_pd_prefills_total", result="refused") == 0
     assert site.proxy.metric("ucm_pd_failures_total") == 0
+
+
+def through_toy_proxy(
+    prefill: Server, decode: Server, tokens: list[int], count: int
+) -> tuple[list[int], dict[str, Any] | None]:
+    """The answer of the decode server, and the ``kv_transfer_params`` of the prefill server's: the
+    requests of vLLM's toy proxy (tests/v1/kv_connector/nixl_integration/toy_proxy_server.py)."""
+    body = request(COMPLETIONS, tokens, count, True)
+    none = dict.fromkeys(
+        ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"), None
+    )
+    first = body | {"stream": False, "max_tokens": 1}
+    first |= {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False, **none}}
+    headers = {"Authorization": "Bearer None", "X-Request-Id": f"toy-{tokens[0]}"}
+    response = prefill.client.post(COMPLETIONS, json=first, headers=headers)
+    params = response.raise_for_status().json().get("kv_transfer_params", {})
+    if params:
+        body["kv_transfer_params"] = params
+    response = decode.client.post(COMPLETIONS, json=body, headers=headers).raise_for_status()
+    return answered(COMPLETIONS, events(response.text)), params
+
+
+def test_the_toy_proxy_of_vllm_is_served(site: Site) -> None:
+    for number, length in enumerate((10, 3 * BLOCK, 12 * BLOCK + 9)):
+        tokens = prompt(800 + number, length)
+        before = loaded(site.decode)
+        got, params = through_toy_proxy(site.prefill[0], site.decode[1], tokens, 24)
+        assert got == site.alone(tokens, 24)
+        assert loaded(site.decode) == before + (length - 1) // BLOCK * BLOCK
+        if length < BLOCK:
+            assert params is None
+        else:
+            assert params is not None
+            assert params["do_remote_prefill"]
+            assert params["ucm"]["tokens"] == length // BLOCK * BLOCK
+
+
+def test_a_prefill_server_loads_what_it_has_computed(site: Site) -> None:
+    """Under ``kv_both`` it does not compute a prefix again that its device has no room for."""
+    tokens = prompt(850, 10 * BLOCK)
+    through_toy_proxy(site.prefill[0], site.decode[0], tokens, 4)
+    for number in range(9):  # more blocks than the device has
+        through_toy_proxy(site.prefill[0], site.decode[0], prompt(860 + number, 20 * BLOCK), 1)
+    before = loaded(site.prefill)
+    longer = [*tokens, *prompt(851, 2 * BLOCK)]
+    got, _ = through_toy_proxy(site.prefill[0], site.decode[0], longer, 4)
+    assert got == site.alone(longer, 4)
+    assert loaded(site.prefill) == before + len(tokens)
 
 
 def test_other_paths_and_wrong_requests_have_the_servers_answers(site: Site) -> None:
