@@ -157,9 +157,10 @@ def demo(out: pathlib.Path, progress: Progress, stack: contextlib.ExitStack) -> 
         ask(server, short, 2)
     alone = run("D alone", decode, decode, prompts, ALONE)
     progress.line("decode", f"first tokens after {alone.at_d:.2f} s, computed")
+    seconds = "ucm_pd_prefill_seconds_sum"
+    before = proxy.metric(seconds)
     split = run("P and D", proxy, decode, prompts, {})
-    prefills = proxy.metric("ucm_pd_prefill_seconds_sum") / (PROMPTS + 1)
-    split.at_d = split.whole - prefills
+    split.at_d -= (proxy.metric(seconds) - before) / len(prompts)
     progress.line("proxy", f"first tokens after {split.whole:.2f} s, {split.at_d:.2f} s at D")
     return [alone, split]
 
