@@ -16,7 +16,13 @@ from vllm.v1.request import Request
 
 from ucm.integration.vllm.connector.guard import throttle
 from ucm.integration.vllm.connector.metadata import RankReport
-from ucm.integration.vllm.connector.scheduler.roles import POLL_S, REFRESH_S, digest_of
+from ucm.integration.vllm.connector.scheduler.roles import (
+    MOST_IN_VAIN,
+    POLL_S,
+    REFRESH_S,
+    TRIAL_S,
+    digest_of,
+)
 from ucm.reasons import MissReason
 from ucm.store import part_mask, record_ids
 
@@ -220,6 +226,32 @@ def test_without_the_block_it_is_computed_after_the_time(
     rig.clock.now += 0.001
     assert asked(rig, request) == (2 * BLOCK, True), "what is there is loaded"
     assert "within pd_wait_ms (2000 ms)" in caplog.text
+
+
+def test_after_waits_in_vain_only_one_request_waits_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig()
+    Store(rig, monkeypatch)
+
+    def waits(found: bool = False) -> bool:
+        """Whether a further request waits; to its end, which may be with its blocks."""
+        request = consumer(rig, 5 * BLOCK + 1)
+        if waited := asked(rig, request)[0] is None:
+            if found:
+                rig.stored(request, 5)
+            rig.clock.now += 0.5 if found else WAIT_S
+            while asked(rig, request)[0] is None:
+                rig.clock.now += 0.001
+        rig.scheduler.request_finished(request)
+        rig.store.ids.clear()
+        return waited
+
+    assert [waits() for _ in range(MOST_IN_VAIN + 3)] == [True] * MOST_IN_VAIN + [False] * 3
+    rig.clock.now += TRIAL_S
+    assert [waits() for _ in range(3)] == [True, False, False]
+    rig.clock.now += TRIAL_S
+    assert [waits(found=True) for _ in range(6)] == [True] * 6
 
 
 def test_pd_wait_ms_of_0_waits_for_nothing() -> None:

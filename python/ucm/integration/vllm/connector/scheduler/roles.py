@@ -5,7 +5,8 @@ The role belongs to the request. A producer's request (``do_remote_decode``) is 
 key of the last full block of its prompt, as soon as vLLM ends it: its blocks may still be on their
 way. A request with that key (``kv_transfer_params.ucm.wait_for``) is a consumer's. It waits until
 a lookup finds the block, at most ``pd_wait_ms``, then it is computed. A store that answers from a
-list of what others have published refreshes that list while a request waits.
+list of what others have published refreshes that list while a request waits. Where waits are in
+vain, as with a prefill engine on another store, only one request waits now and then.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 #: Seconds between two lookups for one request, and between two refreshes of the store.
 POLL_S, REFRESH_S = 0.01, 0.02
+#: Waits in a row that end without the block, after which only one request waits in so many seconds.
+MOST_IN_VAIN, TRIAL_S = 4, 10.0
 #: Most identities of prefill engines that are compared with the own one in the log.
 MOST_IDENTITIES = 8
 #: Longest manifest in bytes.
@@ -48,11 +51,11 @@ def answer(key: bytes, tokens: int, identity: str) -> dict[str, Any]:
 class PublishWait:
     """The wait of one consumer's request."""
 
-    __slots__ = ("began", "end", "is_late", "key", "lookup", "producer")
+    __slots__ = ("end", "is_late", "key", "lookup", "producer", "until")
 
     def __init__(self, policy: RequestPolicy) -> None:
         self.key, self.producer = policy.wait_for, policy.producer
-        self.began: float | None = None
+        self.until: float | None = None
         self.is_late = False  # it ended without the block
         self.end = 0  # ordinal behind the block, 0 until the request's keys are known
         self.lookup: Lookup | None = None  # of this block alone
@@ -78,7 +81,8 @@ class PublishWaits:
         """``roots``: the directories that may have manifests of other identities."""
         self._limit_s = wait_ms / 1000
         self._roots, self._background, self._clock = roots, background, clock
-        self._refreshed_at = float("-inf")
+        self._refreshed_at = self._trial_at = float("-inf")
+        self._in_vain = 0  # the last waits in a row
         self._compared: set[str] = set()
 
     def go_on(
@@ -92,13 +96,26 @@ class PublishWaits:
         """Whether a request waits longer. ``whole``: the last lookup of all its blocks, which has
         ended; ``identity``: the text of the own one."""
         now = self._clock()
-        if wait.began is None:
-            wait.began = now
+        if wait.until is None:
             if wait.producer and wait.producer != digest_of(identity):
                 self._compare(wait.producer, identity)
                 return False
-        if now - wait.began >= self._limit_s:
+            wait.until = now + self._allowance(now)
+        if whole.keys is not None and not wait.end:
+            if wait.key not in whole.keys:
+                throttle.warning(
+                    "another prompt",
+                    "a prefill server stored another prompt than the request has here (other"
+                    " tokens, salt, adapter or items), so the request is computed",
+                )
+                return False
+            wait.end = whole.keys.index(wait.key) + 1
+        if wait.end and whole.hits >= min(wait.end, whole.limit):
+            self._in_vain = 0
+            return False
+        if now >= wait.until:
             wait.is_late = True
+            self._in_vain += 1
             throttle.warning(
                 "pd_wait_ms",
                 "the blocks of a prefill server were not found within pd_wait_ms (%.0f ms), so the"
@@ -109,17 +126,6 @@ class PublishWaits:
             return False
         if whole.keys is None:
             return whole.hashing
-        if not wait.end:
-            if wait.key not in whole.keys:
-                throttle.warning(
-                    "another prompt",
-                    "a prefill server stored another prompt than the request has here (other"
-                    " tokens, salt, adapter or items), so the request is computed",
-                )
-                return False
-            wait.end = whole.keys.index(wait.key) + 1
-        if whole.hits >= min(wait.end, whole.limit):
-            return False
         last, key = wait.lookup or whole, wait.key
         if last.done and now - last.began >= POLL_S:
             wait.lookup = lookups.start(lambda: [key], self._clock, at_once=True)
@@ -127,6 +133,13 @@ class PublishWaits:
             self._refreshed_at = now
             store.refresh()
         return True
+
+    def _allowance(self, now: float) -> float:
+        """Seconds that a request may wait: nothing after some waits in vain, but for a trial."""
+        if self._in_vain >= MOST_IN_VAIN and now < self._trial_at:
+            return 0.0
+        self._trial_at = now + TRIAL_S
+        return self._limit_s
 
     def _compare(self, producer: str, identity: str) -> None:
         """Log once where the identity of a producer differs from the own one."""
