@@ -385,6 +385,32 @@ def test_a_backend_that_packs_like_its_base_counts_as_that(engines: Any, tiny: P
         names(Lying)
 
 
+def test_the_backend_of_chunked_attention_packs_as_the_one_that_it_is_made_of(
+    engines: Any, tiny: Path
+) -> None:
+    """The scheduler does not know which layers have it, as with Llama 4. One with a builder that is
+    not vLLM's counts as another backend."""
+    from vllm.model_executor.layers.attention.chunked_local_attention import (
+        create_chunked_local_attention_backend,
+    )
+    from vllm.v1.attention.backend import subclass_attention_backend
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    class Builder(CPUAttentionBackend.get_builder_cls()):  # type: ignore[misc]
+        """Of another package."""
+
+    config = engines.engine_config(tiny)
+    scheduler, _ = engines.kv_configs(config)
+    groups = transferable_groups(scheduler)
+    context = config.compilation_config.static_forward_context
+    chunked = create_chunked_local_attention_backend(CPUAttentionBackend, 64)
+    foreign = subclass_attention_backend("Foreign_", CPUAttentionBackend, Builder)
+    for backend, right in ((chunked, True), (foreign, False)):
+        layer = SimpleNamespace(get_attn_backend=lambda backend=backend: backend)
+        context.update(dict.fromkeys(scheduler.kv_cache_groups[0].layer_names, layer))
+        assert (attention_backends(config, groups) == [["CPU_ATTN"]]) == right
+
+
 def test_a_spec_with_the_pages_of_its_base_counts_as_that(engines: Any, tiny: Path) -> None:
     """One kind of group, the same fields, a whole prefix as before; a spec that claims nothing is
     not served."""

@@ -252,9 +252,11 @@ def _actual(vllm_config: Any, group: Any) -> set[str]:
 def _expected(vllm_config: Any, group: Any) -> str:
     """vLLM's own selection for this group, without its layers."""
     from vllm.config import set_current_vllm_config
-    from vllm.v1.attention.selector import get_attn_backend
+    from vllm.v1.attention.selector import get_attn_backend, get_mamba_attn_backend
 
     spec, model = _spec(group), vllm_config.model_config
+    if spec_kind(spec) == "MambaSpec":
+        return _backend_name(get_mamba_attn_backend(spec.mamba_type))
     cache_dtype = getattr(spec, "cache_dtype_str", None) or vllm_config.cache_config.cache_dtype
     wanted = {
         "head_size": getattr(spec, "head_size", None),
@@ -282,7 +284,11 @@ def _accepted(function: Callable[..., Any], wanted: dict[str, Any]) -> dict[str,
 
 def _backend_name(backend: Any) -> str:
     # A backend from outside vLLM may have the name of the one it replaces and pack differently.
+    # vLLM makes one for chunked attention, with only a builder of metadata: it packs as its base.
     backend = packed_as(backend)
+    own = {name for name in vars(backend) if not name.startswith("_")}
+    if own == {"get_builder_cls"} and backend.get_builder_cls().__module__.startswith("vllm."):
+        backend = packed_as(backend.__base__)
     name = str(backend.get_name())
     if backend.__module__.startswith("vllm."):
         return name
