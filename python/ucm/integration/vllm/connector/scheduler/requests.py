@@ -59,6 +59,7 @@ class RequestTracker:
         "decided_hit",
         "decided_tiers",
         "failures",
+        "holds",
         "keyable",
         "load_end",
         "loading",
@@ -114,6 +115,7 @@ class RequestTracker:
         self.local = 0  # tokens on the device at vLLM's last call
         self.loading = range(0)  # ordinals of a load, from its admission to the last rank's report
         self.failures: dict[int, MissReason] = {}  # of this load, by ordinal
+        self.holds = 0  # most device blocks from its load to the end of its prompt
         self.asked = False  # its blocks were counted since it was new or preempted
         #: Why all its blocks were missed, None where its lookup says that. Admitted before that:
         #: another connector was first.

@@ -238,7 +238,7 @@ class UCMConnectorScheduler:
         if tracker.preemptions != request.num_preemptions:
             tracker.restart()
             self._due[request.request_id] = self._block_tokens
-        tracker.local = num_computed_tokens
+        tracker.local, tracker.holds = num_computed_tokens, 0
         tracker.reason, tracker.unanswered = MissReason.INTERNAL, False  # unless this succeeds
         self._notice_reset()
         self.readiness.request_weights_check()
@@ -279,6 +279,8 @@ class UCMConnectorScheduler:
             return 0, False
         first, end = num_computed_tokens // size, (num_computed_tokens + tokens) // size
         end, tracker.reason = self._hit_policy.taken(tracker, first, end)
+        if end > first and not self._fits_beside_others(tracker, end):
+            return self._postpone(tracker)
         if self._offload is not None and end > first:
             if tracker.selectable:
                 self._offload.consider(request, first, end)
@@ -312,6 +314,7 @@ class UCMConnectorScheduler:
                 rest=[part for part in parts[1:] if part.keys],
             )
             self._loads.append(load)
+            tracker.holds = self._blocks_of(tracker, first + count)
             tracker.loading, tracker.failures = range(first, first + count), {}
         self._others.admitted(tracker, blocks.blocks)
         self._count_asked(tracker, count)
@@ -333,6 +336,21 @@ class UCMConnectorScheduler:
         blocks = -(-request.num_tokens // self._block_tokens)
         spared = getattr(self._manager, "watermark_blocks", 0)
         return self._pool is not None and 2 * blocks + spared < self._pool.num_gpu_blocks
+
+    def _fits_beside_others(self, tracker: RequestTracker, hit: int) -> bool:
+        """Whether a request with this hit, and all that were loaded and do not run yet, fit on the
+        device with their whole prompts: vLLM cannot preempt these. It leaves room for them, but
+        counts freed blocks of a window as if they were still held; such requests would wait for
+        each other's blocks, for ever."""
+        if self._pool is None or not any(group.frees_early for group in self._groups):
+            return True
+        others = sum(one.holds for one in self._live.values() if one.ran_from is None)
+        return not others or others + self._blocks_of(tracker, hit) < self._pool.num_gpu_blocks
+
+    def _blocks_of(self, tracker: RequestTracker, hit: int) -> int:
+        """The most device blocks of a request with this hit until its prompt is computed."""
+        blocks = -(-tracker.request.num_tokens // self._block_tokens) + 1
+        return sum(blocks - group.first_needed(hit) for group in self._groups)
 
     def _postpone(self, tracker: RequestTracker) -> tuple[None, bool]:
         """Have vLLM call again: the request loses a step."""
