@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 from toy_engine import BLOCK, LateStore, ToyEngine, expected
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
@@ -36,6 +39,23 @@ def chunk(tokens: int) -> KVCacheSpec:
     return ChunkedLocalAttentionSpec(block_size=BLOCK, attention_chunk_size=tokens, **SHAPE)
 
 
+def latent() -> KVCacheSpec:
+    return MLAAttentionSpec(
+        block_size=BLOCK, num_kv_heads=1, head_size=128, dtype=torch.float32, cache_dtype_str="auto"
+    )
+
+
+def state() -> KVCacheSpec:
+    """A state as large as a page of the others, kept where a step ends at the end of a block."""
+    return MambaSpec(
+        block_size=BLOCK,
+        shapes=((2 * 2 * BLOCK * 32,),),
+        dtypes=(torch.float32,),
+        mamba_type=MambaAttentionBackendEnum.MAMBA2,
+        mamba_cache_mode="align",
+    )
+
+
 MODELS = {
     "full and a window": [full(), window(40)],
     "full and a window of one block": [full(), window(BLOCK + 1)],
@@ -45,6 +65,10 @@ MODELS = {
     "full and chunks": [full(), chunk(64)],
     "windows alone": [window(50), window(50)],
     "full and a window of larger blocks": [full(), window(100, 1)],
+    "full and a state": [full(), state()],
+    "states, a window and full": [state(), window(40), full(), state()],
+    "states alone": [state(), state()],
+    "latent attention": [latent(), latent()],
 }
 Life = Callable[..., ToyEngine]
 
@@ -83,7 +107,7 @@ def right(name: str, prompts: dict[str, list[int]]) -> dict[str, list[int]]:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_life_of_an_engine_gives_the_right_tokens(life: Life, name: str) -> None:
     rng = random.Random(name)
-    prompts = prompts_of(rng, 6)
+    prompts = prompts_of(rng, 12)
     for number in range(4):
         engine = life(name, blocks=40 if number % 2 else 120)
         asked = prompts | prompts_of(rng, 2)

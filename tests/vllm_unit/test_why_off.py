@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
+import matrix
+import pytest
+import torch
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import MambaSpec
+
 from ucm.config import parse
+from ucm.errors import ConfigError
+from ucm.integration.vllm.attention.setup import refuse_unsupported
 from ucm.integration.vllm.connector.factory import why_off
+from ucm.integration.vllm.connector.groups import SERVED
 from ucm.reasons import MissReason
 
 
@@ -85,24 +95,82 @@ def test_windows_are_served_alone_and_beside_full_attention(engines: Any, tiny: 
             assert served(engines, tiny, layers, **args) == ""
 
 
-def test_kv_that_is_not_served_is_named_with_what_to_do(engines: Any, tiny: Path) -> None:
+@pytest.mark.parametrize("kind", matrix.OTHERS)
+def test_kv_that_is_not_served_is_named_with_what_to_do(
+    engines: Any, tiny: Path, kind: str
+) -> None:
     config = engines.engine_config(tiny)
-    kinds = {
-        "SlidingWindowMLASpec": "; start vLLM with --disable-hybrid-kv-cache-manager, if it can"
-        " then",
-        "CrossAttentionSpec": "",
-        "RSWASpec": "",
+    scheduler, _ = engines.kv_configs(config)
+    group = scheduler.kv_cache_groups[0]
+    other = type(kind, (type(group.kv_cache_spec),), {})
+    fields = {
+        field.name: getattr(group.kv_cache_spec, field.name)
+        for field in dataclasses.fields(group.kv_cache_spec)
     }
-    for kind, instead in kinds.items():
-        scheduler, _ = engines.kv_configs(config)
-        group = scheduler.kv_cache_groups[0]
-        other = type(kind, (type(group.kv_cache_spec),), {})
-        fields = {
-            field.name: getattr(group.kv_cache_spec, field.name)
-            for field in dataclasses.fields(group.kv_cache_spec)
-        }
-        spec = other(**fields)
-        scheduler.kv_cache_groups.append(dataclasses.replace(group, kv_cache_spec=spec))
-        found = why_off(parse({"storage_backends": "/nowhere"}, {}), config, scheduler)
-        expected = f"KV of kind {kind} is not cached: nothing is claimed or stored{instead}"
-        assert found == (MissReason.UNSUPPORTED, expected)
+    scheduler.kv_cache_groups.append(dataclasses.replace(group, kv_cache_spec=other(**fields)))
+    found = why_off(parse({"storage_backends": "/nowhere"}, {}), config, scheduler)
+    _, instead = matrix.OTHERS[kind]
+    expected = f"KV of kind {kind} is not cached: nothing is claimed or stored"
+    assert found == (MissReason.UNSUPPORTED, expected + (instead and f"; {instead}"))
+
+
+def test_every_kind_of_vllm_is_in_the_table() -> None:
+    """Of the installed version; it is served, or refused by its name."""
+    from vllm.v1 import kv_cache_interface as interface
+
+    bases = {"KVCacheSpec", "AttentionSpec", "UniformTypeKVCacheSpecs"}
+    found = {
+        name
+        for name, kind in vars(interface).items()
+        if isinstance(kind, type) and issubclass(kind, interface.KVCacheSpec)
+    }
+    cached = {spec for kind in matrix.KINDS for spec in kind.specs}
+    assert cached == set(SERVED)
+    assert found - bases <= cached | matrix.OTHERS.keys()
+    assert not cached & matrix.OTHERS.keys()
+
+
+def test_several_groups_are_not_cached_over_context_parallel_ranks(
+    engines: Any, tiny: Path
+) -> None:
+    config = engines.engine_config(tiny)
+    scheduler, _ = engines.kv_configs(config, [windowed(engines, config, 1)])
+    config.parallel_config.decode_context_parallel_size = 2
+    found = why_off(parse({"storage_backends": "/nowhere"}, {}), config, scheduler)
+    assert found == (MissReason.UNSUPPORTED, matrix.NO_DCP.refused)
+
+
+def test_blocks_of_several_groups_are_not_selected(engines: Any, tiny: Path) -> None:
+    config = engines.engine_config(tiny)
+    scheduler, _ = engines.kv_configs(config, [windowed(engines, config, 1)])
+    with pytest.raises(ConfigError, match=re.escape(matrix.NO_SPARSE.refused)):
+        refuse_unsupported(config, scheduler)
+
+
+def test_states_are_served_where_they_lie_at_the_ends_of_blocks(engines: Any, tiny: Path) -> None:
+    def found(mode: str = "align", unit: int | None = None, drafts: object = None) -> str:
+        config = engines.engine_config(tiny)
+        layers = dict(engines.layer_specs(config))
+        layers["model.layers.9.mamba"] = MambaSpec(
+            block_size=32,
+            shapes=((next(iter(layers.values())).page_size_bytes // 4,),),
+            dtypes=(torch.float32,),
+            mamba_type=MambaAttentionBackendEnum.MAMBA2,
+            mamba_cache_mode=mode,
+        )
+        scheduler, _ = engines.kv_configs(config, [layers])
+        config.cache_config.prefix_match_unit = unit
+        config.speculative_config = drafts
+        off = why_off(parse({"storage_backends": "/nowhere"}, {}), config, scheduler)
+        assert off is None or off[0] == MissReason.UNSUPPORTED
+        return "" if off is None else off[1]
+
+    nothing = "is not cached: nothing is claimed or stored"
+    assert found() == ""
+    assert found("none") == (
+        "KV of kind MambaSpec without vLLM's own prefix caching (--enable-prefix-caching)"
+        f" {nothing}"
+    )
+    inside = "with hits inside of its blocks (every 16 tokens; see --prefix-match-unit)"
+    assert found(unit=16) == (f"KV of kind MambaSpec {inside} {nothing}")
+    assert found(drafts=object()) == (f"KV of kind MambaSpec with speculative decoding {nothing}")

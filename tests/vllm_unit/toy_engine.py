@@ -3,8 +3,9 @@ engine.
 
 The KV of a token is a number made of its token id and of the KV of the token before it, which is
 read from the cache; an output token is made of the KV of all tokens of its request that its layer
-can see: in layers with windows or chunks the last ones. So a block with foreign bytes changes every
-token after it. The store of these tests copies at the latest moment
+can see: in layers with windows or chunks the last ones. A layer that keeps a state has only the KV
+of the last token of each step, in the block of that token. So a block with foreign bytes changes
+every token after it. The store of these tests copies at the latest moment
 that it may: a load when it is found finished, a dump when it is found staged. So a load that is
 reported too early writes into blocks of other requests, and a dump that is forgotten stores bytes
 of others.
@@ -99,7 +100,8 @@ def expected(prompt: Sequence[int], count: int, specs: Sequence[Any] = ()) -> li
         for layer, known in enumerate(states):
             spec = specs[layer] if specs else None
             while (at := len(known)) < len(tokens):
-                before = known[-1] if at and _first_seen(spec, at) < at else 1 + layer
+                goes_on = _keeps_state(spec) or _first_seen(spec, at) < at
+                before = known[-1] if at and goes_on else 1 + layer
                 known.append(_state(before, tokens[at]))
         end, seen = len(tokens), dict[int, list[int]]()
         for layer, known in enumerate(states):
@@ -111,8 +113,14 @@ def expected(prompt: Sequence[int], count: int, specs: Sequence[Any] = ()) -> li
 
 def _first_seen(spec: Any, at: int) -> int:
     """The first token whose KV the one at ``at`` can see in a layer of this spec."""
+    if _keeps_state(spec):
+        return at
     window, chunk = (getattr(spec, name, 0) for name in ("sliding_window", "attention_chunk_size"))
     return at - at % chunk if chunk else max(at - window + 1, 0) if window else 0
+
+
+def _keeps_state(spec: Any) -> bool:
+    return hasattr(spec, "mamba_cache_mode")
 
 
 def _state(before: int, token: int) -> int:
@@ -198,6 +206,9 @@ class ToyEngine:
             enable_chunked_prefill=True,
             **args,
         )
+        if any(map(_keeps_state, specs)):  # as vLLM does with a model of such layers
+            self.config.cache_config.mamba_cache_mode = "align"
+            self.config.cache_config.mamba_block_size = BLOCK
         layers = {f"model.layers.{at}.self_attn.attn": spec for at, spec in enumerate(specs)}
         kv_cache, (worker_kv_cache,) = engines.kv_configs(self.config, [layers] if layers else None)
         self.config.cache_config.num_gpu_blocks = kv_cache.num_blocks
@@ -210,7 +221,7 @@ class ToyEngine:
             )
             self.worker = UCMConnector(self.config, KVConnectorRole.WORKER, worker_kv_cache)
         self.connector: Any = self.scheduler.connector
-        self.caches: dict[str, torch.Tensor] = {}
+        self.caches: dict[str, Any] = {}
         self._specs = specs
         self._layers = []  # for each its KV group and its spec
         every = [
@@ -220,7 +231,8 @@ class ToyEngine:
         ]
         for name, group, spec in sorted(every, key=lambda layer: layer[0]):
             shape = kv_cache.num_blocks, HEADS, spec.block_size, ELEMENTS
-            self.caches[name] = torch.zeros(shape)
+            cache = torch.zeros(shape)
+            self.caches[name] = [cache] if _keeps_state(spec) else cache
             self._layers.append((group, spec))
         self.worker.register_kv_caches(self.caches)
         init_none_hash(sha256)
@@ -332,6 +344,13 @@ class ToyEngine:
         layers = list(zip(self.caches.values(), self._layers, strict=True))
         for layer, (cache, (group, spec)) in enumerate(layers):
             table, size = tables[group], spec.block_size
+            if _keeps_state(spec):
+                start = end - count
+                state = int(cache[0][table[(start - 1) // size], 0, 0, 0]) if start else 1 + layer
+                for token in tokens[start:end]:
+                    state = _state(state, token)
+                cache[0][table[(end - 1) // size]] = state
+                continue
             for at in range(end - count, end):
                 if at and _first_seen(spec, at) < at:
                     before = int(cache[table[(at - 1) // size], 0, (at - 1) % size, 0])
@@ -342,6 +361,9 @@ class ToyEngine:
             return []
         seen = {}
         for layer, (cache, (group, spec)) in enumerate(layers if self._specs else layers[:1]):
+            if _keeps_state(spec):
+                seen[layer] = [int(cache[0][tables[group][(end - 1) // spec.block_size], 0, 0, 0])]
+                continue
             places = np.arange(_first_seen(spec, end - 1), end)
             numbers = np.array(tables[group])[places // spec.block_size]
             seen[layer] = cache[numbers, 0, places % spec.block_size, 0].long().tolist()

@@ -11,6 +11,7 @@ lists vLLM's assignments.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import time
@@ -146,19 +147,36 @@ _INSTEAD = {
 def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     nothing = "not cached: nothing is claimed or stored"
     groups, refused = kv_cache_config.kv_cache_groups, set[str]()
-    for group in groups:
-        for spec in layer_specs(group.kv_cache_spec):
-            kind = spec_kind(spec)
-            if kind not in SERVED or not getattr(spec, "prefix_cacheable", True):
-                refused.add(kind)
+    specs = [spec for group in groups for spec in layer_specs(group.kv_cache_spec)]
+    for spec in specs:
+        kind = spec_kind(spec)
+        if kind not in SERVED or not getattr(spec, "prefix_cacheable", True):
+            refused.add(kind)
     if refused:
         instead = "".join(f"; {_INSTEAD[kind]}" for kind in sorted(refused & _INSTEAD.keys()))
         return f"KV of kind {', '.join(sorted(refused))} is {nothing}{instead}"
+    states = [spec for spec in specs if spec_kind(spec) == "MambaSpec"]
+    if states and (problem := _states_elsewhere(vllm_config, specs, states)):
+        return f"KV of kind MambaSpec {problem} is {nothing}"
     parallel = vllm_config.parallel_config
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         return f"with prefill context parallelism KV is {nothing}"
     if len(groups) > 1 and getattr(parallel, "decode_context_parallel_size", 1) > 1:
         return f"with decode context parallelism KV of {len(groups)} groups is {nothing}"
+    return ""
+
+
+def _states_elsewhere(vllm_config: VllmConfig, specs: list[Any], states: list[Any]) -> str:
+    """Why states (of Mamba, linear attention) may lie elsewhere than at the ends of full blocks,
+    where a hit needs them; empty when they do not."""
+    if any(spec.mamba_cache_mode != "align" for spec in states):
+        return "without vLLM's own prefix caching (--enable-prefix-caching)"
+    if vllm_config.speculative_config is not None:
+        return "with speculative decoding"
+    unit = getattr(vllm_config.cache_config, "prefix_match_unit", None)
+    unit = unit or math.gcd(*(spec.block_size for spec in specs))
+    if any(spec.block_size > unit for spec in states):
+        return f"with hits inside of its blocks (every {unit} tokens; see --prefix-match-unit)"
     return ""
 
 

@@ -58,6 +58,7 @@ SERVED = (
     "MLAAttentionSpec",
     "SlidingWindowSpec",
     "ChunkedLocalAttentionSpec",
+    "MambaSpec",
 )
 
 
