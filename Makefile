@@ -18,6 +18,8 @@ DEVICE ?= host
 # Store of its blocks: posix (a directory), nfs (a share mounted by two hosts), redis (a Redis server), s3 (a bucket)
 # or mooncake (a pool of memory).
 STORE ?= posix
+# Its model: llama, or hybrid, which has layers with windows.
+MODEL ?= llama
 DEMO_SERVER_redis := servers
 DEMO_SERVER_s3 := servers-long
 DEMO_SERVER_mooncake := .tools/.stamp-mooncake
@@ -77,7 +79,7 @@ help: ## list the targets
 	@echo "  demo and test-py take WHEEL=<file> and then run from that wheel instead of the source tree"
 
 .PHONY: demo
-demo: $(RUN_ENV) $(DEMO_SERVER_$(STORE)) ## run the demo: one prompt, three engines: cold, warm, a damaged block (DEVICE=softcuda, STORE=nfs, redis, s3, mooncake, or SPARSE=NAME, or PD=1)
+demo: $(RUN_ENV) $(DEMO_SERVER_$(STORE)) ## run the demo: one prompt, three engines: cold, warm, a damaged block (DEVICE=softcuda, STORE=nfs, redis, s3, mooncake, MODEL=hybrid, PD=1, or SPARSE=NAME)
 ifneq ($(PD),)
 	@$(RUN_BIN)/python demo/pd.py
 else ifneq ($(SPARSE),)
@@ -86,7 +88,7 @@ else
 ifeq ($(DEVICE),softcuda)
 	@$(STAGE) "build the software driver" cargo build --locked --quiet --release -p softcuda
 endif
-	@$(RUN_BIN)/python demo/run.py --store $(STORE) --device $(DEVICE) --driver $(subst /debug/,/release/,$(SOFTCUDA))
+	@$(RUN_BIN)/python demo/run.py --store $(STORE) --model $(MODEL) --device $(DEVICE) --driver $(subst /debug/,/release/,$(SOFTCUDA))
 endif
 
 # --- tests ---------------------------------------------------------------------------------------------------------

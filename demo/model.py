@@ -1,4 +1,5 @@
-"""A tiny but deep Llama with random weights, written as a Hugging Face checkpoint.
+"""A tiny but deep Llama with random weights, written as a Hugging Face checkpoint. As a hybrid, the
+same weights with a window in three layers of four, which vLLM keeps in groups of their own.
 
 Deep, because every layer costs compute when a prompt is read and only a few bytes when its cache is
 loaded: this is the ratio that makes reuse pay, and a shallow toy would not show it. The weights
@@ -51,12 +52,22 @@ CONFIG = {
     "eos_token_id": 1,
     "torch_dtype": "float32",
 }
+#: Tokens that layers with a window see.
+WINDOW = 512
+HYBRID = {
+    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    * (LAYERS // 4),
+    "sliding_window": WINDOW,
+}
+#: The models, by the KV groups that vLLM makes of them: one of full attention, the others with
+#: windows.
+GROUPS = {"llama": 1, "hybrid": 4}
 
 
-def write(directory: pathlib.Path) -> int:
+def write(directory: pathlib.Path, kind: str = "llama") -> int:
     """Write the checkpoint unless it is there already; returns the size of the weights in bytes."""
     weights = directory / "model.safetensors"
-    config = json.dumps(CONFIG, indent=2) + "\n"
+    config = json.dumps(CONFIG | (HYBRID if kind == "hybrid" else {}), indent=2) + "\n"
     if not (weights.exists() and (directory / "config.json").read_text() == config):
         directory.mkdir(parents=True, exist_ok=True)
         save_file(_weights(), weights, metadata={"format": "pt"})

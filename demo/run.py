@@ -13,6 +13,10 @@ is computed and stored again. With ``--device softcuda`` the KV counts as the me
 every block goes there and back through the software driver of the tests: its streams, its events
 and the kernels that it interprets.
 
+With ``--model hybrid`` three layers of four have a window, and each block has a record for every
+group of such layers. A load reads of a window only what the next token can see; one that meets a
+damaged record is computed again as a whole.
+
 Ends with one table, a small SVG of the timings, and exit code 0 only if everything was as promised.
 """
 
@@ -67,6 +71,7 @@ def main() -> int:
     parser.add_argument(
         "--store", choices=STORES, default="posix", help="what the blocks are kept in"
     )
+    parser.add_argument("--model", choices=model.GROUPS, default="llama", help="kind of the model")
     options = parser.parse_args()
     out = options.out
     if options.device == "softcuda" and (options.driver is None or not options.driver.exists()):
@@ -77,13 +82,15 @@ def main() -> int:
         shutil.rmtree(out / "store", ignore_errors=True)
         out.mkdir(parents=True, exist_ok=True)
         with STORES[options.store](out) as place:
+            if isinstance(place, Service) and options.model != "llama":
+                parser.error(f"--model {options.model} needs a store of files")
             where = device(
                 options.driver if options.device == "softcuda" else None, options.any_speed
             )
             runs, checks = (
                 over_server(out, place, where)
                 if isinstance(place, Service)
-                else demo(out, place, where)
+                else demo(out, place, where, options.model)
             )
     except DemoError as error:
         print(f"\nThe demo failed: {error}", file=sys.stderr)
@@ -117,25 +124,27 @@ def device(driver: pathlib.Path | None, any_speed: bool) -> dict[str, Any]:
 
 
 def demo(
-    out: pathlib.Path, place: Place, device: dict[str, Any]
+    out: pathlib.Path, place: Place, device: dict[str, Any], kind: str
 ) -> tuple[list[report.Run], list[tuple[str, bool]]]:
     """The three runs and what must hold of them."""
-    root = place.files
-    progress, job = begin(out, place, device)
+    root, groups = place.files, model.GROUPS[kind]
+    progress, job = begin(out, place, device, kind)
     empty = StoreFiles(root)
     cold_answer = run_engine("cold", job | {"store": place.config["cold"]}, out, progress)
     after_cold = StoreFiles(root)
-    cold = _figures("cold", cold_answer, empty, after_cold)
+    cold = _figures("cold", cold_answer, empty, after_cold, groups)
     progress.line("store", f"{len(after_cold)} block files, {cold.stored_bytes / 1e6:.1f} MB")
     if len(after_cold) == 0:
         raise DemoError(f"the cold engine stored no block; its log is {out / 'cold.log'}")
 
     warm_answer = run_engine("warm", job | {"store": place.config["warm"]}, out, progress)
     after_warm = StoreFiles(root)
-    warm = _figures("warm", warm_answer, after_cold, after_warm)
+    warm = _figures("warm", warm_answer, after_cold, after_warm, groups)
 
-    ordinal = len(after_warm) * 3 // 4
-    victim = after_warm.chain()[ordinal]
+    # with windows, a block whose records are all needed
+    ordinal = FULL_BLOCKS * 3 // 4 if groups == 1 else FULL_BLOCKS - 2
+    before = 0 if groups > 1 else ordinal
+    victim = after_warm.chain()[ordinal * groups]
     flip_byte(victim)
     damaged, refusal = StoreFiles(root), verdict(victim)
     progress.line(
@@ -144,15 +153,16 @@ def demo(
     )
     damaged_answer = run_engine("damaged", job | {"store": place.config["damaged"]}, out, progress)
     after_damaged = StoreFiles(root)
-    repaired = _figures("one byte flipped", damaged_answer, damaged, after_damaged)
+    repaired = _figures("one byte flipped", damaged_answer, damaged, after_damaged, groups)
 
     runs = [cold, warm, repaired]
     (out / "result.json").write_text(json.dumps([run.__dict__ for run in runs], indent=2) + "\n")
     return runs, [
         ("cold: nothing was there to reuse", cold.reused_tokens == 0),
         (
-            f"cold: {len(after_cold)} of {FULL_BLOCKS} full blocks of the prompt were stored",
-            len(after_cold) >= 0.95 * FULL_BLOCKS,
+            f"cold: {len(after_cold) // groups} of {FULL_BLOCKS} full blocks of the prompt were"
+            " stored" + (f", each as {groups} records" if groups > 1 else ""),
+            len(after_cold) >= 0.95 * FULL_BLOCKS * groups,
         ),
         (
             (
@@ -165,10 +175,14 @@ def demo(
         ("warm: nothing was written twice", warm.stored_bytes == 0),
         (
             (
-                f"damaged: block {ordinal} was refused, all {ordinal} blocks before it were loaded"
-                " and none behind it"
+                f"damaged: block {ordinal} was refused"
+                + (
+                    ", and the prompt was computed"
+                    if groups > 1
+                    else f", all {before} blocks before it were loaded and none behind it"
+                )
             ),
-            refusal == "bad_checksum" and repaired.reused_tokens == ordinal * BLOCK_SIZE,
+            refusal == "bad_checksum" and repaired.reused_tokens == before * BLOCK_SIZE,
         ),
         (
             "damaged: the block was computed again and its file replaced by a good one",
@@ -179,17 +193,18 @@ def demo(
 
 
 def begin(
-    out: pathlib.Path, place: Place | Service, device: dict[str, Any]
+    out: pathlib.Path, place: Place | Service, device: dict[str, Any], kind: str = "llama"
 ) -> tuple[Progress, dict[str, Any]]:
     """What all runs have in common: what shows where they are, and the job of each but for its
     store."""
     progress = Progress()
     print(f"ucm {importlib.metadata.version('ucm-kv')}, vLLM {_vllm_version()}, {_model_line()}")
     progress.line("store", place.words)
-    size = model.write(out / "model")
-    progress.line("model", f"{size / 1e6:.0f} MB of random weights in {out / 'model'}")
+    directory = out / ("model" if kind == "llama" else f"model-{kind}")
+    size = model.write(directory, kind)
+    progress.line("model", f"{size / 1e6:.0f} MB of random weights in {directory}")
     return progress, {
-        "model": str((out / "model").resolve()),
+        "model": str(directory.resolve()),
         "block_size": BLOCK_SIZE,
         "prompt": model.prompt(PROMPT_TOKENS),
         "warm_up": model.prompt(BLOCK_SIZE // 4),
@@ -285,16 +300,19 @@ def after_restart(keeps: bool, again: report.Run, stored: int) -> list[tuple[str
 
 
 def _figures(
-    title: str, answer: dict[str, Any], before: StoreFiles, after: StoreFiles
+    title: str, answer: dict[str, Any], before: StoreFiles, after: StoreFiles, groups: int
 ) -> report.Run:
-    """Bytes loaded are counted from the blocks reused: every one of them was read from its file."""
+    """Bytes loaded are counted from the blocks reused: every record of them that the next token can
+    see was read from its file."""
+    reused = answer["reused"] // BLOCK_SIZE
+    records = reused + (groups - 1) * min(reused, model.WINDOW // BLOCK_SIZE)
     return report.Run(
         title=title,
         prompt_tokens=PROMPT_TOKENS,
         reused_tokens=answer["reused"],
         first_token_s=answer["first_token_s"],
         stored_bytes=after.written_since(before),
-        loaded_bytes=answer["reused"] // BLOCK_SIZE * before.block_bytes,
+        loaded_bytes=records * before.block_bytes,
         output=tuple(answer["output"]),
     )
 
