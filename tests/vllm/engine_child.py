@@ -203,6 +203,7 @@ def asked(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         "request_id": request["id"],
         "lora_request": lora,
         "priority": request.get("priority", 0),
+        "data_parallel_rank": request.get("engine"),
     }
 
 

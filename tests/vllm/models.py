@@ -7,6 +7,7 @@ tokens.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ KV_HEADS = 2
 HEAD_SIZE = 32
 INTERMEDIATE = 192
 MAX_LEN = 1024
+
+#: A matrix with random numbers of so many rows and columns, and a gain.
+Matrix = Callable[..., torch.Tensor]
 
 
 def llama_config(layers: int) -> dict[str, Any]:
@@ -74,30 +78,107 @@ def mistral_config() -> dict[str, Any]:
     }
 
 
+def llama4_config() -> dict[str, Any]:
+    """A small Llama 4 without experts: layers that see a chunk, and one that sees everything."""
+    return llama_config(4) | {
+        "architectures": ["Llama4ForCausalLM"],
+        "model_type": "llama4_text",
+        "intermediate_size_mlp": INTERMEDIATE,
+        "interleave_moe_layer_step": 0,
+        "moe_layers": [],
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "no_rope_layers": [1, 1, 0, 1],
+        "attention_chunk_size": 64,
+        "use_qk_norm": False,
+        "attn_temperature_tuning": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+
+
+def lfm2_config() -> dict[str, Any]:
+    """A small LFM2: layers with a short convolution, whose state vLLM keeps as Mamba's, beside full
+    attention."""
+    return llama_config(4) | {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "conv_dim": HIDDEN,
+        "block_dim": HIDDEN,
+        "block_multiple_of": 64,
+        "block_auto_adjust_ff_dim": False,
+        "norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "tie_embedding": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+
+
+def gpt_oss_config() -> dict[str, Any]:
+    """A small gpt-oss: sinks in every layer, every other one with a window, and experts."""
+    return llama_config(4) | {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "attention_bias": True,
+        "swiglu_limit": 7.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": MAX_LEN // 2,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        },
+    }
+
+
+#: The models, by their names in tools/matrix.py.
+CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
+    "llama": lambda: llama_config(3),
+    "gemma3": gemma3_config,
+    "gpt_oss": gpt_oss_config,
+    "mistral": mistral_config,
+    "llama4": llama4_config,
+    "lfm2": lfm2_config,
+}
+#: Their KV groups, as vLLM makes them.
+GROUPS = {"llama": 1, "gemma3": 3, "gpt_oss": 2, "mistral": 1, "llama4": 2, "lfm2": 2}
+
+
 def write_model(directory: Path, config: dict[str, Any], seed: int = 7) -> Path:
     """Writes a model of that config with weights that depend on the seed alone."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=1))
-    gemma = config["model_type"].startswith("gemma")
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
         return torch.randn(rows, columns, generator=generator) * (gain / columns**0.5)
 
+    make = {"lfm2": _lfm2_weights, "gpt_oss": _gpt_oss_weights}
+    weights = make.get(config["model_type"], _llama_weights)(config, matrix)
+    save_file(weights, str(directory / "model.safetensors"), metadata={"format": "pt"})
+    return directory
+
+
+def _llama_weights(config: dict[str, Any], matrix: Matrix) -> dict[str, torch.Tensor]:
+    gemma = config["model_type"].startswith("gemma")
+    mlp = "feed_forward" if config["model_type"] == "llama4_text" else "mlp"
     norm = torch.zeros if gemma else torch.ones
     # Gemma's model scales them itself, and the last layer has the same
     scale = 1.0 if gemma else HIDDEN**0.5
-    weights = {"model.embed_tokens.weight": matrix(VOCAB, HIDDEN, gain=scale)}
+    weights = {"model.embed_tokens.weight": matrix(VOCAB, HIDDEN, scale)}
     for layer in range(config["num_hidden_layers"]):
         base = f"model.layers.{layer}."
-        weights |= {
-            base + "self_attn.q_proj.weight": matrix(HEADS * HEAD_SIZE, HIDDEN, gain=2.0),
-            base + "self_attn.k_proj.weight": matrix(KV_HEADS * HEAD_SIZE, HIDDEN, gain=2.0),
-            base + "self_attn.v_proj.weight": matrix(KV_HEADS * HEAD_SIZE, HIDDEN, gain=3.0),
-            base + "self_attn.o_proj.weight": matrix(HIDDEN, HEADS * HEAD_SIZE, gain=3.0),
-            base + "mlp.gate_proj.weight": matrix(INTERMEDIATE, HIDDEN),
-            base + "mlp.up_proj.weight": matrix(INTERMEDIATE, HIDDEN),
-            base + "mlp.down_proj.weight": matrix(HIDDEN, INTERMEDIATE),
+        weights |= _attention(base, matrix, "o_proj") | {
+            base + f"{mlp}.gate_proj.weight": matrix(INTERMEDIATE, HIDDEN),
+            base + f"{mlp}.up_proj.weight": matrix(INTERMEDIATE, HIDDEN),
+            base + f"{mlp}.down_proj.weight": matrix(HIDDEN, INTERMEDIATE),
             base + "input_layernorm.weight": norm(HIDDEN),
             base + "post_attention_layernorm.weight": norm(HIDDEN),
         }
@@ -111,8 +192,76 @@ def write_model(directory: Path, config: dict[str, Any], seed: int = 7) -> Path:
     weights["model.norm.weight"] = norm(HIDDEN)
     if not config["tie_word_embeddings"]:
         weights["lm_head.weight"] = matrix(VOCAB, HIDDEN)
-    save_file(weights, str(directory / "model.safetensors"), metadata={"format": "pt"})
-    return directory
+    return weights
+
+
+def _lfm2_weights(config: dict[str, Any], matrix: Matrix) -> dict[str, torch.Tensor]:
+    weights = {
+        "model.embed_tokens.weight": matrix(VOCAB, HIDDEN, 1.0),
+        "model.embedding_norm.weight": torch.ones(HIDDEN),
+    }
+    for layer, kind in enumerate(config["layer_types"]):
+        base = f"model.layers.{layer}."
+        if kind == "conv":
+            weights |= {
+                base + "conv.in_proj.weight": matrix(3 * HIDDEN, HIDDEN, 2.0),
+                base + "conv.conv.weight": matrix(HIDDEN, 3, 3.0).unsqueeze(1),
+                base + "conv.out_proj.weight": matrix(HIDDEN, HIDDEN, 2.0),
+            }
+        else:
+            weights |= _attention(base, matrix, "out_proj") | {
+                base + "self_attn.q_layernorm.weight": torch.ones(HEAD_SIZE),
+                base + "self_attn.k_layernorm.weight": torch.ones(HEAD_SIZE),
+            }
+        weights |= {
+            base + "feed_forward.w1.weight": matrix(INTERMEDIATE, HIDDEN),
+            base + "feed_forward.w3.weight": matrix(INTERMEDIATE, HIDDEN),
+            base + "feed_forward.w2.weight": matrix(HIDDEN, INTERMEDIATE),
+            base + "operator_norm.weight": torch.ones(HIDDEN),
+            base + "ffn_norm.weight": torch.ones(HIDDEN),
+        }
+    return weights
+
+
+def _gpt_oss_weights(config: dict[str, Any], matrix: Matrix) -> dict[str, torch.Tensor]:
+    experts, heads = config["num_local_experts"], HEADS * HEAD_SIZE
+    weights = {
+        "model.embed_tokens.weight": matrix(VOCAB, HIDDEN, HIDDEN**0.5),
+        "model.norm.weight": torch.ones(HIDDEN),
+        "lm_head.weight": matrix(VOCAB, HIDDEN),
+    }
+    for layer in range(config["num_hidden_layers"]):
+        base = f"model.layers.{layer}."
+        weights |= _attention(base, matrix, "o_proj") | {
+            base + "self_attn.q_proj.bias": matrix(heads, 1)[:, 0],
+            base + "self_attn.k_proj.bias": matrix(KV_HEADS * HEAD_SIZE, 1)[:, 0],
+            base + "self_attn.v_proj.bias": matrix(KV_HEADS * HEAD_SIZE, 1)[:, 0],
+            base + "self_attn.o_proj.bias": matrix(HIDDEN, 1)[:, 0],
+            base + "self_attn.sinks": matrix(HEADS, 1)[:, 0],
+            base + "mlp.router.weight": matrix(experts, HIDDEN),
+            base + "mlp.router.bias": matrix(experts, 1)[:, 0],
+            base + "mlp.experts.gate_up_proj": torch.stack(
+                [matrix(HIDDEN, 2 * INTERMEDIATE) for _ in range(experts)]
+            ),
+            base + "mlp.experts.gate_up_proj_bias": matrix(experts, 2 * INTERMEDIATE),
+            base + "mlp.experts.down_proj": torch.stack(
+                [matrix(INTERMEDIATE, HIDDEN) for _ in range(experts)]
+            ),
+            base + "mlp.experts.down_proj_bias": matrix(experts, HIDDEN),
+            base + "input_layernorm.weight": torch.ones(HIDDEN),
+            base + "post_attention_layernorm.weight": torch.ones(HIDDEN),
+        }
+    return weights
+
+
+def _attention(base: str, matrix: Matrix, last: str) -> dict[str, torch.Tensor]:
+    base += "self_attn."
+    return {
+        base + "q_proj.weight": matrix(HEADS * HEAD_SIZE, HIDDEN, 2.0),
+        base + "k_proj.weight": matrix(KV_HEADS * HEAD_SIZE, HIDDEN, 2.0),
+        base + "v_proj.weight": matrix(KV_HEADS * HEAD_SIZE, HIDDEN, 3.0),
+        base + f"{last}.weight": matrix(HIDDEN, HEADS * HEAD_SIZE, 3.0),
+    }
 
 
 def change_weights(directory: Path) -> None:

@@ -226,6 +226,8 @@ class Ask:
     extra_args: Mapping[str, Any] | None = None
     picture: tuple[int, str | None] | None = None
     sequences: int = 1
+    #: The data-parallel engine that gets it; None: vLLM chooses.
+    engine: int | None = None
 
 
 def prompt(seed: int, length: int) -> list[int]:

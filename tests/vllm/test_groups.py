@@ -8,17 +8,16 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+import matrix
 import pytest
 from cases import PRESSURE, STORED
 from checks import assert_reused, assert_same
 from harness import Engine, EngineHost
 from lives import Disk, new_disk, store_under_test
-from models import gemma3_config, mistral_config, write_model
+from models import CONFIGS, GROUPS, write_model
 from specs import EngineSpec, Result, prompt
 
-CONFIGS = {"gemma3": gemma3_config, "mistral": mistral_config}
-#: KV groups of each model, as vLLM makes them.
-GROUPS = {"gemma3": 3, "mistral": 1}
+MODELS = matrix.models_of("tests/vllm/test_groups.py::test_a_prompt_that_comes_again_is_a_hit")
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Served:
 pytestmark = [
     pytest.mark.one_runner,
     pytest.mark.parametrize("runner", ["v1", "v2"], scope="module"),
-    pytest.mark.parametrize("name", CONFIGS, scope="module"),
+    pytest.mark.parametrize("name", MODELS, scope="module"),
 ]
 
 

@@ -1,0 +1,241 @@
+"""The kinds of layers whose KV is cached, in which forms of an engine, and the tests that show it.
+
+The tables of docs/models.md are made from this one, and the tests that it names take what they run
+from here, so no cell of the page says more than a test does. Run it after a change; with
+``--check`` it only checks that the page is up to date (a test does that).
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+TABLE = re.compile(
+    r"(<!-- (?P<name>[^:>]+): made by tools/matrix\.py -->\n)(?P<table>.*?)(<!-- end -->)",
+    re.DOTALL,
+)
+
+#: Forms of an engine: its runner, its ranks, another version of vLLM, sparse attention.
+FORMS = ("V1", "V2", "TP 2", "PP 2", "TP + PP", "DP 2", "DCP", "0.30 to 0.33", "sparse")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Whether KV of a kind is cached in a form: ``test`` shows it, ``refused`` is how the log
+    explains why not; neither: it was not tested."""
+
+    shown: str
+    test: str = ""
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Layers of one kind, or several in one model."""
+
+    layers: str
+    such_as: str
+    #: vLLM's classes.
+    specs: tuple[str, ...]
+    #: Of ``tests/vllm/models.py``, where engines on a CPU run such a model.
+    model: str
+    cells: tuple[Cell, ...]
+
+    def in_forms(self) -> Iterator[tuple[str, Cell]]:
+        """Every form, with its cell."""
+        return zip(FORMS, self.cells, strict=True)
+
+
+def engines(test: str) -> Cell:
+    """Shown by engines of vLLM on a CPU."""
+    return Cell("engines", test)
+
+
+def types(test: str) -> Cell:
+    """Shown with vLLM's scheduler and types, without a model."""
+    return Cell("types", test)
+
+
+def refused(text: str) -> Cell:
+    """Not cached, or not selected from; the log says this."""
+    return Cell("no", refused=text)
+
+
+NOT_TESTED = Cell("not tested")
+ALIKE = engines("tests/vllm/test_forms.py::test_a_prompt_that_comes_again_is_a_hit")
+GROUPS = engines("tests/vllm/test_groups.py::test_a_prompt_that_comes_again_is_a_hit")
+TOYS = types("tests/vllm_unit/test_toy_groups.py::test_a_restarted_engine_hits_all_it_may")
+SHARED = engines("tests/vllm/test_forms.py::test_two_engines_of_one_deployment_share_the_store")
+CONTEXT = types(
+    "tests/vllm_unit/test_identity.py::test_blocks_over_context_parallel_ranks_hold_more_tokens"
+)
+COPIES = types(
+    "tests/connector/test_transfers.py::test_a_rank_with_replicated_kv_writes_nothing_and_agrees"
+)
+REUSE = engines("tests/vllm/test_reuse.py::test_restarted_engine_reuses")
+RANKS = engines("tests/vllm/test_ranks.py::test_both_ranks_load")
+UNEVEN = engines(
+    "tests/vllm/test_uneven_ranks.py::test_blocks_of_ranks_with_different_layers_are_hit"
+)
+SELECTED = engines(
+    "tests/vllm/test_sparse.py::test_prompts_of_a_dense_engine_are_loaded_and_selected_from"
+)
+LATENT = types(
+    "tests/vllm_unit/test_sparse_latent.py::test_latent_kernels_are_given_the_kept_blocks"
+)
+NO_DCP = refused(
+    "with decode context parallelism KV of 2 groups is not cached: nothing is claimed or stored"
+)
+NO_SPARSE = refused("this model has 2 KV cache groups, and blocks are chosen in one")
+
+KINDS = (
+    Kind(
+        "full attention",
+        "Llama, Qwen",
+        ("FullAttentionSpec",),
+        "llama",
+        (REUSE, REUSE, RANKS, UNEVEN, ALIKE, SHARED, CONTEXT, REUSE, SELECTED),
+    ),
+    Kind(
+        "latent attention (MLA)",
+        "DeepSeek",
+        ("MLAAttentionSpec",),
+        "",
+        (TOYS, TOYS, COPIES, *[NOT_TESTED] * 5, LATENT),
+    ),
+    Kind(
+        "windows beside full attention",
+        "Gemma 3",
+        ("SlidingWindowSpec", "FullAttentionSpec"),
+        "gemma3",
+        (GROUPS, GROUPS, ALIKE, ALIKE, ALIKE, SHARED, NO_DCP, ALIKE, NO_SPARSE),
+    ),
+    Kind(
+        "windows and sinks beside full attention and sinks",
+        "gpt-oss",
+        ("SlidingWindowSpec", "FullAttentionSpec"),
+        "gpt_oss",
+        (ALIKE, ALIKE, ALIKE, ALIKE, NOT_TESTED, NOT_TESTED, NO_DCP, ALIKE, NO_SPARSE),
+    ),
+    Kind(
+        "windows alone",
+        "Mistral",
+        ("SlidingWindowSpec",),
+        "mistral",
+        (GROUPS, GROUPS, ALIKE, ALIKE, NOT_TESTED, NOT_TESTED, NOT_TESTED, ALIKE, NOT_TESTED),
+    ),
+    Kind(
+        "chunks beside full attention",
+        "Llama 4",
+        ("ChunkedLocalAttentionSpec", "FullAttentionSpec"),
+        "llama4",
+        (ALIKE, ALIKE, ALIKE, ALIKE, ALIKE, NOT_TESTED, NO_DCP, ALIKE, NO_SPARSE),
+    ),
+    Kind(
+        "states (Mamba, linear attention, short convolutions) beside full attention",
+        "Qwen3-Next, LFM2",
+        ("MambaSpec", "FullAttentionSpec"),
+        "lfm2",
+        (ALIKE, ALIKE, ALIKE, ALIKE, NOT_TESTED, NOT_TESTED, NO_DCP, ALIKE, NO_SPARSE),
+    ),
+)
+
+#: vLLM's other classes of KV, what they are, and what to do about them.
+OTHERS = {
+    "SlidingWindowMLASpec": (
+        "latent attention with windows",
+        "start vLLM with --disable-hybrid-kv-cache-manager, if it can then",
+    ),
+    "CircularBufferSpec": ("keys that wait to be compressed, in a ring", ""),
+    "CrossAttentionSpec": ("cross-attention to an encoder, as of Whisper", ""),
+    "EncoderOnlyAttentionSpec": ("encoders, which keep no KV", ""),
+    "HiSparseHotSpec": ("the hot pages of HiSparse", ""),
+    "HiSparseResidentSpec": ("the pages of HiSparse on the device", ""),
+    "HiddenStateCacheSpec": ("hidden states (extract_hidden_states)", ""),
+    "RSWASpec": ("windows over the output alone (R-SWA)", ""),
+    "SinkFullAttentionSpec": ("full attention with sinks in the cache", ""),
+}
+
+
+def forms_of(test: str) -> Iterator[tuple[str, str]]:
+    """The models and forms that this test of engines shows."""
+    for kind in KINDS:
+        for form, cell in kind.in_forms():
+            if cell.test == test:
+                yield kind.model, form
+
+
+def models_of(test: str) -> list[str]:
+    """The models of these forms, each once."""
+    return list(dict.fromkeys(model for model, _ in forms_of(test)))
+
+
+def kinds() -> Iterator[str]:
+    """The table of kinds and forms."""
+    yield f"| layers | such as | {' | '.join(FORMS)} |"
+    yield "|---" * (len(FORMS) + 2) + "|"
+    for kind in KINDS:
+        yield f"| {kind.layers} | {kind.such_as} | {' | '.join(c.shown for c in kind.cells)} |"
+
+
+def proofs() -> Iterator[str]:
+    """For each test, what it shows, and for each refusal, where it is."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for kind in KINDS:
+        for form, cell in kind.in_forms():
+            if cell is not NOT_TESTED:
+                key = f"`{cell.test}`" if cell.test else f"“{cell.refused}”"
+                found.setdefault(key, {}).setdefault(kind.such_as, []).append(form)
+    yield "| test, or what the log says | of |"
+    yield "|---|---|"
+    for key, where in found.items():
+        shown = "; ".join(f"{name}: {', '.join(forms)}" for name, forms in where.items())
+        yield f"| {key} | {shown} |"
+
+
+def others() -> Iterator[str]:
+    """The table of what is not cached."""
+    yield "| vLLM's name | what it is | what to do |"
+    yield "|---|---|---|"
+    for name, (what, instead) in OTHERS.items():
+        yield f"| `{name}` | {what} | {instead} |"
+
+
+def written(page: str) -> str:
+    """The page with its tables as they are here."""
+    made = {"kinds": kinds, "proofs": proofs, "others": others}
+
+    def table(match: re.Match[str]) -> str:
+        lines = made.pop(match["name"])()
+        return match[1] + "".join(f"{line}\n" for line in lines) + match[4]
+
+    new = TABLE.sub(table, page)
+    if made:
+        raise LookupError(f"there is no place for the table of {', '.join(made)}")
+    return new
+
+
+def main() -> int:
+    """Writes the page, or checks that it is up to date."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0] if __doc__ else None)
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail if the page is out of date"
+    )
+    check = parser.parse_args().check
+    page = PAGE.read_text()
+    new = written(page)
+    if check and new != page:
+        print(f"{PAGE.name} is out of date; run: python tools/matrix.py")
+        return 1
+    if not check:
+        PAGE.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
