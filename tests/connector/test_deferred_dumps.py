@@ -14,6 +14,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.request import Request
 
+from ucm.config import UcmConfig
 from ucm.integration.vllm.connector.identity.keys import (
     RECHECK_S,
     AdapterDigests,
@@ -21,7 +22,7 @@ from ucm.integration.vllm.connector.identity.keys import (
 )
 from ucm.integration.vllm.connector.metadata import RankReport, UCMConnectorMetadata
 from ucm.integration.vllm.connector.scheduler import dumps
-from ucm.integration.vllm.connector.scheduler.dumps import BUSY_PAUSE_S, ROOM_S
+from ucm.integration.vllm.connector.scheduler.dumps import BUSY_PAUSE_S, ROOM_S, free_blocks
 from ucm.integration.vllm.connector.stats import UNSTORED
 
 
@@ -245,19 +246,62 @@ def test_blocks_that_vllm_reuses_before_there_is_room_are_not_offered() -> None:
     assert not rig.scheduler.has_pending_push_work
 
 
-@pytest.mark.parametrize("room", ["none", "too late"])
-def test_an_engine_waits_no_longer_than_a_second_for_room(room: str) -> None:
+@pytest.mark.parametrize("room", ["none", "late"])
+def test_an_idle_engine_steps_no_longer_than_a_second_without_room(room: str) -> None:
     rig, plan = with_little_room(7)
     for _ in range(5):
         assert offered(rig.step()) == []
         rig.clock.now += ROOM_S / 5
         rig.report(RankReport(0, ready=True, attempt=1, last_job=plan.dumps[0].job, free_slots=0))
-    assert offered(rig.step()) == []
     assert not rig.scheduler.has_pending_push_work
-    assert unstored(rig) == {"ended": 5}
-    if room == "too late":
+    assert offered(rig.step()) == []
+    if room == "late":  # for the next request, or the end of a dump
         stored(rig, plan, free=10)
-        assert offered(rig.step()) == []
+        assert rig.scheduler.has_pending_push_work
+        assert offered(rig.step()) == [(2, 5)]
+        assert unstored(rig) == {}
+        return
+    rig.clock.now += UcmConfig().deadlines.dump_s
+    rig.report(RankReport(0, ready=True, attempt=1, last_job=plan.dumps[0].job, free_slots=0))
+    assert offered(rig.step()) == []
+    assert unstored(rig) == {"ended": 5}
+    stored(rig, plan, free=10)
+    assert offered(rig.step()) == []
+
+
+def test_vllm_hands_out_others_first() -> None:
+    """Those that wait are moved behind these before it reaches them, in their order."""
+    rig, _ = with_little_room(7)
+    pool = rig.tables.block_pool
+    held = [block.block_id for block in rig.scheduler._deferred._blocks()]
+    pool.free_blocks(pool.get_new_blocks(pool.get_num_free_blocks() - len(held)))
+    pool.touch([pool.blocks[at] for at in held])
+    pool.free_blocks([pool.blocks[at] for at in held[::-1]])  # they stand first: without a hash
+    assert [block.block_id for block in free_blocks(pool)][: len(held)] == held[::-1]
+    for at in held:
+        pool.blocks[at]._block_hash = object()  # type: ignore[assignment]
+    rig.scheduler._deferred.spare(3, 0)
+    order = [block.block_id for block in free_blocks(pool)]
+    assert order[-len(held) :] == held[::-1]
+    assert len(order) == pool.num_gpu_blocks - 1
+
+
+@pytest.mark.parametrize("most", [0, 2, 4, 9])
+def test_no_more_than_the_allowed_blocks_are_kept(most: int) -> None:
+    """The first ones, of which the others are of no use without; in the step alone."""
+    rig, _ = with_little_room(7)
+    pool, deferred = rig.tables.block_pool, rig.scheduler._deferred
+    free, held = pool.get_num_free_blocks(), list(deferred._blocks())
+    deferred.spare(free - len(held), most)
+    assert pool.get_num_free_blocks() == free, "there are enough others"
+    for _ in range(2):  # for two requests
+        deferred.spare(free, most)
+        assert [block.ref_cnt for block in held] == [1] * min(most, 5) + [0] * max(5 - most, 0)
+    rig.step()
+    assert pool.get_num_free_blocks() == free
+    deferred.spare(free, most)
+    rig.scheduler.reset_cache()
+    assert pool.get_num_free_blocks() == free
 
 
 def test_the_number_of_waiting_blocks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

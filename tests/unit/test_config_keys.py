@@ -255,6 +255,7 @@ def test_what_the_prefix_cache_store_of_the_seeds_is_tuned_by_does_nothing_and_i
         ({"dump": "None"}, "dump", "none"),
         ({"on_reset": "Forget"}, "on_reset", "forget"),
         ({"window_records": "Boundaries"}, "window_records", "boundaries"),
+        ({"hold_share": 0}, "hold_share", 0.0),
         ({"enable_prefix_cache": "no"}, "enable_prefix_cache", False),
         ({"load_only_first_rank": True}, "load_only_first_rank", True),
         ({"hash_method": None}, "hash_method", "sha256"),  # `hash_method:` with nothing behind it
@@ -300,6 +301,8 @@ def test_values(extra: dict[str, Any], key: str, value: object) -> None:
         ({"min_hit_tokens": -1}, "greater than or equal to 0"),
         ({"min_hit_tokens": True}, "a number is expected"),
         ({"min_dump_tokens": -1}, "greater than or equal to 0"),
+        ({"hold_share": 1.5}, "less than or equal to 1"),
+        ({"hold_share": True}, "a number is expected"),
         ({"admission": "sometimes"}, "'measured', 'always' or 'never'"),
         ({"admission_share": 0}, "greater than 0"),
         ({"admission_share": 1.5}, "less than or equal to 1"),

@@ -27,6 +27,7 @@ def _load(name: str) -> ModuleType:
     return module
 
 
+sys.path.append(str(Path(__file__).parents[1] / "vllm"))  # the software driver
 _engine_free = _load("engine_free")
 for name in ("sparse_parts", "toy_engine"):  # what modules of tests import
     sys.modules[name] = _load(name)

@@ -195,16 +195,15 @@ class ToyEngine:
             kv_role="kv_both",
             kv_connector_extra_config=extra,
         )
+        defaults: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 128}
         self.config = engines.engine_config(
             model,
             kv_transfer_config=transfer,
-            max_model_len=512,
-            max_num_batched_tokens=128,
             max_num_seqs=4,
             num_gpu_blocks_override=blocks + 1,
             async_scheduling=False,
             enable_chunked_prefill=True,
-            **args,
+            **defaults | args,
         )
         if any(map(_keeps_state, specs)):  # as vLLM does with a model of such layers
             self.config.cache_config.mamba_cache_mode = "align"

@@ -271,6 +271,7 @@ class UcmConfig(StoreSettings):
     tenant_key_file: str | None = None
     dump: Annotated[Literal["all", "prompt", "none"], BeforeValidator(word)] = "all"
     min_dump_tokens: Number = 0
+    hold_share: Annotated[float, BeforeValidator(no_flag), Field(ge=0, le=1)] = 0.125
     window_records: Annotated[Literal["all", "boundaries"], BeforeValidator(word)] = "all"
     consumer_dump: Flag = False
     pd_wait_ms: Annotated[Number, Field(le=3_600_000)] = 2000

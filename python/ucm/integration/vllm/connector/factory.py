@@ -303,6 +303,7 @@ def make_scheduler(
         extra,
         background,
         tokens,
+        step_tokens=_step_tokens(vllm_config),
         rates=rates,
         may_load=_may_load(vllm_config),
         groups=_groups(config, vllm_config, kv_cache_config),

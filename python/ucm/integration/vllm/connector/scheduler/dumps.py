@@ -13,8 +13,13 @@ pause never waits for a dump, and no step is run just for its report.
 with an adapter are offered only after the adapter's files were checked again. One step may compute
 more blocks than staging holds; the rest is offered when ranks report free slots. A request may end
 before either, and its blocks belong to vLLM again. They are offered later, unless vLLM hands them
-out to be written first: for a check within :data:`~..identity.keys.RECHECK_S`, for staging until
-:data:`ROOM_S` pass in which none is offered for the first time.
+out to be written first: for a check within :data:`~..identity.keys.RECHECK_S`, for staging within
+the deadline of a dump. Before vLLM would hand some out, they are moved behind the other free
+blocks. Where there are too few others for a new request, it waits for blocks of running ones: a
+bounded number of the waiting blocks has a reference for the rest of that ``schedule()``. Between
+two steps there is none, since a reset of vLLM's prefix cache fails while a block is in use, and
+vLLM calls no connector before it. So a pause or a sleep finds none either, and no request that runs
+waits for one.
 
 :class:`OtherConnectors` keeps wrong blocks out of the store when other connectors of a
 MultiConnector load into the same request. vLLM counts tokens as computed when another connector is
@@ -184,7 +189,7 @@ class DumpPlanner:
         self._numbers = itertools.count(1)
         #: Counts the resets of vLLM's caches; keys of before name no hits.
         self.generation = 0
-        self._pool: BlockPool | None = None
+        self.pool: BlockPool | None = None  # of the blocks that are dumped
         self._ranks: frozenset[int] = frozenset()
         self._free: dict[int, int | None] = {}
         self._seen: dict[int, int] = {}
@@ -193,13 +198,14 @@ class DumpPlanner:
         self._hold_until = self._failing_until = 0.0
         self._fail_pause = FAIL_PAUSE_S
         self._reported_at = self._planned_at = float("-inf")
+        self.published_at = float("-inf")
         self.published_blocks = 0
         self.failed_blocks = 0
         self.busy_blocks = 0  # refused by a rank without a free slot
 
     def bind(self, pool: BlockPool) -> None:
         """The pool whose blocks are dumped."""
-        self._pool = pool
+        self.pool = pool
 
     def open(self, ranks: Iterable[int]) -> None:
         """Every rank's store is open; jobs end when each of these has reported."""
@@ -212,7 +218,7 @@ class DumpPlanner:
 
     def room(self) -> int:
         """Blocks that may be planned now: none while some rank could not store its part."""
-        now, pool = self._clock(), self._pool
+        now, pool = self._clock(), self.pool
         held = now < self._hold_until or not self._health.all_healthy
         if pool is None or not self._ranks or held:
             return 0
@@ -400,6 +406,7 @@ class DumpPlanner:
         failed -= left_alone
         refused -= left_alone
         self.published_blocks += len(job.keys) - len(failed) - len(left_alone)
+        self.published_at = self._clock() if published else self.published_at
         self.failed_blocks += len(refused) + len(left_alone)
         self.busy_blocks += len(failed) - len(refused)
         if not failed:
@@ -437,7 +444,7 @@ def untouched(block: KVCacheBlock, was: object) -> bool:
 
 #: Most blocks that wait at a time. Each is compared in every step.
 MOST_BLOCKS = 4096
-#: Seconds without room after which the blocks of an ended request are given up.
+#: Seconds without room after which an idle engine takes no more steps for such blocks.
 ROOM_S = 1.0
 
 
@@ -447,8 +454,8 @@ class _Deferred:
     chain: Chain
     blocks: list[KVCacheBlock]  # of the request, from its first
     hashes: list[object]  # vLLM's, of the blocks
-    since: float
-    offered: float  # when one was last offered for the first time, or since when they wait
+    since: float  # the request's end
+    offered: float  # when one was last offered for the first time, or since when they wait for room
     furthest: int  # ordinal behind the blocks that were offered
 
     def cut(self) -> int:
@@ -464,15 +471,23 @@ class _Deferred:
 
 
 class DeferredDumps:
-    """The blocks held back; used on the scheduler's thread alone."""
+    """The blocks that wait; used on the scheduler's thread alone."""
 
-    def __init__(self, dumps: DumpPlanner) -> None:
-        self._dumps = dumps
+    def __init__(self, dumps: DumpPlanner, most_s: float) -> None:
+        """``most_s``: seconds that blocks wait for room, at most."""
+        self._dumps, self._most_s = dumps, most_s
         self._deferred: list[_Deferred] = []
+        self._waiting: set[int] = set()  # the ids of their blocks, and of some offered ones
+        self._pinned: list[KVCacheBlock] = []  # those with a reference, until this schedule() ends
         self._lost: Counter[str] = Counter()
 
     def __bool__(self) -> bool:
         return bool(self._deferred)
+
+    def wants_steps(self, now: float) -> bool:
+        """Whether an engine without requests should step: there may soon be room, or an answer."""
+        moved = max((hold.offered for hold in self._deferred), default=float("-inf"))
+        return bool(self._deferred) and now - max(moved, self._dumps.published_at) < ROOM_S
 
     @property
     def trackers(self) -> list[RequestTracker]:
@@ -491,7 +506,7 @@ class DeferredDumps:
         yet."""
         if not self._dumps.offers(tracker, chain, min(upto, len(blocks))):
             return
-        waiting = sum(len(hold.blocks) - hold.chain.cursor for hold in self._deferred)
+        waiting = sum(1 for _ in self._blocks())
         upto = min(upto, len(blocks))
         end = min(upto, chain.cursor + max(0, MOST_BLOCKS - waiting))
         self._lost[ENDED] += upto - end
@@ -499,6 +514,39 @@ class DeferredDumps:
             mine = list(blocks[:end])
             hashes = [block.block_hash for block in mine]
             self._deferred.append(_Deferred(tracker, chain, mine, hashes, now, now, chain.cursor))
+            self._waiting.update(block.block_id for block in mine[chain.cursor :])
+
+    def spare(self, blocks: int, pins: int) -> None:
+        """vLLM is about to hand out ``blocks`` blocks, or fewer. Move the waiting blocks that are
+        among these behind the other free ones. If there are too few others, keep ``pins`` of the
+        waiting ones from it, until :meth:`unpin`."""
+        pool = self._dumps.pool
+        if pool is None or not self._deferred:
+            return
+        ahead, last, others = list[Any](), list[Any](), 0
+        for block in free_blocks(pool):
+            if block.block_id in self._waiting:
+                last.append(block)
+                continue
+            ahead += last
+            last, others = [], others + 1
+            if others >= blocks:
+                break
+        if ahead and pool.enable_caching:  # without, vLLM hands out first what was freed last
+            pool.touch(ahead + last)
+            pool.free_blocks(ahead + last)
+        if others < blocks:
+            free = (block for block in self._blocks() if not block.ref_cnt)
+            mine = list(itertools.islice(free, max(pins - len(self._pinned), 0)))
+            pool.touch(mine)
+            self._pinned += mine
+
+    def unpin(self) -> None:
+        """vLLM has handed out the blocks of a step, or will hand out none."""
+        pool, pinned = self._dumps.pool, self._pinned
+        if pool is not None and pinned:
+            self._pinned = []
+            pool.free_blocks(pinned[::-1])
 
     def take(
         self, keys: KeyMaker, now: float, dumps: list[Dump]
@@ -507,6 +555,7 @@ class DeferredDumps:
         ``dumps``. Drop blocks that are refused, late or used by others. Yields each request with
         the number of its blocks that were offered. To be called with every plan: a block that
         another request got and gave back looks unused."""
+        count = len(self._deferred)
         for hold in list(self._deferred):
             self._lost[OVERWRITTEN] += hold.cut()
             tracker, chain = hold.tracker, hold.chain
@@ -515,6 +564,7 @@ class DeferredDumps:
                 continue
             answer = keys.current(tracker.request, hold.since)
             if answer is None and now - hold.since < RECHECK_S:
+                hold.offered = now
                 continue
             if not answer:
                 self._deferred.remove(hold)
@@ -527,9 +577,16 @@ class DeferredDumps:
                 yield tracker, offered
             if not self._dumps.offers(tracker, chain, len(hold.blocks)):
                 self._deferred.remove(hold)
-            elif now - hold.offered >= ROOM_S:
+            elif now - hold.since >= self._most_s:
                 self._lost[ENDED] += len(hold.blocks) - chain.cursor
                 self._deferred.remove(hold)
+        if len(self._deferred) < count:
+            self._waiting = {block.block_id for block in self._blocks()}
+
+    def _blocks(self) -> Iterator[KVCacheBlock]:
+        """The blocks that wait, each request's from its first."""
+        every = (block for hold in self._deferred for block in hold.blocks[hold.chain.cursor :])
+        return (block for block in every if not block.is_null)
 
     def take_lost(self) -> Mapping[str, int]:
         """Blocks that were not stored since the last call, by reason."""
@@ -538,4 +595,14 @@ class DeferredDumps:
 
     def drop(self) -> None:
         """Drop all."""
-        self._deferred = []
+        self.unpin()
+        self._deferred, self._waiting = [], set()
+
+
+def free_blocks(pool: BlockPool) -> Iterator[KVCacheBlock]:
+    """vLLM's free blocks, in the order in which it hands them out."""
+    queue = pool.free_block_queue
+    block = queue.fake_free_list_head.next_free_block
+    while block is not None and block is not queue.fake_free_list_tail:
+        yield block
+        block = block.next_free_block

@@ -110,6 +110,7 @@ class UCMConnectorScheduler:
         background: Background,
         block_tokens: int,
         *,
+        step_tokens: int = 0,
         rates: RateMemory | None = None,
         may_load: bool = True,
         groups: Sequence[Group] = ONE_GROUP,
@@ -121,12 +122,13 @@ class UCMConnectorScheduler:
         chance: Callable[[], float] = random.random,
     ) -> None:
         """``extra_keys``: the inputs of a request's KV beside its tokens; ``background`` runs
-        lookups; ``block_tokens``: tokens of one device block; ``rates`` keeps the measured speeds;
-        ``may_load``: whether vLLM allocates only blocks that no step under way writes; ``groups``:
-        the KV groups of the model; ``sparse``: sparse attention, where it is configured;
-        ``events``: those of stored blocks, where they are published; ``closers`` are called at the
-        end; ``chance`` draws numbers from [0, 1). Raises :class:`~ucm.errors.ConfigError` for a key
-        of tenants' tags that cannot be used."""
+        lookups; ``block_tokens``: tokens of one device block; ``step_tokens``: most tokens of a
+        step, 0 where that is not known; ``rates`` keeps the measured speeds; ``may_load``: whether
+        vLLM allocates only blocks that no step under way writes; ``groups``: the KV groups of the
+        model; ``sparse``: sparse attention, where it is configured; ``events``: those of stored
+        blocks, where they are published; ``closers`` are called at the end; ``chance`` draws
+        numbers from [0, 1). Raises :class:`~ucm.errors.ConfigError` for a key of tenants' tags
+        that cannot be used."""
         self._config = config
         self.readiness = readiness
         self.failures = Failures("scheduler side", self._abandon)
@@ -168,7 +170,9 @@ class UCMConnectorScheduler:
         self._others = OtherConnectors(block_tokens)
         self._tenants = TenantTags.configured(config.tenant_key_file)
         self.dumps = DumpPlanner(self._block_tracker, self.health, clock, self._tables)
-        self._deferred = DeferredDumps(self.dumps)
+        self._deferred = DeferredDumps(self.dumps, config.deadlines.dump_s)
+        self._step_tokens, self._hold_share = step_tokens, config.hold_share
+        self._computes = False  # the last step computed something
         self._events = events or BlockEvents(block_tokens, clock, enabled=False)
         self._manager: KVCacheManager | None = None
         self._pool: BlockPool | None = None
@@ -229,7 +233,8 @@ class UCMConnectorScheduler:
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond those on the device; vLLM calls this again at every
-        step."""
+        step, before it allocates blocks for a request that does not run."""
+        self._spare(request.num_tokens, 1, pins=self._computes)
         tracker = self._live.get(request.request_id)
         if self._offload is not None:
             self._offload.forget(request.request_id)
@@ -455,6 +460,7 @@ class UCMConnectorScheduler:
     def build_connector_meta(self, output: SchedulerOutput) -> UCMConnectorMetadata:
         """What the workers do in this step. After any failure in here, the loads that vLLM waits
         for are sent, and blocks that others are about to overwrite are read before."""
+        self._deferred.unpin()
         to_flush = self.dumps.jobs_to_flush(self._live)
         try:
             plan = self._plan(output)
@@ -466,7 +472,20 @@ class UCMConnectorScheduler:
             self._loads = []
         if to_flush:
             plan = replace(plan, jobs_to_flush=to_flush)
+        scheduled = output.total_num_scheduled_tokens
+        self._computes = scheduled > 0
+        self._spare(max(scheduled, self._step_tokens), len(output.num_scheduled_tokens))
         return plan
+
+    @harmless(None)
+    def _spare(self, tokens: int, requests: int, *, pins: bool = False) -> None:
+        """vLLM may allocate blocks for so many tokens: of those that wait for the store, it is to
+        take as few as it can. ``pins``: it may have to wait for others instead, unless it computes
+        nothing then, or the store has failed."""
+        if self._deferred and self._pool is not None:
+            blocks = (tokens // self._block_tokens + requests) * len(self._groups)
+            share = self._hold_share if pins and self.health.all_healthy else 0
+            self._deferred.spare(blocks, int(share * self._pool.num_gpu_blocks))
 
     def drop_unsent(self) -> None:
         """A step goes to the workers without the planned dumps. It may write the blocks of ended
@@ -658,6 +677,9 @@ class UCMConnectorScheduler:
             self._deferred.drop()
         for reason, blocks in self._deferred.take_lost().items():
             self.miss_stats.unstored(reason, blocks)
+            if blocks:
+                text = "%d blocks of ended requests are not stored (%s): see staging_capacity"
+                throttle.warning(f"lost {reason}", text, blocks, reason)
 
     @harmless(None)
     def _touch(self, tracker: RequestTracker, blocks: int) -> None:
@@ -844,8 +866,10 @@ class UCMConnectorScheduler:
     @property
     def has_pending_push_work(self) -> bool:
         """Whether an idle engine should step: stores are being opened, or dumps are to be sent."""
-        unsent = bool(self._late_dumps) or self._publish
-        return unsent or self.readiness.busy() or bool(self._deferred)
+        if self.readiness.busy() or self._late_dumps or self._publish:
+            return True
+        # vLLM calls this where no request can run; where there are some, it is paused.
+        return not self._live and self._deferred.wants_steps(self._clock())
 
     def _abandon(self, why: str) -> None:
         """Given up: nothing is claimed, offered or held any more."""
