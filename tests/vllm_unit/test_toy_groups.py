@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import toy_engine
 from toy_engine import BLOCK, LateStore, ToyEngine, expected
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
@@ -179,3 +180,19 @@ def test_blocks_that_leave_a_window_are_stored_though_the_store_is_slow(life: Li
         cut = {f"{at} {number}": tokens[: end + 1] for at, tokens in prompts.items()}
         assert engine.generate(cut, COUNT) == right(name, cut)
         assert sorted(engine.loads) == sorted(cut)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "state" in name])
+def test_blocks_are_read_before_vllm_zeroes_them(
+    life: Life, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """It does so before it says which blocks a step hands out. The store reads as late as it may:
+    where it were told then, it would store zeros as the KV of a prompt."""
+    monkeypatch.setattr(toy_engine, "STAGE_POLLS", 1000)
+    rng = random.Random(name)
+    prompts = prompts_of(rng, 12)
+    first = life(name, blocks=40)
+    assert first.generate(prompts, COUNT) == right(name, prompts)
+    second = life(name, blocks=120)
+    assert second.generate(prompts, COUNT) == right(name, prompts)
+    assert second.loads, "nothing was loaded: the test proves nothing"

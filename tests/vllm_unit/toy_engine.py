@@ -294,6 +294,10 @@ class ToyEngine:
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         output = self.scheduler.schedule()
+        for number in output.new_block_ids_to_zero or ():  # before any connector hears of the step
+            for cache, (_, spec) in zip(self.caches.values(), self._layers, strict=True):
+                if not _keeps_state(spec):
+                    cache[number].zero_()
         worker, context = self.worker, SimpleNamespace(attn_metadata=None)
         worker.bind_connector_metadata(output.kv_connector_metadata)
         worker.start_load_kv(context)

@@ -392,6 +392,7 @@ def make_worker(
         wanted_block_size=config.block_size,
         only_stores=_only_stores(outer),
         beside=outer is not None,
+        zeroes=bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", len(groups) > 1)),
         prefix_caching=caches_prefixes(vllm_config),
     )
     return UCMConnectorWorker(

@@ -111,6 +111,9 @@ class Rank:
     fails_whole: bool = False
     #: Whether this is one connector of several in a MultiConnector.
     beside: bool = False
+    #: Whether vLLM zeroes blocks before it hands them out, which it does before a step is planned
+    #: here: with states, and with numbers of several kinds.
+    zeroes: bool = False
 
 
 def record_mask(group: Group, part: tuple[int, int, int]) -> bytes:
@@ -322,7 +325,7 @@ class UCMConnectorWorker:
         speculative decoding vLLM does not have every pipeline rank save, and a dump that one rank
         does not report never ends."""
         self.start_load_kv()
-        self.start_dumps()
+        self.start_dumps(late=True)
         if plan.flush_all:
             self.dumps.flush(None)
         self._plan = plan
@@ -343,7 +346,7 @@ class UCMConnectorWorker:
         """Read blocks that vLLM has given to other requests, before this step writes them."""
         dumps = plan.dumps
         plan.dumps = [dump for dump in dumps if dump.job in plan.jobs_to_flush]
-        self._begin_dumps()
+        self._begin_dumps(late=True)
         plan.dumps = [dump for dump in dumps if dump.job not in plan.jobs_to_flush]
         self.dumps.flush(plan.jobs_to_flush)
 
@@ -372,15 +375,19 @@ class UCMConnectorWorker:
             for load in loads:
                 self.loads.start(load, stores)
 
-    def start_dumps(self) -> None:
-        """Begin this step's dumps; the device has the model's work of the step."""
-        self._begin_dumps()
+    def start_dumps(self, *, late: bool = False) -> None:
+        """Begin this step's dumps; the device has the model's work of the step. ``late``: the next
+        step has begun. Where vLLM zeroes blocks that it hands out, it does so before it says which,
+        so they are read at once, and none is stored late."""
+        self._begin_dumps(late)
+        if self.rank.zeroes and not late:
+            self.dumps.flush(None)
         if self._plan is not None and self._plan.publish:
             self._plan.publish = False
             if self._store is not None and self.rank.writer:
                 _answer("flush()", self._store.flush, None)
 
-    def _begin_dumps(self) -> None:
+    def _begin_dumps(self, late: bool) -> None:
         if self._plan is None or not self._plan.dumps:
             return
         dumps, self._plan.dumps = self._plan.dumps, []
@@ -388,7 +395,8 @@ class UCMConnectorWorker:
             for dump in dumps:
                 self.dumps.skip(dump, self._views.get(dump.group))
             return
-        store, event = self._store if self._layout is not None else None, (0, None)
+        readable = self._layout is not None and not (late and self.rank.zeroes)
+        store, event = self._store if readable else None, (0, None)
         if store is not None and self._layout is not None:
             try:
                 event = self._platform.mark(self._layout.device)
