@@ -42,6 +42,7 @@ PROMPTS = 4
 #: Tokens of the other client's stream: more than are decoded in the meantime.
 STREAM_TOKENS = 3900
 COMPLETIONS = "/v1/completions"
+WAITS = "ucm_pd_wait_seconds_sum"
 #: A request that neither loads nor stores; with a salt of its own vLLM does not reuse its blocks.
 ALONE = {"kv_transfer_params": {"ucm": {"load": False, "dump": False}}, "cache_salt": "alone"}
 
@@ -53,6 +54,7 @@ class Run:
     title: str
     loaded: int = 0
     at_d: float = 0.0  # mean seconds to the first token at D
+    waited: float = 0.0  # of it D's wait for the blocks of P
     whole: float = 0.0  # the same as the client sees it
     pause: float = 0.0  # longest one between two tokens of the other stream
     outputs: list[list[int]] = field(default_factory=list)
@@ -170,7 +172,7 @@ def run(
 ) -> Run:
     """Ask the prompts one after the other of this server."""
     hits, made = "vllm:external_prefix_cache_hits_total", Run(title)
-    before = decode.metric(hits)
+    before, waited = decode.metric(hits), decode.metric(WAITS)
     with other_stream(decode) as times:
         for prompt in prompts:
             first, output = ask(server, prompt, OUTPUT_TOKENS, more)
@@ -178,6 +180,7 @@ def run(
             made.outputs.append(output)
         seen = list(times)
     made.at_d, made.loaded = made.whole, int(decode.metric(hits) - before)
+    made.waited = (decode.metric(WAITS) - waited) / len(prompts)
     made.pause = max(b - a for a, b in itertools.pairwise(seen))
     return made
 
@@ -284,6 +287,7 @@ def table(runs: list[Run]) -> str:
         ("prompts", [f"{PROMPTS} of {PROMPT_TOKENS} tokens"] * len(runs)),
         ("tokens loaded by D", [str(run.loaded) for run in runs]),
         ("time to first token at D", [f"{run.at_d:.2f} s" for run in runs]),
+        ("  of it the wait for P's blocks", [f"{run.waited:.2f} s" for run in runs]),
         ("the same, from the client's request", [f"{run.whole:.2f} s" for run in runs]),
         ("longest pause of another stream at D", [f"{run.pause:.2f} s" for run in runs]),
     ]

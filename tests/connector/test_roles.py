@@ -188,6 +188,8 @@ def test_a_consumer_waits_for_the_block_and_loads_all(monkeypatch: pytest.Monkey
         found = asked(rig, request)
     assert found == (5 * BLOCK, True)
     assert rig.clock.now < start + WAIT_S / 2 + POLL_S + 0.004
+    (waited,) = (rig.scheduler.miss_stats.take() or {})["pd_wait_seconds"]
+    assert waited == rig.clock.now - start
     refreshed = len(store.refreshed)
     rig.clock.now += 1.0
     assert asked(rig, request) == (5 * BLOCK, True), "asked again, it does not wait again"

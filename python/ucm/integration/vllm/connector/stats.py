@@ -61,8 +61,8 @@ UNSTORED = "unstored."
 BUSY, ENDED, OVERWRITTEN = "busy", "ended", "overwritten"
 #: Counts tokens, not blocks.
 DECLINED_TOKENS = "declined_tokens"
-#: Name of the times of lookups, in seconds.
-LOOKUP_SECONDS = "lookup_seconds"
+#: Names of the times of lookups, and of waits for a producer's blocks, in seconds.
+LOOKUP_SECONDS, WAIT_SECONDS = "lookup_seconds", "pd_wait_seconds"
 
 
 class Tally:
@@ -104,7 +104,7 @@ class MissStats:
         self._rates = rates
         self._news: Counter[str] = Counter()  # since the last take()
         self._recent: Counter[str] = Counter()  # since the last summary
-        self._lookups: list[float] = []  # since the last take()
+        self._times: dict[str, list[float]] = {}  # by name, since the last take()
         self.next_summary = now + SUMMARY_S
 
     # What happened
@@ -142,8 +142,16 @@ class MissStats:
 
     def looked_up(self, seconds: float) -> None:
         """The store answered a lookup after ``seconds``."""
-        if len(self._lookups) < TIMES:
-            self._lookups.append(seconds)
+        self._timed(LOOKUP_SECONDS, seconds)
+
+    def waited(self, seconds: float) -> None:
+        """A request waited for its producer's blocks."""
+        self._timed(WAIT_SECONDS, seconds)
+
+    def _timed(self, name: str, seconds: float) -> None:
+        times = self._times.setdefault(name, [])
+        if len(times) < TIMES:
+            times.append(seconds)
 
     def bypassed(self, request: Request, reason: MissReason) -> None:
         """A request is neither looked up nor stored."""
@@ -182,12 +190,10 @@ class MissStats:
 
     def take(self) -> dict[str, Any] | None:
         """Counters and times since the last call, and the speeds; None when nothing was counted."""
-        if not (self._news or self._lookups):
+        if not (self._news or self._times):
             return None
-        news: dict[str, Any] = {**self._news, **self._rates()}
-        if self._lookups:
-            news[LOOKUP_SECONDS] = self._lookups
-        self._news, self._lookups = Counter(), []
+        news: dict[str, Any] = {**self._news, **self._rates(), **self._times}
+        self._news, self._times = Counter(), {}
         return news
 
     def summary(self, now: float, block_bytes: int) -> None:
@@ -358,6 +364,7 @@ GAUGES = {
 #: Times -> (name in Prometheus, what is measured).
 HISTOGRAMS = {
     LOOKUP_SECONDS: ("ucm_lookup_seconds", "From a request's arrival to its lookup's answer."),
+    WAIT_SECONDS: ("ucm_pd_wait_seconds", "What requests waited for a prefill server's blocks."),
     LOAD_SECONDS: ("ucm_load_seconds", "From the beginning of a load to its end, on each rank."),
     DUMP_SECONDS: ("ucm_dump_seconds", "From the beginning of a dump to its end, on each rank."),
 }

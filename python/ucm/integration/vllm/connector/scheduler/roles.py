@@ -51,11 +51,12 @@ def answer(key: bytes, tokens: int, identity: str) -> dict[str, Any]:
 class PublishWait:
     """The wait of one consumer's request."""
 
-    __slots__ = ("end", "is_late", "key", "lookup", "producer", "until")
+    __slots__ = ("began", "end", "is_late", "key", "lookup", "producer", "until")
 
     def __init__(self, policy: RequestPolicy) -> None:
         self.key, self.producer = policy.wait_for, policy.producer
-        self.until: float | None = None
+        self.began: float | None = None
+        self.until = 0.0
         self.is_late = False  # it ended without the block
         self.end = 0  # ordinal behind the block, 0 until the request's keys are known
         self.lookup: Lookup | None = None  # of this block alone
@@ -96,11 +97,11 @@ class PublishWaits:
         """Whether a request waits longer. ``whole``: the last lookup of all its blocks, which has
         ended; ``identity``: the text of the own one."""
         now = self._clock()
-        if wait.until is None:
+        if wait.began is None:
             if wait.producer and wait.producer != digest_of(identity):
                 self._compare(wait.producer, identity)
                 return False
-            wait.until = now + self._allowance(now)
+            wait.began, wait.until = now, now + self._allowance(now)
         if whole.keys is not None and not wait.end:
             if wait.key not in whole.keys:
                 throttle.warning(

@@ -383,6 +383,8 @@ class UCMConnectorScheduler:
         ):
             return True
         tracker.wait = None
+        if wait.began is not None:
+            self.miss_stats.waited(self._clock() - wait.began)
         if not (wait.is_late and whole.keys):
             return False
         # Blocks before that one may be there by now.
