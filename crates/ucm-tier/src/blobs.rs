@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ucm_core::{Error, ErrorKind, Result};
+use ucm_core::{Error, Result};
 use ucm_infra::MonotonicTime;
 use ucm_io::{IoJob, ReadMode};
 use ucm_quota::layout::SegmentName;
@@ -23,8 +23,8 @@ pub(crate) mod conformance;
 /// A segment as a medium names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct BlobName {
-    /// When it was sealed, ns of Unix time. Names in a bucket begin with it; a directory's do not
-    /// have it.
+    /// When it was sealed, ns of Unix time. Names in a bucket begin with it; 0 in a directory,
+    /// where names have no time.
     pub(crate) sealed_ns: u64,
     pub(crate) name: SegmentName,
 }
@@ -59,6 +59,16 @@ pub(crate) struct Filled {
     pub(crate) failed: Option<Error>,
 }
 
+impl From<Result<usize>> for Filled {
+    fn from(read: Result<usize>) -> Self {
+        let (bytes, failed) = match read {
+            Ok(bytes) => (bytes, None),
+            Err(error) => (0, Some(error)),
+        };
+        Self { bytes, failed }
+    }
+}
+
 /// A piece of a blob in memory, and the blob's length; of a medium that does not return it the end
 /// of what was wanted.
 pub(crate) type BlobPiece = (Vec<u8>, u64);
@@ -68,10 +78,6 @@ pub(crate) trait Blobs: Send + Sync + 'static {
     /// Fewest and most bytes of one read for several records, if there are enough of them. The
     /// fewest take longer to read than another thread takes to start.
     const RUN: (usize, usize);
-    /// Parts of a record can be read by themselves.
-    const READS_PARTS: bool;
-    /// A name has the time at which its segment was sealed.
-    const NAMES_HAVE_TIMES: bool;
 
     /// Reads one stretch into several buffers: `len` bytes for the first from `at` on, for the next
     /// the bytes behind them, each into the start of its buffer. `NotFound` where there is no such
@@ -80,16 +86,16 @@ pub(crate) trait Blobs: Send + Sync + 'static {
     fn read(&self, io: &IoJob, at: ReadAt, into: Vec<(&mut [u8], usize)>, mode: ReadMode)
     -> Filled;
 
-    /// Reads parts of a stretch to where they lie in it; the bytes that arrived. Called where
-    /// [`Blobs::READS_PARTS`].
+    /// Reads parts of a stretch to where they lie in it; the bytes that arrived. None where that
+    /// failed, or is not possible, and all of the record is to be read.
     fn read_parts(
         &self,
         _io: &IoJob,
         _at: ReadAt,
         _parts: &[Range<usize>],
         _buf: &mut [u8],
-    ) -> Result<usize> {
-        Err(Error::new(ErrorKind::Unsupported, "it is read whole"))
+    ) -> Option<usize> {
+        None
     }
 
     /// Reads a piece of each of these blobs, as many at once as is good for the medium: an answer

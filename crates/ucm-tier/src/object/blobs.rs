@@ -87,7 +87,7 @@ impl BucketBlobs {
     }
 
     /// Copies a stretch of a segment that was not put yet into buffers, one behind the other.
-    fn copy(&self, at: &ReadAt, into: &mut [(&mut [u8], usize)]) -> Result<Filled> {
+    fn copy(&self, at: &ReadAt, into: &mut [(&mut [u8], usize)]) -> Result<usize> {
         let copy = |bytes: &[u8], into: &mut [(&mut [u8], usize)]| {
             let mut start = usize::try_from(at.offset).ok()?;
             let mut copied = 0;
@@ -107,58 +107,44 @@ impl BucketBlobs {
             }
             None => None,
         };
-        let bytes = copied.ok_or_else(not_open)?;
-        Ok(Filled {
-            bytes,
-            failed: None,
-        })
+        copied.ok_or_else(not_open)
     }
 
-    /// Fills buffers, one behind the other, with a stretch of an object.
-    async fn fill(&self, path: &Path, start: u64, into: &mut [(&mut [u8], usize)]) -> Filled {
+    /// Fills buffers, one behind the other, with a stretch of an object; `filled` counts the bytes
+    /// that arrived, also where it fails.
+    async fn fill(
+        &self,
+        path: &Path,
+        start: u64,
+        into: &mut [(&mut [u8], usize)],
+        filled: &mut usize,
+    ) -> Result<()> {
         let bucket = &self.remote.bucket;
         let wanted: usize = into.iter().map(|(_, len)| len).sum();
-        let mut filled = Filled {
-            bytes: 0,
-            failed: None,
-        };
-        let mut stream = match bucket.stream(path, start..start + wanted as u64).await {
-            Ok(stream) => stream,
-            Err(error) => {
-                filled.failed = Some(error);
-                return filled;
-            }
-        };
+        let mut stream = bucket.stream(path, start..start + wanted as u64).await?;
         let (mut number, mut within) = (0, 0);
         // Bytes behind the last buffer were not requested.
         while number < into.len() {
-            let mut piece = match stream.try_next().await {
-                Ok(Some(piece)) => piece,
-                Ok(None) => return filled,
-                Err(error) => {
-                    filled.failed = Some(bucket.failed(path, &error));
-                    return filled;
-                }
-            };
+            let piece = stream.try_next().await;
+            let piece = piece.map_err(|error| bucket.failed(path, &error))?;
+            let Some(mut piece) = piece else { break };
             while !piece.is_empty()
                 && let Some((buffer, want)) = into.get_mut(number)
             {
                 let len = piece.len().min(*want - within);
                 piece.copy_to_slice(&mut buffer[within..within + len]);
-                (filled.bytes, within) = (filled.bytes + len, within + len);
+                (*filled, within) = (*filled + len, within + len);
                 if within == *want {
                     (number, within) = (number + 1, 0);
                 }
             }
         }
-        filled
+        Ok(())
     }
 }
 
 impl Blobs for BucketBlobs {
     const RUN: (usize, usize) = (1 << 20, 8 << 20);
-    const READS_PARTS: bool = false;
-    const NAMES_HAVE_TIMES: bool = true;
 
     fn read(
         &self,
@@ -167,18 +153,13 @@ impl Blobs for BucketBlobs {
         mut into: Vec<(&mut [u8], usize)>,
         _mode: ReadMode,
     ) -> Filled {
-        let read = if at.open {
-            self.copy(&at, &mut into)
-        } else {
-            let path = self.remote.names.segment(at.blob);
-            io.wait(&self.remote.runtime, async {
-                Ok(self.fill(&path, at.offset, &mut into).await)
-            })
-        };
-        read.unwrap_or_else(|error| Filled {
-            bytes: 0,
-            failed: Some(error),
-        })
+        if at.open {
+            return self.copy(&at, &mut into).into();
+        }
+        let (path, mut bytes) = (self.remote.names.segment(at.blob), 0);
+        let fill = self.fill(&path, at.offset, &mut into, &mut bytes);
+        let failed = io.wait(&self.remote.runtime, fill).err();
+        Filled { bytes, failed }
     }
 
     fn read_pieces(

@@ -11,14 +11,12 @@ use std::time::Duration;
 use object_store::path::Path;
 use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_infra::{MonotonicTime, Notify};
+use ucm_infra::MonotonicTime;
 
 use super::blobs::BucketBlobs;
 use super::bucket::MOST_LISTED;
 use super::remote::Remote;
-use crate::backend::Done;
 use crate::blobs::BlobMeta;
-use crate::pending_looks::PendingLooks;
 use crate::segment::cache::SegmentCache;
 use crate::segment::unread::{ListingAll, UnreadSegments};
 
@@ -39,14 +37,8 @@ pub(super) struct Discovery {
     cache: Arc<SegmentCache<BucketBlobs>>,
     state: Mutex<State>,
     pace: Mutex<Pace>,
-    /// Callers that wait for the next turn.
-    pub(super) looks: PendingLooks,
     /// When the last lookup was.
     wanted: Mutex<MonotonicTime>,
-    /// Notified when the next turn is due.
-    pub(super) notify: Notify,
-    /// The thread that keeps the deadlines of [`Discovery::looks`].
-    timer: Notify,
 }
 
 #[derive(Default)]
@@ -90,16 +82,13 @@ impl Pace {
 }
 
 impl Discovery {
-    pub(super) fn new(cache: &Arc<SegmentCache<BucketBlobs>>, timer: Notify) -> Self {
+    pub(super) fn new(cache: &Arc<SegmentCache<BucketBlobs>>) -> Self {
         Self {
             remote: Arc::clone(&cache.blobs.remote),
             cache: Arc::clone(cache),
             state: Mutex::default(),
             pace: Mutex::default(),
-            looks: PendingLooks::default(),
             wanted: Mutex::default(),
-            notify: Notify::new(),
-            timer,
         }
     }
 
@@ -108,7 +97,7 @@ impl Discovery {
         let now = self.remote.clock.now();
         let last = std::mem::replace(&mut *self.wanted.lock(), now);
         if now.since(last) >= WANTED_FOR {
-            self.notify.notify();
+            self.cache.looks.due.notify();
         }
     }
 
@@ -118,32 +107,9 @@ impl Discovery {
         while self.find(deadline) && self.remote.clock.now() < deadline {}
     }
 
-    /// Calls back after the next turn: with an error when there was none by the deadline, or too
-    /// many wait for it; with that of the last turn where that failed and the next one is not due
-    /// yet.
-    pub(super) fn after_look(&self, deadline: MonotonicTime, done: Done<()>) {
-        let now = self.remote.clock.now();
-        let failed = {
-            let pace = self.pace.lock();
-            let pauses = pace.due(now, self.remote.config.refresh) > now;
-            match &pace.failed {
-                Some((error, _)) if pauses => Some(error.clone()),
-                _ => None,
-            }
-        };
-        if let Some(error) = failed {
-            return done(Err(error));
-        }
-        let is_closing = || self.remote.is_closing();
-        if self.looks.add(deadline, done, is_closing) {
-            self.notify.notify();
-            self.timer.notify();
-        }
-    }
-
     /// When the next turn is due; none while nothing is looked up.
     pub(super) fn next_turn(&self, now: MonotonicTime) -> Option<MonotonicTime> {
-        let asked = self.looks.is_asked();
+        let asked = self.cache.looks.is_asked();
         let wanted = now.since(*self.wanted.lock()) < WANTED_FOR;
         let pace = self.pace.lock();
         match (asked || pace.more, &pace.failed) {
@@ -161,21 +127,23 @@ impl Discovery {
             return false;
         };
         self.pace.lock().began = Some(now);
-        self.looks.begin();
+        self.cache.looks.begin();
         let listed = self.list(&mut state, deadline);
         let read = listed.and_then(|()| self.read_footers(&mut state, deadline));
         self.remote.learn_lengths(&self.cache.lengths, deadline);
         let read = read.map(|()| state.unread.len() > 0 || state.all.is_some());
-        self.pace.lock().ended(&read);
-        let looked = self.looks.looked();
+        let next = {
+            let mut pace = self.pace.lock();
+            pace.ended(&read);
+            pace.due(now, self.remote.config.refresh)
+        };
+        let looked = match &read {
+            Ok(_) => self.cache.looks.looked(),
+            Err(error) => self.cache.looks.failed(error.clone(), next),
+        };
         drop(state);
         let more = matches!(read, Ok(true));
-        let read = read.map(|_| ());
-        looked.tell(&read);
-        if read.is_err() {
-            self.looks.begin(); // there is no turn for a while
-            self.looks.looked().tell(&read);
-        }
+        looked.tell(&read.map(|_| ()));
         self.cache.index.sweep_if_due();
         let config = &self.remote.config;
         let now = self.remote.clock.now();

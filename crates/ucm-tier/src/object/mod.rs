@@ -37,8 +37,8 @@ use ucm_infra::{Clock, Lane, MonotonicTime, WorkerPool};
 use ucm_io::{IoJob, IoPool, Process};
 
 use crate::backend::{
-    Backend, BlockRead, Done, Features, Flush, Indexed, Listed, Local, LocallyVisible, MediumStats,
-    OnSealed, Outcome, Presence, WriteOptions, Written,
+    Backend, BlockRead, Features, Flush, Listed, MediumStats, OnSealed, Outcome, Presence,
+    WriteOptions, Written,
 };
 use crate::scope::Scope;
 use crate::segment::cache::SegmentCache;
@@ -132,7 +132,7 @@ impl ObjectBackend {
         if let Some(capacity) = capacity {
             blobs.check_limit(capacity)?;
         }
-        let cache = Arc::new(SegmentCache::new(blobs, lengths, namespace, MOST_BLOCKS));
+        let cache = SegmentCache::new(blobs, lengths, namespace, MOST_BLOCKS, &remote.clock);
         let how = WriterConfig {
             size: remote.config.size,
             age: remote.config.age,
@@ -140,9 +140,9 @@ impl ObjectBackend {
             process: Process::this(),
             on_sealed: Arc::default(),
         };
-        let writer = SegmentWriter::new(&cache, &remote.clock, how);
+        let writer = SegmentWriter::new(&cache, how);
         let objects = Objects {
-            discovery: Discovery::new(&cache, writer.changed.clone()),
+            discovery: Discovery::new(&cache),
             writer,
             cache,
             remote,
@@ -185,25 +185,17 @@ impl Objects {
         let (pool, clock) = (&self.pool, &self.remote.clock);
         run(pool, LANE_DISCOVERY, clock, self, Self::find);
         run(pool, LANE_TIMER, clock, self, |objects| {
-            let looks = &objects.discovery.looks;
-            objects.writer.turn(looks, || objects.remote.is_closing())
+            objects.writer.turn()
         });
         if !self.remote.config.scope.lookup_only {
             run(pool, LANE_SPACE, clock, self, Self::keep_space);
         }
     }
 
-    /// Has every thread check whether it is to end.
-    pub(super) fn wake(&self) {
-        self.writer.changed.notify();
-        self.discovery.notify.notify();
-        self.space().wanted.notify();
-    }
-
     fn find(self: &Arc<Self>) -> Option<NextTurn> {
-        let (notify, now) = (self.discovery.notify.clone(), self.remote.clock.now());
+        let (notify, now) = (self.cache.looks.due.clone(), self.remote.clock.now());
         let seen = notify.seen();
-        if self.remote.is_closing() {
+        if self.cache.looks.is_closed() {
             return None;
         }
         let mut due = self.discovery.next_turn(now);
@@ -217,7 +209,7 @@ impl Objects {
     fn keep_space(self: &Arc<Self>) -> Option<NextTurn> {
         let notify = self.space().wanted.clone();
         let seen = notify.seen();
-        if self.remote.is_closing() {
+        if self.cache.looks.is_closed() {
             return None;
         }
         Some((notify, seen, Some(self.space().turn())))
@@ -248,8 +240,8 @@ impl Backend for ObjectBackend {
             name: "object",
             answers_at_once: true,
             own_touches: true,
-            index: Some(self),
-            local: Some(self),
+            index: Some(&*self.objects.cache),
+            local: Some(&*self.objects.cache),
             ..Features::default()
         }
     }
@@ -313,46 +305,20 @@ impl Backend for ObjectBackend {
         let clock = &objects.remote.clock;
         let until = clock.now().after(drain);
         let left = || until.since(clock.now());
-        objects.remote.close();
-        objects.discovery.looks.end();
+        objects.cache.looks.end();
         objects.writer.flush(Flush::Last);
         objects.writer.await_sealed(clock.now().after(left() / 2));
         objects.space().leave(clock.now().after(left() / 2));
-        objects.wake();
+        objects.writer.changed.notify();
+        objects.space().wanted.notify();
         objects.pool.shutdown(left() / 2);
         self.io.shutdown(left());
     }
 }
 
-impl Indexed for ObjectBackend {
-    fn runs(&self, reads: &[&BlockRead], threads: usize) -> Vec<Vec<usize>> {
-        self.objects.cache.runs(reads, threads)
-    }
-
-    fn look(&self, deadline: MonotonicTime, done: Done<()>) {
-        self.objects.discovery.after_look(deadline, done);
-    }
-
-    fn is_published(&self, id: BlockId) -> bool {
-        self.objects.cache.is_published(id)
-    }
-
-    fn knows(&self, id: BlockId) -> bool {
-        self.objects.cache.knows(id)
-    }
-}
-
-impl Local for ObjectBackend {
-    fn locally_visible(&self) -> LocallyVisible {
-        let now = self.objects.remote.clock.now();
-        self.objects.cache.locally_visible(now)
-    }
-}
-
 impl Drop for ObjectBackend {
     fn drop(&mut self) {
-        self.objects.remote.close();
-        self.objects.discovery.looks.end();
-        self.objects.wake();
+        self.objects.cache.looks.end();
+        self.objects.space().wanted.notify();
     }
 }

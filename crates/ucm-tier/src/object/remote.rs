@@ -30,7 +30,6 @@ pub(super) struct Remote {
     conditions: AtomicBool,
     /// The keys may write and not delete.
     keeps_all: AtomicBool,
-    closing: AtomicBool,
 }
 
 impl Remote {
@@ -44,7 +43,6 @@ impl Remote {
             clock,
             conditions: AtomicBool::new(false),
             keeps_all: AtomicBool::new(false),
-            closing: AtomicBool::new(false),
         })
     }
 
@@ -59,15 +57,6 @@ impl Remote {
 
     pub(super) fn now_ns(&self) -> u64 {
         self.clock.wall_ns()
-    }
-
-    /// From now on nothing is begun any more.
-    pub(super) fn close(&self) {
-        self.closing.store(true, Ordering::Release);
-    }
-
-    pub(super) fn is_closing(&self) -> bool {
-        self.closing.load(Ordering::Acquire)
     }
 
     /// Whether the server has conditional writes.

@@ -8,7 +8,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tracing::warn;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
-use ucm_infra::MonotonicTime;
+use ucm_infra::{Clock, MonotonicTime};
 use ucm_io::ReadMode;
 use ucm_quota::layout::SegmentName;
 
@@ -16,9 +16,10 @@ use super::footer::{Footer, TAIL, Tail};
 use super::format::{Owner, TRAILER_LEN};
 use super::index::{Index, Known};
 use super::locally_visible::LocalChanges;
-use crate::backend::{Listed, LocallyVisible, Presence, WriteOptions, Written};
+use crate::backend::{Indexed, Listed, Local, LocallyVisible, Presence, WriteOptions, Written};
 use crate::blobs::{BlobMeta, Blobs};
 use crate::lengths::Lengths;
+use crate::pending_looks::PendingLooks;
 
 #[cfg(test)]
 mod tests;
@@ -31,7 +32,10 @@ pub(crate) struct SegmentCache<B> {
     pub(crate) blobs: Arc<B>,
     pub(crate) index: Arc<Index>,
     pub(crate) lengths: Arc<Lengths>,
-    pub(crate) locally_visible: Arc<LocalChanges>,
+    pub(crate) locally_visible: LocalChanges,
+    /// Callers that wait for the next listing, and whether the store closes.
+    pub(crate) looks: PendingLooks,
+    pub(crate) clock: Arc<dyn Clock>,
     /// Digest of the identity.
     pub(crate) namespace: [u8; 32],
     /// When it was last logged that the index is full, and how many records had no room by then.
@@ -45,15 +49,18 @@ impl<B: Blobs> SegmentCache<B> {
         lengths: Arc<Lengths>,
         namespace: [u8; 32],
         most_blocks: usize,
-    ) -> Self {
-        Self {
+        clock: &Arc<dyn Clock>,
+    ) -> Arc<Self> {
+        Arc::new(Self {
             blobs,
             index: Arc::new(Index::new(most_blocks)),
             lengths,
-            locally_visible: Arc::default(),
+            locally_visible: LocalChanges::default(),
+            looks: PendingLooks::default(),
+            clock: Arc::clone(clock),
             namespace,
             logged_full: Mutex::default(),
-        }
+        })
     }
 
     /// What a segment of this name that begins or ends now says of itself.
@@ -100,19 +107,6 @@ impl<B: Blobs> SegmentCache<B> {
         Some(Err(Error::new(ErrorKind::NoSpace, full)))
     }
 
-    /// Whether a write would only find this record there.
-    pub(crate) fn is_published(&self, id: BlockId) -> bool {
-        match self.index.find(id) {
-            Some(hit) => !hit.private && self.lengths.is_ours(hit.len),
-            None => false,
-        }
-    }
-
-    /// Whether the index has this record, also one that only this process can read yet.
-    pub(crate) fn knows(&self, id: BlockId) -> bool {
-        self.index.find(id).is_some()
-    }
-
     /// Forgets records in this process: how many it had. Their bytes stay until their
     /// segment is removed.
     pub(crate) fn delete(&self, ids: &[BlockId]) -> usize {
@@ -129,11 +123,6 @@ impl<B: Blobs> SegmentCache<B> {
         let all = self.index.list().into_iter();
         all.map(|(id, len, used_ns)| Listed { id, len, used_ns })
             .collect()
-    }
-
-    /// The changes of the records that only this process can read, since the last call.
-    pub(crate) fn locally_visible(&self, now: MonotonicTime) -> LocallyVisible {
-        self.locally_visible.take(now)
     }
 
     /// Reads the footers of these segments. The outer error is the medium's, the inner one that of
@@ -174,8 +163,8 @@ impl<B: Blobs> SegmentCache<B> {
             }
         }
         for (meta, found) in of.iter().zip(&mut found) {
-            let other = |footer: &Footer| footer.sealed_ns != meta.blob.sealed_ns;
-            if B::NAMES_HAVE_TIMES && matches!(found, Ok(Ok(footer)) if other(footer)) {
+            let named = meta.blob.sealed_ns;
+            if named != 0 && matches!(found, Ok(Ok(footer)) if footer.sealed_ns != named) {
                 *found = Ok(Err(MissReason::ForeignId));
             }
         }
@@ -220,5 +209,11 @@ impl<B: Blobs> SegmentCache<B> {
              stored there are misses for this process; lower storage_capacity, or store larger \
              blocks"
         );
+    }
+}
+
+impl<B: Blobs> Local for SegmentCache<B> {
+    fn locally_visible(&self) -> LocallyVisible {
+        self.locally_visible.take(self.clock.now())
     }
 }

@@ -11,7 +11,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tracing::warn;
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_infra::{MonotonicTime, Notify};
+use ucm_infra::MonotonicTime;
 use ucm_io::{Close, FileMeta, IoJob, MAX_LIST};
 use ucm_quota::layout::SegmentName;
 
@@ -19,10 +19,8 @@ use super::cache::SegmentCache;
 use super::files::SegmentFiles;
 use super::recheck::Recheck;
 use super::unread::{ListingAll, UnreadSegments};
-use crate::backend::Done;
 use crate::blobs::BlobMeta;
-use crate::pending_looks::PendingLooks;
-use crate::shared::is_link;
+use crate::shared::{Shared, is_link};
 
 /// How long one turn may take; a hanging root costs no more.
 pub(super) const TURN: Duration = Duration::from_secs(5);
@@ -38,20 +36,14 @@ const LOG_AGAIN: Duration = Duration::from_secs(600);
 
 /// See the module.
 pub(crate) struct SegmentDiscovery {
-    files: Arc<SegmentFiles>,
+    shared: Arc<Shared>,
     cache: Arc<SegmentCache<SegmentFiles>>,
     state: Mutex<State>,
-    /// Callers that wait for the next listing.
-    pub(super) looks: PendingLooks,
     /// When the log last said that the end of a segment cannot be read.
     logged_unreadable: Mutex<Option<MonotonicTime>>,
     /// When unused segments were last closed.
     closed: Mutex<Option<MonotonicTime>>,
     recheck: Recheck,
-    /// Notified when the next listing is due.
-    pub(super) notify: Notify,
-    /// The thread that keeps the deadlines of [`SegmentDiscovery::looks`].
-    timer: Notify,
 }
 
 #[derive(Default)]
@@ -64,47 +56,34 @@ struct State {
 }
 
 impl SegmentDiscovery {
-    pub(super) fn new(cache: &Arc<SegmentCache<SegmentFiles>>, timer: Notify) -> Self {
+    pub(super) fn new(cache: &Arc<SegmentCache<SegmentFiles>>) -> Self {
         Self {
-            files: Arc::clone(&cache.blobs),
+            shared: Arc::clone(&cache.blobs.shared),
             cache: Arc::clone(cache),
             state: Mutex::default(),
-            looks: PendingLooks::default(),
             logged_unreadable: Mutex::default(),
             closed: Mutex::default(),
             recheck: Recheck::default(),
-            notify: Notify::new(),
-            timer,
         }
     }
 
     /// Lists until every segment that is there is known, or the deadline has passed.
     pub(super) fn find_all(&self, deadline: MonotonicTime) {
-        while self.find(deadline) && self.files.shared.clock.now() < deadline {}
-    }
-
-    /// Calls back after the next listing: with an error when there was none by the deadline, or too
-    /// many wait for it.
-    pub(super) fn after_look(&self, deadline: MonotonicTime, done: Done<()>) {
-        let closing = || self.files.is_closing();
-        if self.looks.add(deadline, done, closing) {
-            self.notify.notify();
-            self.timer.notify();
-        }
+        while self.find(deadline) && self.shared.clock.now() < deadline {}
     }
 
     /// Lists for callers that wait for that: between two steps of work that keeps this thread.
     pub(super) fn look_if_asked(&self) {
-        if self.looks.is_asked() {
-            self.find(self.files.shared.clock.now().after(TURN));
+        if self.cache.looks.is_asked() {
+            self.find(self.shared.clock.now().after(TURN));
         }
     }
 
     /// One turn; whether there are more footers to read at once.
     pub(super) fn find(&self, deadline: MonotonicTime) -> bool {
-        let shared = &self.files.shared;
+        let shared = &self.shared;
         let mut state = self.state.lock(); // one turn at a time
-        let asked = self.looks.begin();
+        let asked = self.cache.looks.begin();
         // A failure is tried again with the next turn; until then everything is as it was.
         let listed = self.list_if_changed(&mut state, asked, deadline);
         let failed = state.unread.read(&self.cache, &*shared.clock, deadline);
@@ -113,7 +92,7 @@ impl SegmentDiscovery {
         }
         self.learn_lengths(deadline);
         let more = state.unread.len() > 0;
-        let looked = self.looks.looked();
+        let looked = self.cache.looks.looked();
         drop(state);
         looked.tell(&listed);
         self.close_unused();
@@ -130,13 +109,13 @@ impl SegmentDiscovery {
     /// Reads the manifest where a record was found whose length is not known: one of a writer that
     /// keeps other side shards.
     fn learn_lengths(&self, deadline: MonotonicTime) {
-        if self.files.shared.has_lengths_to_learn() {
-            let shared = Arc::clone(&self.files.shared);
+        if self.shared.has_lengths_to_learn() {
+            let shared = Arc::clone(&self.shared);
             let learn = move |io: &IoJob| {
                 shared.learn_lengths(io);
                 Ok(())
             };
-            let _ = self.files.shared.call(deadline, learn); // late: with the next such record
+            let _ = self.shared.call(deadline, learn); // late: with the next such record
         }
     }
 
@@ -146,7 +125,7 @@ impl SegmentDiscovery {
         if error.kind() != ErrorKind::Io && !is_link(error) {
             return;
         }
-        let shared = &self.files.shared;
+        let shared = &self.shared;
         let now = shared.clock.now();
         let mut logged = self.logged_unreadable.lock();
         if logged.is_some_and(|at| now.since(at) < LOG_AGAIN) {
@@ -165,12 +144,12 @@ impl SegmentDiscovery {
     /// Closes segments that were not read for a while: one that was removed by another process must
     /// not hold its space, and a share can be unmounted then.
     fn close_unused(&self) {
-        let now = self.files.shared.clock.now();
+        let now = self.shared.clock.now();
         let mut closed = self.closed.lock();
         if closed.is_none_or(|at| now.since(at) >= CLOSE_UNUSED) {
             *closed = Some(now);
             drop(closed);
-            self.files.shared.io.close_kept(Close::Unused);
+            self.shared.io.close_kept(Close::Unused);
         }
     }
 
@@ -178,7 +157,7 @@ impl SegmentDiscovery {
     fn unless_linked<T: Default>(&self, found: Result<T>) -> Result<T> {
         match found {
             Err(error) if is_link(&error) => {
-                self.files.shared.log_link(&error);
+                self.shared.log_link(&error);
                 Ok(T::default())
             }
             found => found,
@@ -191,7 +170,7 @@ impl SegmentDiscovery {
         asked: bool,
         deadline: MonotonicTime,
     ) -> Result<()> {
-        let shared = &self.files.shared;
+        let shared = &self.shared;
         let now = shared.clock.now();
         let dir = shared.layout.segments();
         let path = dir.clone();

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ucm_core::{Error, ErrorKind, Result};
@@ -29,17 +29,9 @@ const STEP: Duration = Duration::from_secs(30);
 /// See the module.
 pub(crate) struct SegmentFiles {
     pub(crate) shared: Arc<Shared>,
-    closing: AtomicBool,
 }
 
 impl SegmentFiles {
-    pub(crate) fn new(shared: Arc<Shared>) -> Self {
-        Self {
-            shared,
-            closing: AtomicBool::new(false),
-        }
-    }
-
     /// Where a segment lies that is being written, or that others see.
     fn path(&self, name: SegmentName, open: bool) -> PathBuf {
         if open {
@@ -56,23 +48,6 @@ impl SegmentFiles {
     /// Until when the next step of a background thread may take.
     pub(super) fn step(&self) -> MonotonicTime {
         self.shared.clock.now().after(STEP)
-    }
-
-    /// From now on background work ends at its next step.
-    pub(super) fn close(&self) {
-        self.closing.store(true, Ordering::Release);
-    }
-
-    pub(super) fn is_closing(&self) -> bool {
-        self.closing.load(Ordering::Acquire)
-    }
-
-    /// An error once the store closes.
-    pub(super) fn unless_closing(&self) -> Result<()> {
-        if self.is_closing() {
-            return Err(Error::new(ErrorKind::Closed, "the store is closed"));
-        }
-        Ok(())
     }
 
     /// Reads a piece of a file; `None` when there is none.
@@ -146,8 +121,6 @@ impl Blobs for SegmentFiles {
     /// Four blocks of 256 KiB with their headers at most: they are still in a cache of the
     /// processor when the thread that has read them verifies them.
     const RUN: (usize, usize) = (256 << 10, 5 << 18);
-    const READS_PARTS: bool = true;
-    const NAMES_HAVE_TIMES: bool = false;
 
     fn read(
         &self,
@@ -168,21 +141,11 @@ impl Blobs for SegmentFiles {
                     io.read_into(&path, at.offset, into.collect(), !open)
                 }
             };
-            let failed = match read {
-                Ok(bytes) => {
-                    return Filled {
-                        bytes,
-                        failed: None,
-                    };
-                }
+            match read {
                 // Sealed since it was found, or about to be.
-                Err(error) if open && error.kind() == ErrorKind::NotFound => {
-                    open = false;
-                    continue;
-                }
-                Err(error) => Some(explain(io, path, error)),
-            };
-            return Filled { bytes: 0, failed };
+                Err(error) if open && error.kind() == ErrorKind::NotFound => open = false,
+                read => return read.map_err(|error| explain(io, path, error)).into(),
+            }
         }
     }
 
@@ -192,9 +155,9 @@ impl Blobs for SegmentFiles {
         at: ReadAt,
         parts: &[Range<usize>],
         buf: &mut [u8],
-    ) -> Result<usize> {
+    ) -> Option<usize> {
         let path = self.path(at.blob.name, at.open);
-        io.read_parts(&path, at.offset, parts, buf, !at.open)
+        io.read_parts(&path, at.offset, parts, buf, !at.open).ok()
     }
 
     fn read_pieces(

@@ -47,14 +47,13 @@ use ucm_io::IoJob;
 use ucm_quota::Capacity;
 
 use crate::backend::{
-    Backend, BlockRead, Done, Features, Flush, Indexed, Listed, Local, LocallyVisible, MediumStats,
-    OnSealed, Outcome, Presence, WriteOptions, Written,
+    Backend, BlockRead, Features, Flush, Listed, MediumStats, OnSealed, Outcome, Presence,
+    WriteOptions, Written,
 };
 use crate::shared::Shared;
 use cache::SegmentCache;
 use discovery::{FOUND_BY, SegmentDiscovery};
 use files::SegmentFiles;
-use index::Index;
 use reclaim::Reclaim;
 use recovery::{RecoveredAt, Recovery};
 use writer::{SegmentWriter, WriterConfig, check_limit};
@@ -105,9 +104,7 @@ pub struct SegmentBackend {
 pub(crate) struct Segments {
     shared: Arc<Shared>,
     config: SegmentConfig,
-    files: Arc<SegmentFiles>,
     cache: Arc<SegmentCache<SegmentFiles>>,
-    index: Arc<Index>,
     writer: Arc<SegmentWriter<SegmentFiles>>,
     discovery: Arc<SegmentDiscovery>,
     recovered_at: RecoveredAt,
@@ -144,9 +141,11 @@ impl SegmentBackend {
             check_limit(limit.get(), &shared.lengths, ("root", &root))?;
         }
         let (lengths, namespace) = (&shared.lengths, *shared.config.scope.identity.digest());
-        let files = Arc::new(SegmentFiles::new(Arc::clone(&shared)));
-        let cache = SegmentCache::new(files, Arc::clone(lengths), namespace, segments.most_blocks);
-        let cache = Arc::new(cache);
+        let files = Arc::new(SegmentFiles {
+            shared: Arc::clone(&shared),
+        });
+        let (most, clock) = (segments.most_blocks, &shared.clock);
+        let cache = SegmentCache::new(files, Arc::clone(lengths), namespace, most, clock);
         let how = WriterConfig {
             size: segments.size,
             age: segments.age,
@@ -154,13 +153,11 @@ impl SegmentBackend {
             process: shared.config.process.clone(),
             on_sealed: Arc::clone(&shared.on_sealed),
         };
-        let writer = SegmentWriter::new(&cache, &shared.clock, how);
-        let discovery = Arc::new(SegmentDiscovery::new(&cache, writer.changed.clone()));
+        let writer = SegmentWriter::new(&cache, how);
+        let discovery = Arc::new(SegmentDiscovery::new(&cache));
         let segments = Arc::new(Segments {
             shared,
             config: segments,
-            files: Arc::clone(&cache.blobs),
-            index: Arc::clone(&cache.index),
             writer,
             recovered_at: RecoveredAt::default(),
             reclaim: Reclaim::new(&cache, &discovery, segments.merging),
@@ -178,11 +175,11 @@ impl Segments {
     fn words(&self) -> String {
         let (size, age) = (in_units(self.room()), self.config.age.as_secs_f64());
         let (known, blocks, words) = (
-            self.index.segments(),
-            self.index.blocks(),
+            self.cache.index.segments(),
+            self.cache.index.blocks(),
             self.shared.words(),
         );
-        let left_out = match self.index.left_out() {
+        let left_out = match self.cache.index.left_out() {
             0 => String::new(),
             more => format!(", {more} more do not fit the index and are misses"),
         };
@@ -225,13 +222,12 @@ impl Backend for SegmentBackend {
         Features {
             name: "posix",
             answers_at_once: true,
-            waits_by_itself: false,
             reads_parts: true,
             writes_cached: self.segments.shared.writes_cached(),
             own_touches: true,
-            memory: None,
-            index: Some(self),
-            local: Some(self),
+            index: Some(&*self.segments.cache),
+            local: Some(&*self.segments.cache),
+            ..Features::default()
         }
     }
 
@@ -289,7 +285,7 @@ impl Backend for SegmentBackend {
                     "records_carried",
                     reclaim.reinserted.load(Ordering::Relaxed),
                 ),
-                ("records_not_indexed", self.segments.index.left_out()),
+                ("records_not_indexed", self.segments.cache.index.left_out()),
                 ("storage_short", u64::from(reclaim.uses.is_room_short())),
             ],
             ..self.segments.shared.stats()
@@ -301,13 +297,11 @@ impl Backend for SegmentBackend {
         let clock = &segments.shared.clock;
         let until = clock.now().after(drain);
         let left = || until.since(clock.now());
-        segments.files.close();
+        segments.cache.looks.end();
         segments.reclaim.notify.notify();
-        segments.discovery.looks.end();
         segments.writer.flush(Flush::Last);
         segments.writer.await_sealed(clock.now().after(left() / 2));
         segments.writer.changed.notify();
-        segments.discovery.notify.notify();
         // A reclaiming that is not over holds room, and who holds room cannot say to the others
         // that it is not there any more: they would wait for its silence.
         segments.pool.shutdown(left() / 2);
@@ -316,37 +310,9 @@ impl Backend for SegmentBackend {
     }
 }
 
-impl Indexed for SegmentBackend {
-    fn runs(&self, reads: &[&BlockRead], threads: usize) -> Vec<Vec<usize>> {
-        self.segments.cache.runs(reads, threads)
-    }
-
-    fn look(&self, deadline: MonotonicTime, done: Done<()>) {
-        self.segments.discovery.after_look(deadline, done);
-    }
-
-    fn is_published(&self, id: BlockId) -> bool {
-        self.segments.cache.is_published(id)
-    }
-
-    fn knows(&self, id: BlockId) -> bool {
-        self.segments.cache.knows(id)
-    }
-}
-
-impl Local for SegmentBackend {
-    fn locally_visible(&self) -> LocallyVisible {
-        let now = self.segments.shared.clock.now();
-        self.segments.cache.locally_visible(now)
-    }
-}
-
 impl Drop for SegmentBackend {
     fn drop(&mut self) {
-        self.segments.files.close();
-        self.segments.discovery.looks.end();
-        self.segments.writer.changed.notify();
-        self.segments.discovery.notify.notify();
+        self.segments.cache.looks.end();
         self.segments.reclaim.notify.notify();
     }
 }

@@ -10,11 +10,12 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use ucm_core::{BlockId, Error, ErrorKind};
+use ucm_infra::MonotonicTime;
 use ucm_io::{IoJob, ReadMode};
 
 use super::cache::SegmentCache;
 use super::index::Hit;
-use crate::backend::{BlockRead, Outcome, Part, Parts, ReadDone};
+use crate::backend::{BlockRead, Done, Indexed, Outcome, Part, Parts, ReadDone};
 use crate::blobs::{BlobName, Blobs, Filled, ReadAt};
 
 /// Most records of one operation.
@@ -26,11 +27,11 @@ struct Placed {
     read: BlockRead,
 }
 
-impl<B: Blobs> SegmentCache<B> {
+impl<B: Blobs> Indexed for SegmentCache<B> {
     /// Which reads one thread does together: neighbours, in as many runs as there are threads, each
     /// of [`Blobs::RUN`] bytes. Side shards alone are divided among the threads. A record that the
     /// index does not have is left out until the medium was listed once more.
-    pub(crate) fn runs(&self, reads: &[&BlockRead], threads: usize) -> Vec<Vec<usize>> {
+    fn runs(&self, reads: &[&BlockRead], threads: usize) -> Vec<Vec<usize>> {
         let (mut placed, mut sides, mut runs) =
             (Vec::with_capacity(reads.len()), Vec::new(), Vec::new());
         for (at, read) in reads.iter().enumerate() {
@@ -74,6 +75,21 @@ impl<B: Blobs> SegmentCache<B> {
         runs
     }
 
+    fn look(&self, deadline: MonotonicTime, done: Done<()>) {
+        self.looks.add(self.clock.now(), deadline, done);
+    }
+
+    fn is_published(&self, id: BlockId) -> bool {
+        let hit = self.index.find(id);
+        hit.is_some_and(|hit| !hit.private && self.lengths.is_ours(hit.len))
+    }
+
+    fn knows(&self, id: BlockId) -> bool {
+        self.index.find(id).is_some()
+    }
+}
+
+impl<B: Blobs> SegmentCache<B> {
     /// Reads the records of a run.
     pub(crate) fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
         let found: Vec<Option<Hit>> = run.iter().map(|read| self.index.find(read.id)).collect();
@@ -155,7 +171,7 @@ impl<B: Blobs> SegmentCache<B> {
     /// to be read, because that is wanted or something went wrong with the parts.
     fn read_parts(&self, io: &IoJob, one: &mut Placed) -> Option<usize> {
         let as_is = || self.lengths.is_record(one.hit.len);
-        if !B::READS_PARTS || one.read.again || !(one.read.sides || as_is()) {
+        if one.read.again || !(one.read.sides || as_is()) {
             return None;
         }
         let Parts { steps, mut arrived } = one.read.parts.take()?;
@@ -166,7 +182,7 @@ impl<B: Blobs> SegmentCache<B> {
             let want = step.iter().map(Range::len).sum::<usize>();
             let slot = one.read.slot.as_mut_slice();
             match self.blobs.read_parts(io, one.hit.at(), &step, slot) {
-                Ok(read) if read == want => {
+                Some(read) if read == want => {
                     steps.extend(arrived(io, Part::of(&step, slot, one.hit.len)));
                 }
                 _ => {

@@ -218,7 +218,7 @@ impl Recovery<'_> {
     /// Between two steps: an error once the store closes; lists for callers that wait for that.
     fn go_on(&self) -> Result<()> {
         self.discovery.look_if_asked();
-        self.cache.blobs.unless_closing()
+        self.cache.looks.unless_closed()
     }
 
     fn read(&self, path: PathBuf, offset: u64, len: u64) -> Result<Option<Vec<u8>>> {

@@ -9,7 +9,6 @@ use super::open::{Contents, LEAST_TIME, OpenSegment, unsure};
 use super::writer::SegmentWriter;
 use crate::backend::Receipt;
 use crate::blobs::{AppendBlobs, BlobMeta, Seal};
-use crate::pending_looks::PendingLooks;
 use crate::turns::NextTurn;
 
 impl<B: AppendBlobs> SegmentWriter<B> {
@@ -94,15 +93,11 @@ impl<B: AppendBlobs> SegmentWriter<B> {
     }
 
     /// One turn of the thread that keeps the time, of callers that wait for a listing too: seals
-    /// what is old enough, and reports the records whose time is over. None once `is_closing`, when
-    /// every segment has ended; called after the notifications were counted, so that the one of
-    /// closing is not missed.
-    pub(crate) fn turn(
-        self: &Arc<Self>,
-        looks: &PendingLooks,
-        is_closing: impl FnOnce() -> bool,
-    ) -> Option<NextTurn> {
+    /// what is old enough, and reports the records whose time is over. None once the store closes,
+    /// when every segment has ended.
+    pub(crate) fn turn(self: &Arc<Self>) -> Option<NextTurn> {
         let (seen, now) = (self.changed.seen(), self.clock.now());
+        let looks = &self.cache.looks;
         let mut next: Vec<_> = looks.end_late(now).into_iter().collect();
         for open in self.living() {
             let after = open.write_off_lost();
@@ -118,7 +113,7 @@ impl<B: AppendBlobs> SegmentWriter<B> {
             }
             next.extend(next_late);
         }
-        if is_closing() && !self.is_writing() {
+        if looks.is_closed() && !self.is_writing() {
             return None;
         }
         Some((self.changed.clone(), seen, next.into_iter().min()))

@@ -23,17 +23,16 @@ impl Segments {
         }
         let (pool, clock) = (&self.pool, &self.shared.clock);
         run(pool, LANE_TIMER, clock, self, |segments| {
-            let looks = &segments.discovery.looks;
-            segments.writer.turn(looks, || segments.files.is_closing())
+            segments.writer.turn()
         });
         run(pool, LANE_DISCOVERY, clock, self, Self::find);
         run(pool, LANE_MERGER, clock, self, Self::merge);
     }
 
     fn find(self: &Arc<Self>) -> Option<NextTurn> {
-        let (notify, now) = (self.discovery.notify.clone(), self.shared.clock.now());
+        let (notify, now) = (self.cache.looks.due.clone(), self.shared.clock.now());
         let seen = notify.seen();
-        if self.files.is_closing() {
+        if self.cache.looks.is_closed() {
             return None;
         }
         if self.discovery.find(now.after(TURN)) {
@@ -46,7 +45,7 @@ impl Segments {
     fn merge(self: &Arc<Self>) -> Option<NextTurn> {
         let notify = self.reclaim.notify.clone();
         let seen = notify.seen();
-        if self.files.is_closing() {
+        if self.cache.looks.is_closed() {
             return None;
         }
         let next = self.reclaim.turn(self.shared.clock.now(), self.room());

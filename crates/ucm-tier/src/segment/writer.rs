@@ -164,13 +164,9 @@ pub(crate) fn check_limit(limit: u64, lengths: &Lengths, at: (&'static str, &str
 }
 
 impl<B: AppendBlobs> SegmentWriter<B> {
-    pub(crate) fn new(
-        cache: &Arc<SegmentCache<B>>,
-        clock: &Arc<dyn Clock>,
-        config: WriterConfig,
-    ) -> Arc<Self> {
+    pub(crate) fn new(cache: &Arc<SegmentCache<B>>, config: WriterConfig) -> Arc<Self> {
         Arc::new(Self {
-            clock: Arc::clone(clock),
+            clock: Arc::clone(&cache.clock),
             config,
             cache: Arc::clone(cache),
             state: Mutex::new(State {
@@ -182,7 +178,7 @@ impl<B: AppendBlobs> SegmentWriter<B> {
                 closed: None,
             }),
             adding: Mutex::new(()),
-            changed: Notify::new(),
+            changed: cache.looks.timer.clone(),
         })
     }
 

@@ -46,5 +46,6 @@ fn blobs(store: &Arc<InMemory>, writer: u64) -> Arc<BucketBlobs> {
 #[test]
 fn a_bucket_is_a_medium_of_segments() {
     let (store, writers) = (Arc::new(InMemory::new()), AtomicU64::new(1));
-    check_blobs(&|| blobs(&store, writers.fetch_add(1, Ordering::Relaxed)));
+    let make = || blobs(&store, writers.fetch_add(1, Ordering::Relaxed));
+    check_blobs(&make, false);
 }

@@ -35,8 +35,6 @@ fn error(kind: ErrorKind) -> Error {
 
 impl Blobs for Shelf {
     const RUN: (usize, usize) = (0, 1 << 20);
-    const READS_PARTS: bool = false;
-    const NAMES_HAVE_TIMES: bool = false;
 
     fn read(
         &self,
@@ -82,7 +80,7 @@ impl Blobs for Shelf {
 }
 
 struct Fixture {
-    cache: SegmentCache<Shelf>,
+    cache: Arc<SegmentCache<Shelf>>,
     unread: UnreadSegments,
     clock: Arc<ManualClock>,
 }
@@ -125,10 +123,12 @@ impl Fixture {
         let geometry = Geometry::new(vec![4096], 1, 1).unwrap();
         let record = RecordLayout::new(&geometry);
         let lengths = Arc::new(Lengths::new(Part::default(), &record, &[], false));
+        let clock = ManualClock::new();
+        let of_cache = Arc::clone(&clock) as Arc<dyn Clock>;
         Self {
-            cache: SegmentCache::new(Arc::default(), lengths, NAMESPACE, 100),
+            cache: SegmentCache::new(Arc::default(), lengths, NAMESPACE, 100, &of_cache),
             unread: UnreadSegments::default(),
-            clock: ManualClock::new(),
+            clock,
         }
     }
 

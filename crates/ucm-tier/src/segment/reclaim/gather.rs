@@ -26,7 +26,7 @@ impl Reclaim {
     /// Gathers once, if there are segments to gather, no other writer does, and there is room.
     /// Whether it did.
     pub(super) fn gather(&self, state: &mut State, room: u64) -> Result<bool> {
-        self.files.unless_closing()?;
+        self.cache.looks.unless_closed()?;
         if !self.has_room_to_gather(state, room)
             || choose(&self.candidates(state, room), room).is_empty()
         {
@@ -72,7 +72,7 @@ impl Reclaim {
     fn gather_these(&self, state: &mut State, chosen: Vec<SegmentStats>) -> Result<()> {
         let (mut sources, mut relied) = (Sources::default(), BTreeSet::new());
         for segment in chosen {
-            self.files.unless_closing()?;
+            self.cache.looks.unless_closed()?;
             let footer = self.footer_of(&segment)?;
             // One with a record of another shape is not this writer's to verify.
             let footer = footer.filter(|footer| {

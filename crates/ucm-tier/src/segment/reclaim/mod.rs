@@ -225,7 +225,7 @@ impl Reclaim {
         ));
         loop {
             let seen = self.notify.seen();
-            self.files.unless_closing()?;
+            self.cache.looks.unless_closed()?;
             if self.shared.space.usage().paused {
                 let text = "the medium is short of room; nothing is copied now";
                 return Err(Error::new(ErrorKind::Busy, text));

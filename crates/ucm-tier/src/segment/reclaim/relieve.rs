@@ -49,7 +49,7 @@ impl Relief<'_> {
             before += segment.len;
             next && segment.part == shared.config.scope.part && uses.count(segment.number) > 0
         });
-        if all.is_empty() || reclaim.files.unless_closing().is_err() {
+        if all.is_empty() || reclaim.cache.looks.is_closed() {
             return;
         }
         // Several engines and ranks may use the same records, and know of it at the same time: one
@@ -57,7 +57,7 @@ impl Relief<'_> {
         let claim = Claim::take(reclaim);
         let relieved =
             claim.and_then(|claim| claim.map_or(Ok(()), |_claim| self.relieve_these(&all)));
-        if relieved.is_err() && reclaim.files.unless_closing().is_ok() {
+        if relieved.is_err() && !reclaim.cache.looks.is_closed() {
             let _ = self.renew(&all); // else they are removed for their age
         }
     }

@@ -23,7 +23,7 @@ impl Retiring {
     /// is needed.
     pub(super) fn remove(&self, reclaim: &Reclaim) -> Result<()> {
         let (files, shared) = (&reclaim.files, &reclaim.shared);
-        files.unless_closing()?;
+        reclaim.cache.looks.unless_closed()?;
         shared.check_marker(files.step())?;
         // The segment that they were copied to may have been removed: then only these are left.
         let mut relied = reclaim.index.stats();
