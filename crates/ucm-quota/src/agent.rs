@@ -72,7 +72,8 @@ pub(super) struct QuotaAgent {
     /// This writer's last note, and when it was written.
     pub(super) own_note: (Note, MonotonicTime),
     pub(super) published: Option<Grants>,
-    pub(super) grants_read: Option<GrantsRead>,
+    /// The grants as last read: their term, their file, and when.
+    pub(super) grants_read: Option<(u64, FileMeta, MonotonicTime)>,
     pub(super) medium: Medium,
     pub(super) counts: Counts,
 }
@@ -110,21 +111,6 @@ pub(super) struct Counts {
     /// Counts in a row that freed too little.
     pub(super) failed: u32,
     pub(super) trouble: Option<Error>,
-}
-
-/// The grants as a writer last read them.
-#[derive(Clone, Copy)]
-pub(super) struct GrantsRead {
-    pub(super) term: u64,
-    pub(super) meta: FileMeta,
-    pub(super) at: MonotonicTime,
-}
-
-impl GrantsRead {
-    /// Whether there may be others by now.
-    pub(super) fn is_old(&self, term: u64, meta: &FileMeta, now: MonotonicTime) -> bool {
-        self.term != term || self.meta != *meta || now.since(self.at) >= READ_AGAIN
-    }
 }
 
 /// A note of another writer, as last read.
@@ -201,10 +187,8 @@ impl QuotaAgent {
         let deadline = now.after(TURN);
         let done = self.refresh(Turn { now, deadline });
         let mut quota = self.state.writer_quota.lock();
-        quota.told.trouble = match &done {
-            Err(error) => Some(error.clone()),
-            Ok(_) => self.counts.trouble.clone(),
-        };
+        let trouble = done.as_ref().err().or(self.counts.trouble.as_ref());
+        quota.told.trouble = trouble.cloned();
         let waits = quota.asking.waiting > 0;
         drop(quota);
         self.state.granted.notify();
@@ -254,11 +238,9 @@ impl QuotaAgent {
 
     /// Takes the result of the last count, and sets when another one makes sense.
     fn take_outcome(&mut self, now: MonotonicTime) {
-        let Some(outcome) = self.counter.outcome() else {
-            return;
-        };
-        let failed = match outcome {
-            Ok(outcome) => {
+        let failed = match self.counter.outcome() {
+            None => return,
+            Some(Ok(outcome)) => {
                 self.counts.trouble = None;
                 self.counts.done = true;
                 self.counts.last = now;
@@ -268,7 +250,7 @@ impl QuotaAgent {
                 }
                 outcome.is_short && outcome.freed == 0
             }
-            Err(error) => {
+            Some(Err(error)) => {
                 // A count that timed out had its pause already.
                 let at_once = error.kind() != ErrorKind::Timeout;
                 self.counts.trouble = Some(error);
@@ -293,12 +275,10 @@ impl QuotaAgent {
         let Some(term) = look.highest() else {
             return Ok(true);
         };
-        let (limit, writers) = self
-            .published
-            .as_ref()
-            .map_or((self.state.writer_quota.lock().told.limit, 1), |grants| {
-                (grants.limit, grants.writers.len())
-            });
+        let (limit, writers) = match &self.published {
+            Some(grants) => (grants.limit, grants.writers.len()),
+            None => (self.state.writer_quota.lock().told.limit, 1),
+        };
         let (writer, mut note) = self.state.my_note(now, ahead(limit, writers));
         let is_there = look.files.contains_key(&Name::Writer(writer));
         note.sequence = self.own_note.0.sequence;
@@ -315,7 +295,9 @@ impl QuotaAgent {
         }
         let needy = wants || self.state.writer_quota.lock().asking.waiting > 0;
         if let Some(meta) = look.files.get(&Name::Grants(term))
-            && (needy || self.grants_read.is_none_or(|read| read.is_old(term, meta, now)))
+            && (needy || self.grants_read.is_none_or(|(of, file, at)| {
+                (of, file) != (term, *meta) || now.since(at) >= READ_AGAIN
+            }))
             && let Some(grants) = self.files.read::<Grants>(look, Name::Grants(term), deadline)?
             // A grant counts only if its term was still the highest after it was read: the next
             // collector reads it later.
@@ -334,11 +316,7 @@ impl QuotaAgent {
                 (grants.used, quota.reserved, grants.records);
             drop(quota);
             self.published = Some(grants);
-            self.grants_read = Some(GrantsRead {
-                term,
-                meta: *meta,
-                at: now,
-            });
+            self.grants_read = Some((term, *meta, now));
         }
         let waits = self.state.writer_quota.lock().asking.waiting > 0;
         Ok(
@@ -353,18 +331,9 @@ impl QuotaAgent {
         let lost = !look.files.contains_key(&Name::Collector(term));
         let heartbeat = lost || now.since(self.heartbeat.at) >= HEARTBEAT_INTERVAL;
         if heartbeat {
-            match self.renew_heartbeat(term, look, turn) {
-                Ok(true) => {}
-                Ok(false) => {
-                    self.state.set_term(0);
-                    return Ok(true);
-                }
-                Err(error) => {
-                    if error.kind() == ErrorKind::NoSpace {
-                        self.counter.begin(Why::full(Some(term)));
-                    }
-                    return Err(error);
-                }
+            if !self.renew_heartbeat(term, look, turn)? {
+                self.state.set_term(0);
+                return Ok(true);
             }
             if self.published.is_some() {
                 self.drop_old_terms(look, term, deadline);
@@ -379,21 +348,17 @@ impl QuotaAgent {
         let waited_for = self.read_notes(look, turn)?;
         let mut table = self.state.grant_table.lock();
         self.state.enter_self(&mut table);
-        let (_, short) = table.grant();
+        let short = table.grant();
         let mut document = table.document();
         let first = self.published.is_none();
         let is_there = look.files.contains_key(&Name::Grants(term));
-        let same = self
-            .published
-            .as_ref()
-            .filter(|_| is_there)
-            .is_some_and(|published| {
-                if !heartbeat {
-                    document.used = published.used; // for others to show only
-                }
-                *published == document
-            });
-        if !same {
+        if is_there
+            && !heartbeat
+            && let Some(published) = &self.published
+        {
+            document.used = published.used; // for others to show only
+        }
+        if !is_there || self.published.as_ref() != Some(&document) {
             drop(table); // a count may want it while this is written
             let until = self.heartbeat.at.after(LEASE).min(deadline);
             self.files
@@ -410,11 +375,8 @@ impl QuotaAgent {
             table = self.state.grant_table.lock();
         }
         let mut quota = self.state.writer_quota.lock();
-        let granted = document
-            .writers
-            .get(&hex(quota.writer))
-            .map_or(0, |mine| mine.granted);
-        quota.adopt(granted);
+        let mine = document.writers.get(&hex(quota.writer));
+        quota.adopt(mine.map_or(0, |mine| mine.granted));
         quota.holds_until = self.heartbeat.at.after(HOLDS);
         quota.told.counted |= self.counts.done;
         drop(quota);
@@ -451,7 +413,7 @@ impl QuotaAgent {
             || self.is_below_floor(now)
             || table.bound().is_none_or(|bound| bound > high(table.limit))
             || table.has_gone_unseen()
-            || table.is_in_doubt()
+            || table.in_doubt
             || table.since_count() > table.limit / 16
             || table.is_blurred() && now.since(self.counts.quiet_since) >= HEARTBEAT_INTERVAL
             || now.since(self.counts.last) >= again
@@ -489,11 +451,12 @@ impl QuotaAgent {
                 }
                 self.medium.full |= known.is_some_and(|seen| note.full > seen.note.full);
                 self.state.grant_table.lock().note(id, &note);
+                let read_at = now;
                 self.notes.insert(
                     id,
                     Seen {
                         meta,
-                        read_at: now,
+                        read_at,
                         note,
                     },
                 );
@@ -507,19 +470,15 @@ impl QuotaAgent {
                 continue;
             }
             let active = *self.active.entry(id).or_insert(now);
-            let dead = self
-                .notes
-                .get(&id)
-                .is_some_and(|seen| seen.note.process.is_gone());
+            let note = self.notes.get(&id);
+            let dead = note.is_some_and(|seen| seen.note.process.is_gone());
             if dead || now.since(active) >= SILENCE {
                 table.gone(id);
             }
         }
         self.active.retain(|id, _| table.knows(*id));
-        Ok(self
-            .active
-            .values()
-            .any(|at| now.since(*at) < HEARTBEAT_INTERVAL))
+        let mut active = self.active.values();
+        Ok(active.any(|at| now.since(*at) < HEARTBEAT_INTERVAL))
     }
 
     /// Writes that this writer has ended, so that no collector waits for it.

@@ -8,6 +8,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{MonotonicTime, WorkerPool};
+use ucm_io::IoJob;
 
 use super::documents::Name;
 use super::documents_io::SpaceFiles;
@@ -176,15 +177,17 @@ impl Counter {
         }
         let rules = &self.files.config.rules;
         let wall = i64::try_from(self.files.clock.wall_ns()).unwrap_or(i64::MAX);
+        let long = |age: Duration| i64::try_from(age.as_nanos()).unwrap_or(i64::MAX);
         let need = Need {
             surplus,
             quota: rules.namespace_quota.map(|quota| quota.bytes(limit)),
-            expired_before: rules
-                .expire_after
-                .map(|age| wall.saturating_sub(i64::try_from(age.as_nanos()).unwrap_or(i64::MAX))),
+            expired_before: rules.expire_after.map(|age| wall.saturating_sub(long(age))),
         };
         let going = plan(everything.files, everything.namespaces.len(), &need);
-        let freed = self.remove_all(&going, &everything.namespaces, why)?;
+        let mut freed = 0;
+        for batch in going.chunks(BATCH).take_while(|_| self.goes_on(why)) {
+            freed += self.remove(batch, &everything.namespaces)?;
+        }
         Ok(Outcome {
             freed,
             is_short: freed < surplus,
@@ -192,26 +195,12 @@ impl Counter {
         })
     }
 
-    /// Removes what was planned; the answer is how many bytes that freed.
-    fn remove_all(&self, going: &[Found], namespaces: &[PathBuf], why: Why) -> Result<u64> {
-        let mut freed = 0;
-        for batch in going.chunks(BATCH) {
-            if !self.goes_on(why) {
-                break;
-            }
-            freed += self.remove(batch, namespaces)?;
-        }
-        Ok(freed)
-    }
-
     /// Removes records; the answer is how many bytes that freed. What another process removed
     /// before counts too, but not in the grant table: an older version may have moved it to
     /// quarantine.
     fn remove(&self, batch: &[Found], namespaces: &[PathBuf]) -> Result<u64> {
-        let paths: Vec<_> = batch.iter().map(|record| record.path(namespaces)).collect();
-        let answers = self
-            .files
-            .call(MonotonicTime::NEVER, move |io| io.remove(&paths))?;
+        let paths = batch.iter().map(|record| record.path(namespaces)).collect();
+        let answers = self.files.remove(paths, MonotonicTime::NEVER)?;
         let (mut count, mut freed, mut gone) = (0, 0, 0);
         for (record, answer) in batch.iter().zip(answers) {
             match answer {
@@ -239,19 +228,15 @@ impl Counter {
             if !self.goes_on(why) {
                 return Err(Error::new(ErrorKind::Closed, "the count was given up"));
             }
+            let dir = self.files.config.root.join(&name);
             if is_marker_private(&name) && !meta.is_dir {
-                self.sweep(
-                    vec![(self.files.config.root.join(&name), meta.mtime_ns)],
-                    oldest,
-                )?;
+                self.sweep(vec![(dir, meta.mtime_ns)], oldest)?;
+                continue;
             }
             if !meta.is_dir || !is_namespace(&name) {
                 continue;
             }
-            let (dir, namespace) = (
-                self.files.config.root.join(&name),
-                found.namespaces.len() as u32,
-            );
+            let namespace = found.namespaces.len() as u32;
             let (records, total) = (&mut found.files, &mut found.total);
             visit_records(&dir, &mut |dir| self.files.entries(dir), &mut |id, meta| {
                 *total += meta.len;
@@ -293,12 +278,9 @@ impl Counter {
         let mut now = i64::try_from(self.files.clock.wall_ns()).unwrap_or(i64::MAX);
         if let Some(term) = why.term {
             let path = self.files.path(Name::Collector(term));
-            if let Some(meta) = self
-                .files
-                .call(MonotonicTime::NEVER, move |io| io.look(path))?
-            {
-                now = meta.mtime_ns;
-            }
+            let look = move |io: &IoJob| io.look(path);
+            let meta = self.files.call(MonotonicTime::NEVER, look)?;
+            now = meta.map_or(now, |meta| meta.mtime_ns);
         }
         Ok(now.saturating_sub(i64::try_from(STALE.as_nanos()).unwrap_or(i64::MAX)))
     }
@@ -306,12 +288,8 @@ impl Counter {
     /// Removes those of these files (with their times) that are older.
     fn sweep(&self, files: Vec<(PathBuf, i64)>, oldest: i64) -> Result<()> {
         let dead = files.into_iter().filter(|(_, time)| *time < oldest);
-        let paths: Vec<PathBuf> = dead.map(|(path, _)| path).collect();
-        if !paths.is_empty() {
-            self.files
-                .call(MonotonicTime::NEVER, move |io| io.remove(&paths))?;
-        }
-        Ok(())
+        let paths = dead.map(|(path, _)| path).collect();
+        self.files.remove(paths, MonotonicTime::NEVER).map(drop)
     }
 
     /// Removes the damaged records in a directory, which older versions kept. The answer is the
@@ -319,13 +297,8 @@ impl Counter {
     fn remove_quarantined(&self, dir: PathBuf) -> Result<u64> {
         let mut files = self.files.entries(dir.clone())?;
         files.retain(|(name, meta)| is_quarantined(name) && !meta.is_dir);
-        if files.is_empty() {
-            return Ok(0);
-        }
-        let paths: Vec<_> = files.iter().map(|(name, _)| dir.join(name)).collect();
-        let removed = self
-            .files
-            .call(MonotonicTime::NEVER, move |io| io.remove(&paths));
+        let paths = files.iter().map(|(name, _)| dir.join(name)).collect();
+        let removed = self.files.remove(paths, MonotonicTime::NEVER);
         let removed = removed.unwrap_or_default();
         let is_left = |at: usize| !matches!(removed.get(at), Some(Ok(_)));
         let left = files.iter().enumerate().filter(|(at, _)| is_left(*at));

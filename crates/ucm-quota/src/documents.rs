@@ -12,7 +12,7 @@ use std::ffi::OsStr;
 use serde::{Deserialize, Serialize};
 use ucm_io::Process;
 
-use crate::layout::FORMAT;
+use crate::layout::{FORMAT, parse_hex};
 
 /// Directory below the root.
 pub(crate) const DIRECTORY: &str = "space";
@@ -28,9 +28,7 @@ pub(crate) enum Name {
 impl Name {
     pub(crate) fn parse(name: &OsStr) -> Option<Self> {
         let (kind, number) = name.to_str()?.strip_suffix(".json")?.split_once('-')?;
-        let exact =
-            number.len() == 16 && !number.bytes().any(|c| c.is_ascii_uppercase() || c == b'+');
-        let number = u64::from_str_radix(number, 16).ok().filter(|_| exact)?;
+        let number = parse_hex(number)?;
         match kind {
             "collector" => Some(Self::Collector(number)),
             "grants" => Some(Self::Grants(number)),
@@ -59,6 +57,13 @@ pub(crate) struct Heartbeat {
     pub(crate) sequence: u64,
     /// It resigned; the next term is free.
     pub(crate) resigned: bool,
+}
+
+impl Heartbeat {
+    /// Whether its collector writes no more.
+    pub(crate) fn is_over(&self) -> bool {
+        self.resigned || self.process.is_gone()
+    }
 }
 
 /// What a writer used and wants. Totals are bytes since it took its id, and never go down while it

@@ -89,9 +89,7 @@ impl SpaceFiles {
         if self.closing.load(Ordering::Acquire) {
             return Err(Error::new(ErrorKind::Closed, "the store is closed"));
         }
-        // it may be removed before that
-        let listed = self.call(MonotonicTime::NEVER, move |io| io.list_if_there(&dir));
-        match listed {
+        match self.call(MonotonicTime::NEVER, move |io| io.list_if_there(&dir)) {
             // What a symbolic link leads to is not ours to count or to remove.
             Err(error) if error.os_code() == Some(ELOOP) => Ok(Vec::new()),
             listed => listed,
@@ -113,10 +111,8 @@ impl SpaceFiles {
     /// Lists the directory; makes it if there is none and the root is still ours.
     pub(super) fn look(&self, deadline: MonotonicTime) -> Result<Look> {
         let dir = self.directory();
-        let listed = match self.call(deadline, {
-            let dir = dir.clone();
-            move |io| io.list(&dir)
-        }) {
+        let path = dir.clone();
+        let listed = match self.call(deadline, move |io| io.list(&path)) {
             Err(error) if error.kind() == ErrorKind::NotFound => {
                 self.tend(deadline)?;
                 let mode = self.config.modes.dir;
@@ -126,10 +122,9 @@ impl SpaceFiles {
             listed => listed?,
         };
         let files = listed.into_iter().filter(|(_, meta)| !meta.is_dir);
+        let files = files.filter_map(|(name, meta)| Some((Name::parse(&name)?, meta)));
         Ok(Look {
-            files: files
-                .filter_map(|(name, meta)| Some((Name::parse(&name)?, meta)))
-                .collect(),
+            files: files.collect(),
         })
     }
 
@@ -185,17 +180,25 @@ impl SpaceFiles {
                 durable: false,
             })
         };
-        self.call(deadline, publish)
-            .map(|published| published.is_some())
+        Ok(self.call(deadline, publish)?.is_some())
     }
 
-    /// Removes documents, best effort.
+    /// Removes documents, best effort: what stays is removed with a later count.
     pub(super) fn drop_documents(&self, names: &[Name], deadline: MonotonicTime) {
-        if !names.is_empty() {
-            let paths: Vec<_> = names.iter().map(|name| self.path(*name)).collect();
-            // what stays is removed with a later count
-            let _ = self.call(deadline, move |io| io.remove(&paths));
+        let paths = names.iter().map(|name| self.path(*name)).collect();
+        let _ = self.remove(paths, deadline);
+    }
+
+    /// Removes files; for each whether it was there.
+    pub(super) fn remove(
+        &self,
+        paths: Vec<PathBuf>,
+        deadline: MonotonicTime,
+    ) -> Result<Vec<Result<bool>>> {
+        if paths.is_empty() {
+            return Ok(Vec::new());
         }
+        self.call(deadline, move |io| io.remove(&paths))
     }
 
     pub(super) fn path(&self, name: Name) -> PathBuf {
@@ -205,7 +208,7 @@ impl SpaceFiles {
     /// A private name that no other process uses; a leftover is swept by its age.
     fn private(&self) -> PathBuf {
         let (one, other) = (ucm_infra::random_u64(), ucm_infra::random_u64());
-        self.directory()
-            .join(format!("{one:016x}-{other:016x}.tmp"))
+        let name = format!("{one:016x}-{other:016x}.tmp");
+        self.directory().join(name)
     }
 }

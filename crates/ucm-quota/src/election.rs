@@ -42,19 +42,9 @@ impl QuotaAgent {
             .max(self.files.clock.wall_ns() / 1_000_000);
         self.heartbeat.sequence = 0;
         let heartbeat = self.heartbeat(false);
-        match self
-            .files
-            .write(Name::Collector(term), &heartbeat, false, turn.deadline)
-        {
-            Ok(true) => {}
-            Ok(false) => return Ok(None), // another writer was faster
-            Err(error) => {
-                if error.kind() == ErrorKind::NoSpace {
-                    // So full that no writer can be collector: removing needs no term.
-                    self.counter.begin(Why::full(None));
-                }
-                return Err(error);
-            }
+        // So full that no writer can be collector: removing needs no term.
+        if !self.write_heartbeat(term, &heartbeat, false, None, turn)? {
+            return Ok(None); // another writer was faster
         }
         self.heartbeat.at = turn.now;
         self.watched.claimed = Some(term);
@@ -64,19 +54,15 @@ impl QuotaAgent {
     /// Whether the owner of the highest term has ended.
     fn is_free(&mut self, term: u64, look: &Look, turn: Turn) -> Result<bool> {
         // Read every time: the times on a network file system may not show that it changed.
-        let heartbeat = self
-            .files
-            .read::<Heartbeat>(look, Name::Collector(term), turn.deadline)?;
+        let name = Name::Collector(term);
+        let heartbeat: Option<Heartbeat> = self.files.read(look, name, turn.deadline)?;
         let watched = &mut self.watched;
-        let sequence = heartbeat
-            .as_ref()
-            .map_or(watched.sequence, |heartbeat| heartbeat.sequence);
+        let read = heartbeat.as_ref();
+        let sequence = read.map_or(watched.sequence, |heartbeat| heartbeat.sequence);
         if (term, sequence) != (watched.term, watched.sequence) {
             (watched.term, watched.sequence, watched.moved) = (term, sequence, turn.now);
         }
-        let left = heartbeat
-            .as_ref()
-            .is_some_and(|heartbeat| heartbeat.resigned || heartbeat.process.is_gone());
+        let left = read.is_some_and(Heartbeat::is_over);
         watched.heartbeat = heartbeat;
         Ok(left || turn.now.since(watched.moved) >= STILL)
     }
@@ -91,19 +77,19 @@ impl QuotaAgent {
                 .drop_documents(&[Name::Collector(term)], turn.deadline);
             return Ok(None);
         }
-        let mut left = None;
-        for before in look.grants().filter(|&before| before < term) {
+        let mut left: Option<Grants> = None;
+        let mut before = look.grants().filter(|&before| before < term);
+        while left.is_none()
+            && let Some(before) = before.next()
+        {
             left = self
                 .files
-                .read::<Grants>(&look, Name::Grants(before), turn.deadline)?;
-            if left.is_some() {
-                break;
-            }
+                .read(&look, Name::Grants(before), turn.deadline)?;
         }
         let mut table = GrantTable::taken_over(left.as_ref());
         table.limit = self.state.writer_quota.lock().told.limit;
         if let Some(heartbeat) = self.watched.heartbeat.take()
-            && (heartbeat.resigned || heartbeat.process.is_gone())
+            && heartbeat.is_over()
             && let Ok(writer) = u64::from_str_radix(&heartbeat.writer, 16)
         {
             table.gone(writer);
@@ -148,13 +134,29 @@ impl QuotaAgent {
             return Ok(false);
         }
         let heartbeat = self.heartbeat(false);
-        let ours = self
-            .files
-            .write(name, &heartbeat, is_there, turn.deadline)?;
+        let ours = self.write_heartbeat(term, &heartbeat, is_there, Some(term), turn)?;
         if ours {
             self.heartbeat.at = turn.now;
         }
         Ok(ours)
+    }
+
+    /// Writes a heartbeat; where the medium is full, room is made for the collector of that term.
+    fn write_heartbeat(
+        &self,
+        term: u64,
+        heartbeat: &Heartbeat,
+        replace: bool,
+        collector: Option<u64>,
+        turn: Turn,
+    ) -> Result<bool> {
+        let name = Name::Collector(term);
+        let written = self.files.write(name, heartbeat, replace, turn.deadline);
+        written.inspect_err(|error| {
+            if error.kind() == ErrorKind::NoSpace {
+                self.counter.begin(Why::full(collector));
+            }
+        })
     }
 
     /// Removes what earlier terms left, once this one's grants are there.

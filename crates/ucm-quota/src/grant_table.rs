@@ -41,6 +41,11 @@ impl Account {
     fn unseen(&self) -> u64 {
         self.granted.saturating_sub(self.seen)
     }
+
+    /// Bytes of the writes that were begun and that the count has not seen.
+    fn written(&self) -> u64 {
+        self.reserved.saturating_sub(self.seen)
+    }
 }
 
 /// What was known of the writers when a count began.
@@ -51,11 +56,13 @@ pub struct Snapshot(BTreeMap<u64, (u64, bool)>);
 #[derive(Debug, Clone, Default)]
 pub(crate) struct GrantTable {
     pub(crate) limit: u64,
-    counted: Option<u64>,
-    records: u64,
+    /// Bytes as last counted, less what was removed since; none where that is void.
+    pub(crate) counted: Option<u64>,
+    /// Records as last counted.
+    pub(crate) records: u64,
     accounts: BTreeMap<u64, Account>,
-    /// Something was removed that no count has missed yet for sure.
-    stale: bool,
+    /// Something was removed since the last count began, which may have seen it or not.
+    pub(crate) in_doubt: bool,
     /// A writer wrote while the last count listed, so that some of it may be counted twice. What a
     /// writer of another process has not noted by then is unknown here until the next count.
     blurred: bool,
@@ -82,7 +89,7 @@ impl GrantTable {
             counted: left.counted,
             records: left.records,
             accounts: left.writers.iter().filter_map(account).collect(),
-            stale: false,
+            in_doubt: false,
             blurred: false,
         }
     }
@@ -106,11 +113,6 @@ impl GrantTable {
         }
     }
 
-    /// Records as last counted.
-    pub(crate) fn records(&self) -> u64 {
-        self.records
-    }
-
     /// Ids of all writers.
     pub(crate) fn writers(&self) -> Vec<u64> {
         self.accounts.keys().copied().collect()
@@ -123,38 +125,31 @@ impl GrantTable {
 
     /// How far ahead a grant may be now.
     pub(crate) fn ahead(&self) -> u64 {
-        let living = self
-            .accounts
-            .values()
-            .filter(|account| !account.gone)
-            .count();
-        ahead(self.limit, living)
+        let living = self.sum(|account| u64::from(!account.gone));
+        ahead(self.limit, living as usize)
+    }
+
+    fn sum(&self, of: impl Fn(&Account) -> u64) -> u64 {
+        self.accounts.values().map(of).sum()
     }
 
     /// The most that can lie below the root, whatever the writers do with their grants; `None`
     /// before a count.
     pub(crate) fn bound(&self) -> Option<u64> {
-        let unseen: u64 = self.accounts.values().map(Account::unseen).sum();
+        let unseen = self.sum(Account::unseen);
         self.counted.map(|counted| counted.saturating_add(unseen))
     }
 
     /// What lies below the root as far as is known, without what `writer` wrote (it has newer
     /// figures itself), and the total of that writer that is included.
     pub(crate) fn used_by_others(&self, writer: u64) -> (u64, u64) {
-        let others = self.accounts.iter().filter(|(id, _)| **id != writer);
-        let written: u64 = others
-            .map(|(_, account)| account.reserved.saturating_sub(account.seen))
-            .sum();
-        let seen = self.accounts.get(&writer).map_or(0, |account| account.seen);
-        (self.counted.unwrap_or(0).saturating_add(written), seen)
+        let own = self.accounts.get(&writer).copied().unwrap_or_default();
+        (self.used().saturating_sub(own.written()), own.seen)
     }
 
     /// What lies below the root as far as is known.
     pub(crate) fn used(&self) -> u64 {
-        let written = self.accounts.values();
-        let written: u64 = written
-            .map(|account| account.reserved.saturating_sub(account.seen))
-            .sum();
+        let written = self.sum(Account::written);
         self.counted.unwrap_or(0).saturating_add(written)
     }
 
@@ -166,15 +161,12 @@ impl GrantTable {
 
     /// Bytes of all writes that were begun.
     pub(crate) fn reserved(&self) -> u64 {
-        self.accounts.values().map(|account| account.reserved).sum()
+        self.sum(|account| account.reserved)
     }
 
     /// Bytes written since the last count.
     pub(crate) fn since_count(&self) -> u64 {
-        let written = self.accounts.values();
-        written
-            .map(|account| account.committed.saturating_sub(account.seen))
-            .sum()
+        self.sum(|account| account.committed.saturating_sub(account.seen))
     }
 
     /// Enters the note of a writer.
@@ -205,45 +197,28 @@ impl GrantTable {
 
     /// Whether a writer is known to have ended.
     pub(crate) fn is_gone(&self, writer: u64) -> bool {
-        self.accounts
-            .get(&writer)
-            .is_some_and(|account| account.gone)
+        let account = self.accounts.get(&writer);
+        account.is_some_and(|account| account.gone)
     }
 
     /// Whether a writer has ended whose writes the last count may have missed: only another count
     /// finds what it wrote, and frees the rest of its grant.
     pub(crate) fn has_gone_unseen(&self) -> bool {
-        let accounts = self.accounts.values();
-        accounts
-            .into_iter()
-            .any(|account| account.gone && account.unseen() > 0)
-    }
-
-    /// Something was removed, and it is not known whether the last count had seen it.
-    pub(crate) fn doubt(&mut self) {
-        self.stale = true;
-    }
-
-    /// Whether there was something like that since the last count began.
-    pub(crate) fn is_in_doubt(&self) -> bool {
-        self.stale
+        let mut accounts = self.accounts.values();
+        accounts.any(|account| account.gone && account.unseen() > 0)
     }
 
     /// Before a count: what it will see for sure.
     pub(crate) fn begin_count(&mut self) -> Snapshot {
-        self.stale = false;
-        let seen = |account: &Account| {
-            if account.gone {
-                account.granted
-            } else {
-                account.committed
-            }
+        self.in_doubt = false;
+        let seen = |(id, account): (&u64, &Account)| {
+            let seen = match account.gone {
+                true => account.granted,
+                false => account.committed,
+            };
+            (*id, (seen, account.gone))
         };
-        let all = self.accounts.iter();
-        Snapshot(
-            all.map(|(id, account)| (*id, (seen(account), account.gone)))
-                .collect(),
-        )
+        Snapshot(self.accounts.iter().map(seen).collect())
     }
 
     /// A count that began with `before` found this. The answer: writers that are in it whole and
@@ -269,30 +244,21 @@ impl GrantTable {
         forgotten
     }
 
-    /// The last count is void.
-    pub(crate) fn forget_count(&mut self) {
-        self.counted = None;
-    }
-
     /// Records were removed.
     pub(crate) fn removed(&mut self, records: u64, bytes: u64) {
         self.counted = self.counted.map(|counted| counted.saturating_sub(bytes));
         self.records = self.records.saturating_sub(records);
     }
 
-    /// Grants what is needed and free. Returns whether anything was granted, and whether a writer
-    /// got less than it needs at once.
-    pub(crate) fn grant(&mut self) -> (bool, bool) {
+    /// Grants what is needed and free. Whether a writer got less than it needs at once.
+    pub(crate) fn grant(&mut self) -> bool {
         let Some(bound) = self.bound() else {
-            return (false, true);
+            return true;
         };
         let (ahead, mut room) = (self.ahead(), self.limit.saturating_sub(bound));
-        let (mut granted, mut short) = (false, false);
-        for account in self
-            .accounts
-            .values_mut()
-            .filter(|account| account.wanted > 0 && !account.gone)
-        {
+        let mut short = false;
+        let accounts = self.accounts.values_mut();
+        for account in accounts.filter(|account| account.wanted > 0 && !account.gone) {
             let target = account.reserved.saturating_add(ahead.max(account.wanted));
             let needed = account.reserved.saturating_add(account.wanted);
             let give = target.saturating_sub(account.granted).min(room);
@@ -302,9 +268,8 @@ impl GrantTable {
             }
             account.granted += give;
             room -= give;
-            granted |= give > 0;
         }
-        (granted, short)
+        short
     }
 }
 
@@ -340,14 +305,15 @@ mod tests {
             ..GrantTable::default()
         };
         table.note(1, &note(0, 0, 10));
-        assert_eq!(table.grant(), (false, true));
+        assert!(table.grant() && table.bound().is_none());
         let mut table = counted(1600, 1000);
         table.note(1, &note(0, 0, 10));
-        assert_eq!(table.grant(), (true, false));
+        assert!(!table.grant());
         assert_eq!(table.bound(), Some(1100), "a sixteenth ahead");
         let mut table = counted(1600, 1595);
         table.note(1, &note(0, 0, 10));
-        assert_eq!(table.grant(), (false, true), "too little to be of use");
+        assert!(table.grant(), "too little to be of use");
+        assert_eq!(table.bound(), Some(1595));
     }
 
     #[test]

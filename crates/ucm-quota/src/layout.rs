@@ -111,9 +111,8 @@ impl Layout {
 
     /// The directory that holds a record.
     pub fn shard_dir(&self, id: BlockId) -> PathBuf {
-        self.namespace()
-            .join(BLOCKS)
-            .join(format!("{:02x}", id.0[0]))
+        let shard = format!("{:02x}", id.0[0]);
+        self.namespace().join(BLOCKS).join(shard)
     }
 
     /// A record's path. Made for every block of a lookup, hence in one piece.
@@ -127,6 +126,12 @@ impl Layout {
         path.as_mut_os_string().push(".bin");
         path
     }
+}
+
+/// A number that is written as 16 digits.
+pub fn parse_hex(text: &str) -> Option<u64> {
+    let digits = is_hex(text, 16).then_some(text)?;
+    u64::from_str_radix(digits, 16).ok()
 }
 
 fn is_hex(text: &str, len: usize) -> bool {
@@ -178,13 +183,9 @@ impl SegmentName {
 
     fn split(text: &str) -> Option<Self> {
         let (writer, sequence) = text.split_once('-')?;
-        let number = |text: &str| {
-            let hex = is_hex(text, 16).then_some(text)?;
-            u64::from_str_radix(hex, 16).ok()
-        };
         Some(Self {
-            writer: number(writer)?,
-            sequence: number(sequence)?,
+            writer: parse_hex(writer)?,
+            sequence: parse_hex(sequence)?,
         })
     }
 
@@ -195,23 +196,17 @@ impl SegmentName {
 
     /// The name that [`SegmentName::as_id`] made an id of.
     pub fn from_id(id: BlockId) -> Self {
-        let number = |at: usize| {
-            id.0[at..at + 8]
-                .iter()
-                .fold(0, |sum, &byte| sum << 8 | u64::from(byte))
-        };
+        let both = u128::from_be_bytes(id.0);
         Self {
-            writer: number(0),
-            sequence: number(8),
+            writer: (both >> 64) as u64,
+            sequence: both as u64,
         }
     }
 
     /// The name as an id, under which its time of use is kept.
     pub fn as_id(self) -> BlockId {
-        let mut id = [0; BlockId::LEN];
-        id[..8].copy_from_slice(&self.writer.to_be_bytes());
-        id[8..].copy_from_slice(&self.sequence.to_be_bytes());
-        BlockId(id)
+        let both = u128::from(self.writer) << 64 | u128::from(self.sequence);
+        BlockId(both.to_be_bytes())
     }
 }
 
@@ -228,10 +223,10 @@ pub fn is_quarantined(name: &OsStr) -> bool {
         Some((id.parse::<BlockId>().ok()?, reason, seconds))
     });
     parts.is_some_and(|(_, reason, seconds)| {
-        let known = MissReason::ALL
-            .into_iter()
-            .any(|known| known.is_damage() && known.name() == reason);
-        known && seconds.parse::<u64>().is_ok() && seconds.bytes().all(|c| c.is_ascii_digit())
+        let mut reasons = MissReason::ALL.into_iter();
+        reasons.any(|known| known.is_damage() && known.name() == reason)
+            && seconds.parse::<u64>().is_ok()
+            && seconds.bytes().all(|c| c.is_ascii_digit())
     })
 }
 
@@ -259,22 +254,27 @@ pub struct Marker {
 }
 
 impl Marker {
+    /// One of a root that is made at this time, ns of Unix time.
+    pub fn new(uuid: String, wall_ns: u64, storage_capacity: u64) -> Self {
+        Self {
+            format: FORMAT,
+            uuid,
+            created: wall_ns / 1_000_000_000,
+            storage_capacity,
+            layout: None,
+        }
+    }
+
     /// Reads a marker; a newer format or damage is an error with advice.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         let marker: Self = serde_json::from_slice(bytes).map_err(|error| {
-            Error::new(
-                ErrorKind::Config,
-                "the root marker is damaged; restore it or empty the directory",
-            )
-            .caused_by(error)
+            let text = "the root marker is damaged; restore it or empty the directory";
+            Error::new(ErrorKind::Config, text).caused_by(error)
         })?;
         if marker.format > FORMAT {
-            return Err(Error::new(
-                ErrorKind::Foreign,
-                "the root was made by a newer ucm; upgrade or use another directory",
-            )
-            .with("format", marker.format)
-            .with("newest_known", FORMAT));
+            let text = "the root was made by a newer ucm; upgrade or use another directory";
+            let newer = Error::new(ErrorKind::Foreign, text).with("format", marker.format);
+            return Err(newer.with("newest_known", FORMAT));
         }
         Ok(marker)
     }
@@ -323,11 +323,8 @@ pub struct Manifest {
 impl Manifest {
     /// A manifest without parts.
     pub fn new(identity: &Identity, labels: BTreeMap<String, String>) -> Self {
-        let digest = identity
-            .digest()
-            .iter()
-            .map(|byte| format!("{byte:02x}"))
-            .collect();
+        let digest = identity.digest().iter();
+        let digest = digest.map(|byte| format!("{byte:02x}")).collect();
         let text = RawValue::from_string(identity.json().to_owned()).unwrap_or_default();
         Self {
             format: FORMAT,
@@ -342,21 +339,17 @@ impl Manifest {
     /// that changed anything.
     pub fn add(&mut self, part: Part, layout: &RecordLayout) -> bool {
         let own = layout.record_lengths();
-        let mut entry = PartEntry {
+        let others = self.lengths(part).iter().filter(|len| !own.contains(len));
+        let all = own.iter().chain(others).copied();
+        let mut record_lengths: Vec<u64> = all.take(MAX_LENGTHS).collect();
+        record_lengths.sort_unstable();
+        let entry = PartEntry {
             tensors: layout.tensors().to_vec(),
             layers: layout.layers(),
             block_tokens: layout.block_tokens(),
             dtype: layout.dtype().to_string(),
-            record_lengths: Vec::new(),
+            record_lengths,
         };
-        let others = self.lengths(part).iter().filter(|len| !own.contains(len));
-        entry.record_lengths = own
-            .iter()
-            .chain(others)
-            .copied()
-            .take(MAX_LENGTHS)
-            .collect();
-        entry.record_lengths.sort_unstable();
         self.parts.insert(part.to_string(), entry.clone()) != Some(entry)
     }
 

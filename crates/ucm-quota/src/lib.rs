@@ -55,7 +55,7 @@ pub use capacity::Capacity;
 pub use grant_table::Snapshot;
 pub use pause::Pause;
 pub use remove::Rules;
-pub use writer_quota::{FIRST, Reservation};
+pub use writer_quota::{FIRST, Reservation, is_unsure};
 
 /// What a medium holds, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -274,17 +274,9 @@ impl Quota {
     /// Bytes were deleted by name, in an operation begun when [`Quota::counts`] was `before`. A
     /// count in between may have missed them already. Only the collector's own deletions are known
     /// before the next count.
-    pub fn deleted(&self, bytes: u64, before: u64) {
-        self.subtract(bytes, before, false);
-    }
-
-    /// The same for what is removed so seldom that it is worth another count where it is not known
-    /// what the last one saw.
-    pub fn cleared(&self, bytes: u64, before: u64) {
-        self.subtract(bytes, before, true);
-    }
-
-    fn subtract(&self, bytes: u64, before: u64, count_again: bool) {
+    /// `count_again`: what is removed so seldom that it is worth another count where it is not
+    /// known what the last one saw.
+    pub fn deleted(&self, bytes: u64, before: u64, count_again: bool) {
         let mut table = self.state.grant_table.lock();
         if self.state.term() == 0 {
             return;
@@ -293,14 +285,14 @@ impl Quota {
             table.removed(0, bytes);
             self.state.show(&table);
         } else if count_again {
-            table.doubt();
+            table.in_doubt = true;
         }
     }
 
     /// The root was lost and is back, perhaps with something else in it: nothing is granted before
     /// the next count.
     pub fn lost(&self) {
-        self.state.grant_table.lock().forget_count();
+        self.state.grant_table.lock().counted = None;
     }
 
     /// Bytes used and allowed.

@@ -6,7 +6,7 @@ use std::time::Duration;
 use ucm_core::BlockId;
 
 use super::capacity::Capacity;
-use crate::layout::{SEGMENTS, SegmentName};
+use crate::layout::{BLOCKS, SEGMENTS, SegmentName};
 
 /// Share of the limit above which records are removed, and down to which.
 const HIGH: f64 = 0.95;
@@ -64,16 +64,16 @@ impl Found {
     }
 
     pub(super) fn path(&self, namespaces: &[PathBuf]) -> PathBuf {
-        if let Kind::Segment(_) = self.kind {
-            return namespaces[self.namespace as usize]
-                .join(SEGMENTS)
-                .join(SegmentName::from_id(self.id).file_name());
+        let namespace = &namespaces[self.namespace as usize];
+        match self.kind {
+            Kind::Segment(_) => {
+                let name = SegmentName::from_id(self.id).file_name();
+                namespace.join(SEGMENTS).join(name)
+            }
+            Kind::Record => {
+                namespace.join(format!("{BLOCKS}/{:02x}/{}.bin", self.id.0[0], self.id))
+            }
         }
-        let shard = format!("{:02x}", self.id.0[0]);
-        namespaces[self.namespace as usize]
-            .join("blocks")
-            .join(shard)
-            .join(format!("{}.bin", self.id))
     }
 }
 
@@ -117,9 +117,7 @@ pub(super) fn plan(mut records: Vec<Found>, namespaces: usize, need: &Need) -> V
     let mut surplus = need.surplus;
     let goes = |over: &mut [u64], record: &Found| {
         let over = &mut over[record.namespace as usize];
-        let expired = need
-            .expired_before
-            .is_some_and(|line| record.used_ns < line);
+        let expired = need.expired_before.is_some_and(|at| record.used_ns < at);
         let goes = expired || *over > 0;
         if goes {
             *over = over.saturating_sub(record.len);

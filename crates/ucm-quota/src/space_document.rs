@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::MonotonicTime;
 
-use crate::documents::{Grants, Note, hex};
+use crate::documents::{Grants, Note, hex, to_bytes};
 use crate::grant_table::{GrantTable, Snapshot};
 use crate::layout::FORMAT;
 pub use crate::writer_quota::HOLDS;
@@ -102,12 +102,11 @@ impl SpaceDocument {
 
     /// The document as it is written.
     pub fn to_bytes(&self) -> Vec<u8> {
-        let format = FORMAT;
-        serde_json::to_vec(&Self {
-            format,
+        let written = Self {
+            format: FORMAT,
             ..self.clone()
-        })
-        .unwrap_or_default()
+        };
+        to_bytes(&written)
     }
 
     fn table(&self) -> GrantTable {
@@ -172,11 +171,8 @@ impl SpaceDocument {
 
     /// Bytes used as far as is known, the limit, and whether all was ever counted.
     pub fn usage(&self) -> (u64, u64, bool) {
-        (
-            self.table().used(),
-            self.grants.limit,
-            self.grants.counted.is_some(),
-        )
+        let (limit, counted) = (self.grants.limit, self.grants.counted.is_some());
+        (self.table().used(), limit, counted)
     }
 
     /// The most that can lie there, whatever the writers do with their grants; none before a count.

@@ -69,6 +69,6 @@ impl SpaceState {
     pub(super) fn show(&self, table: &GrantTable) {
         let mut quota = self.writer_quota.lock();
         (quota.told.others, quota.told.seen) = table.used_by_others(quota.writer);
-        quota.told.records = table.records();
+        quota.told.records = table.records;
     }
 }

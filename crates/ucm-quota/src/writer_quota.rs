@@ -7,6 +7,7 @@ use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::MonotonicTime;
 use ucm_io::{ELOOP, EROFS};
 
+use crate::grant_table::ahead;
 use crate::pause::Pause;
 
 /// How long a write waits for a grant within the limit, and the control path for room: a collector
@@ -21,6 +22,14 @@ const ASK_AGAIN: Duration = Duration::from_millis(50);
 /// How long a grant holds without news from its writer, by the writer's own clock; half of what the
 /// collector waits.
 pub const HOLDS: Duration = Duration::from_secs(300);
+
+/// True if the bytes of a write may be on the medium after this error.
+pub fn is_unsure(error: &Error) -> bool {
+    matches!(
+        error.kind(),
+        ErrorKind::Timeout | ErrorKind::Io | ErrorKind::Closed
+    )
+}
 
 /// What a reserved write hands back when it ended.
 #[derive(Debug, Clone, Copy)]
@@ -123,9 +132,8 @@ impl WriterQuota {
 
     /// Bytes below the root, as far as is known.
     pub(super) fn used(&self) -> u64 {
-        self.told
-            .others
-            .saturating_add(self.reserved.saturating_sub(self.told.seen))
+        let written = self.reserved.saturating_sub(self.told.seen);
+        self.told.others.saturating_add(written)
     }
 
     /// Bytes of the grant that are left.
@@ -157,13 +165,8 @@ impl WriterQuota {
         self.told.others = self.used();
         self.writer = id();
         self.free.bytes = self.free.bytes.map(|_| self.free.now(self.reserved));
-        (
-            self.reserved,
-            self.pending,
-            self.granted,
-            self.told.seen,
-            self.free.at,
-        ) = (0, 0, 0, 0, 0);
+        (self.reserved, self.pending, self.granted) = (0, 0, 0);
+        (self.told.seen, self.free.at) = (0, 0);
         self.holds_until = MonotonicTime::default();
         true
     }
@@ -191,8 +194,8 @@ impl WriterQuota {
                 // There is nothing to lower.
                 0 => {
                     "the file system is full; make room on it, or have the oldest blocks removed \
-                     before it is full: lower \
-                     storage_capacity, or give free_space_floor a value such as 5%"
+                     before it is full: lower storage_capacity, or give free_space_floor a value \
+                     such as 5%"
                 }
                 _ => {
                     "too little of the file system is free; make room on it, or lower \
@@ -219,7 +222,7 @@ impl WriterQuota {
         }
         if bytes <= self.left(now) {
             let reservation = self.take(bytes);
-            let low = self.is_half_free() || self.is_low(self.ahead_hint(), now);
+            let low = self.is_half_free() || self.is_low(ahead(self.told.limit, 1), now);
             return (Ok(Some(reservation)), low && self.may_ask(now));
         }
         self.unit = self.unit.max(bytes);
@@ -260,26 +263,19 @@ impl WriterQuota {
     /// Whether the quota agent may be asked to look; not with every write, for one look is several
     /// calls on the medium.
     fn may_ask(&mut self, now: MonotonicTime) -> bool {
-        let may = self
-            .asking
-            .last
-            .is_none_or(|asked| now.since(asked) >= ASK_AGAIN);
+        let last = self.asking.last;
+        let may = last.is_none_or(|asked| now.since(asked) >= ASK_AGAIN);
         if may {
             self.asking.last = Some(now);
         }
         may
     }
 
-    fn ahead_hint(&self) -> u64 {
-        super::grant_table::ahead(self.told.limit, 1)
-    }
-
     /// Whether half of what may be written above the floor was written since that was looked at.
     pub(super) fn is_half_free(&self) -> bool {
         let written = self.reserved.saturating_sub(self.free.at);
-        self.free
-            .left(self.free.at)
-            .is_some_and(|left| written > left / 2)
+        let left = self.free.left(self.free.at);
+        left.is_some_and(|left| written > left / 2)
     }
 
     /// A larger grant.
@@ -298,12 +294,7 @@ impl WriterQuota {
         error: Option<&Error>,
         now: MonotonicTime,
     ) -> bool {
-        let unsure = error.is_none_or(|error| {
-            matches!(
-                error.kind(),
-                ErrorKind::Timeout | ErrorKind::Io | ErrorKind::Closed
-            )
-        });
+        let unsure = error.is_none_or(is_unsure);
         let kept = if unsure { reservation.bytes } else { 0 };
         self.commit(reservation, kept, error, now)
     }
@@ -319,9 +310,8 @@ impl WriterQuota {
     ) -> bool {
         if reservation.writer == self.writer {
             self.pending = self.pending.saturating_sub(reservation.bytes);
-            self.reserved = self
-                .reserved
-                .saturating_sub(reservation.bytes.saturating_sub(kept));
+            let unused = reservation.bytes.saturating_sub(kept);
+            self.reserved = self.reserved.saturating_sub(unused);
         }
         self.pause.record(error, now)
     }

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use ucm_core::BlockId;
 use ucm_infra::MonotonicTime;
-use ucm_tier::backend::{Backend, Written};
-use ucm_tier::memory::{EvictedRecord, MemoryBackend, Policy};
+use ucm_tier::backend::{Backend, Memory, Victim, Written};
+use ucm_tier::memory::{MemoryBackend, Policy};
 
 use crate::common::memory::{keep, record, setup, tier};
 use crate::common::{Device, Store, directory, id, ids, pages};
@@ -17,13 +17,13 @@ use crate::common::{Device, Store, directory, id, ids, pages};
 fn victims_are_handed_out_whole_and_can_be_found_until_they_are_let_go() {
     let dir = directory();
     let tier = tier(dir.path(), 16, |_| ());
-    let taken: Arc<Mutex<Vec<EvictedRecord>>> = Arc::default();
+    let taken: Arc<Mutex<Vec<Box<dyn Victim>>>> = Arc::default();
     let hands = Arc::clone(&taken);
-    assert!(tier.evicted(move |victim| hands.lock().push(victim)));
-    assert!(!tier.evicted(|_| ()), "there is one already");
+    assert!(tier.on_evicted(Box::new(move |victim| hands.lock().push(victim))));
+    assert!(!tier.on_evicted(Box::new(|_| ())), "there is one already");
     keep(&tier, ids(16));
     let first = taken.lock().remove(0);
-    assert_eq!(*first, record(first.id()), "byte for byte");
+    assert_eq!(first.record(), record(first.id()), "byte for byte");
     assert!(tier.contains(first.id()) && tier.pin(first.id()).is_some());
     let gone = first.id();
     drop(first);
@@ -50,7 +50,7 @@ fn a_victim_that_was_damaged_goes_without_being_handed() {
     let tier = tier(dir.path(), 8, |_| ());
     let taken: Arc<Mutex<Vec<BlockId>>> = Arc::default();
     let hands = Arc::clone(&taken);
-    tier.evicted(move |victim| hands.lock().push(victim.id()));
+    tier.on_evicted(Box::new(move |victim| hands.lock().push(victim.id())));
     keep(&tier, ids(7));
     assert!(pages::flip(id(0), tier.region().unwrap(), 5000));
     keep(&tier, (7..20).map(id));
@@ -64,9 +64,9 @@ fn a_victim_that_is_stored_anew_stays() {
     let dir = directory();
     let store = Store::open(dir.path(), setup(8));
     let tier = Arc::clone(store.memory.as_ref().unwrap());
-    let taken: Arc<Mutex<Vec<EvictedRecord>>> = Arc::default();
+    let taken: Arc<Mutex<Vec<Box<dyn Victim>>>> = Arc::default();
     let hands = Arc::clone(&taken);
-    tier.evicted(move |victim| hands.lock().push(victim));
+    tier.on_evicted(Box::new(move |victim| hands.lock().push(victim)));
     let device = Device::filled(&store.setup, &ids(20));
     store.dump(&device, &ids(8)).unwrap();
     let victim = taken.lock().remove(0);
@@ -88,9 +88,9 @@ fn a_victim_that_is_used_stays_and_can_be_chosen_again() {
     let dir = directory();
     for policy in Policy::ALL {
         let tier = tier(dir.path(), 8, |config| config.policy = policy);
-        let taken: Arc<Mutex<Vec<EvictedRecord>>> = Arc::default();
+        let taken: Arc<Mutex<Vec<Box<dyn Victim>>>> = Arc::default();
         let hands = Arc::clone(&taken);
-        tier.evicted(move |victim| hands.lock().push(victim));
+        tier.on_evicted(Box::new(move |victim| hands.lock().push(victim)));
         let uses: [fn(&MemoryBackend, BlockId); 3] = [
             |tier, block| {
                 assert_eq!(

@@ -166,12 +166,8 @@ impl Lengths {
 
     /// The length of the longest record that is known.
     pub(crate) fn longest(&self) -> u64 {
-        self.known
-            .read()
-            .iter()
-            .map(|known| known.len)
-            .max()
-            .unwrap_or(0)
+        let known = self.known.read();
+        known.iter().map(|known| known.len).max().unwrap_or(0)
     }
 
     /// The least and the most bytes that the longest record of a part can have, whatever its writer
@@ -195,6 +191,13 @@ impl Lengths {
         let kv_len = self.kv_len(part);
         let kv_len = kv_len.unwrap_or(self.first.record.kv_len() as u64);
         self.add(kv_len, &[len]);
+    }
+
+    /// The same of a manifest as it is stored; of what is none nothing is learned.
+    pub(crate) fn learn_from_document(&self, manifest: &[u8]) {
+        if let Ok(manifest) = serde_json::from_slice(manifest) {
+            self.learn_from(&manifest);
+        }
     }
 
     /// Records may have the lengths that this manifest names for any part. One that is not as it

@@ -13,6 +13,7 @@ pub mod directory;
 mod kind;
 pub mod layout_kind;
 pub mod lengths;
+mod locally_visible;
 pub mod memory;
 #[cfg(feature = "network")]
 mod network;

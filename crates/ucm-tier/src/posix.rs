@@ -111,7 +111,7 @@ impl Backend for PosixBackend {
         let removed: Vec<u64> = removed
             .filter_map(|(file, len)| matches!(file, Ok(true)).then_some(len))
             .collect();
-        shared.space.deleted(removed.iter().sum(), before);
+        shared.space.deleted(removed.iter().sum(), before, false);
         Ok(removed.len())
     }
 

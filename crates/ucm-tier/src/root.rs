@@ -14,7 +14,7 @@ use ucm_core::{Error, ErrorKind, Result, in_units, limits};
 use ucm_infra::{LANE_LOAD, LANE_SPACE, MonotonicTime};
 use ucm_io::{EROFS, FileMeta, IoJob, Publish, ReadMode};
 use ucm_quota::Capacity;
-use ucm_quota::layout::{FORMAT, Manifest, Marker};
+use ucm_quota::layout::Marker;
 
 use crate::layout_kind::RootLayout;
 use crate::shared::{MAKE_DIRS, MountPoint, Shared};
@@ -61,10 +61,8 @@ impl Shared {
         match read {
             Some((_, file_len)) if file_len > len as u64 => {
                 let long = Error::new(ErrorKind::Config, "this document is too long to be ours");
-                Err(long
-                    .with("path", at)
-                    .with("bytes", file_len)
-                    .with("most", len))
+                let long = long.with("path", at).with("bytes", file_len);
+                Err(long.with("most", len))
             }
             found => Ok(found.map(|(bytes, _)| bytes)),
         }
@@ -102,10 +100,8 @@ impl Shared {
     }
 
     pub(crate) fn next_private(&self) -> PathBuf {
-        self.layout.private(
-            self.config.scope.writer,
-            self.sequence.fetch_add(1, Ordering::Relaxed),
-        )
+        let sequence = self.sequence.fetch_add(1, Ordering::Relaxed);
+        self.layout.private(self.config.scope.writer, sequence)
     }
 
     fn stat(&self, path: PathBuf, deadline: MonotonicTime) -> Result<Option<FileMeta>> {
@@ -156,13 +152,10 @@ impl Shared {
     /// Says so where the configuration asks for another layout than the root has: what lies there
     /// is not found.
     fn tell_of_another_layout(&self, marker: &Marker) {
-        let marked = marker
-            .layout
-            .as_ref()
-            .and_then(|said| RootLayout::deserialize(said).ok());
-        let (marked, mut known) = (marked.map(|marked| marked.kind), self.root.lock());
-        if let (Some(marked), Some(own)) = (marked, known.kind)
-            && marked != own
+        let mut known = self.root.lock();
+        if let Some(said) = &marker.layout
+            && let (Ok(marked), Some(own)) = (RootLayout::deserialize(said), known.kind)
+            && marked.kind != own
             && !std::mem::replace(&mut known.warned, true)
         {
             let root = self.layout.root().display();
@@ -170,10 +163,10 @@ impl Shared {
                 store = self.config.scope.writer,
                 %root,
                 "{root}: layout {} is asked for (by layout, or by codec), and other processes keep \
-                 its blocks in layout {}: \
-                 neither finds the other's; leave both keys out, or take another directory",
+                 its blocks in layout {}: neither finds the other's; leave both keys out, or take \
+                 another directory",
                 own.name(),
-                marked.name()
+                marked.kind.name()
             );
         }
     }
@@ -227,9 +220,10 @@ impl Shared {
             let above = root.ancestors().skip(1).map(or_here);
             let same = above.take_while(|above| mount_of(above).is_ok_and(|found| found == mount));
             let path = same.last().unwrap_or(&root).to_owned();
-            let gone =
-                || Error::new(ErrorKind::Io, "the root is gone").with("root", root.display());
-            let FileMeta { dev, ino, .. } = io.look(path.clone())?.ok_or_else(gone)?;
+            let gone = || Error::new(ErrorKind::Io, "the root is gone");
+            let meta = io.look(path.clone())?;
+            let meta = meta.ok_or_else(|| gone().with("root", root.display()))?;
+            let FileMeta { dev, ino, .. } = meta;
             Ok(MountPoint { path, dev, ino })
         })
     }
@@ -247,10 +241,8 @@ impl Shared {
     /// The marker of the root that was opened, which is taken up again first where it was lost; an
     /// error as long as it is.
     pub(crate) fn own_marker(self: &Arc<Self>, deadline: MonotonicTime) -> Result<Marker> {
-        if self
-            .check_root(self.stat(self.layout.marker(), deadline)?)
-            .is_err()
-        {
+        let marker = self.stat(self.layout.marker(), deadline)?;
+        if self.check_root(marker).is_err() {
             self.readmit(deadline)?;
         }
         let marker = self.read_marker(deadline);
@@ -295,9 +287,8 @@ impl Shared {
             if known.is_none_or(|known| known != marker.uuid) {
                 let text =
                     "another root was mounted or put in the place of the one that was opened";
-                return Err(
-                    Error::new(ErrorKind::Foreign, text).with("root", self.layout.root().display())
-                );
+                let other = Error::new(ErrorKind::Foreign, text);
+                return Err(other.with("root", self.layout.root().display()));
             }
             let mounted = self.mount_point(deadline)?;
             let Some(meta) = self.stat(self.layout.marker(), deadline)? else {
@@ -315,13 +306,11 @@ impl Shared {
         // Removed, not unmounted: the root is not there at all, and what it was mounted with is.
         // Where a share is unmounted, its mount point is another directory from then on, though it
         // may be on the same device.
-        let mounted = {
+        let (mounted, device) = {
             let known = self.root.lock();
-            known
-                .mounted
-                .clone()
-                .filter(|mounted| known.device == Some(mounted.dev))
+            (known.mounted.clone(), known.device)
         };
+        let mounted = mounted.filter(|mounted| device == Some(mounted.dev));
         let root = self.stat(self.layout.root().to_owned(), deadline)?;
         let (Some(mounted), None) = (mounted, root) else {
             return self.check_root(None);
@@ -364,17 +353,13 @@ impl Shared {
                 in_units(floor)
             ),
         };
-        let (root, limit, total) = (
-            self.layout.root().display(),
-            in_units(limit),
-            in_units(total),
-        );
+        let (limit, total) = (in_units(limit), in_units(total));
+        let root = self.layout.root().display();
         warn!(
             store = self.config.scope.writer,
             %root,
             "storage_capacity of {root} is {limit}, and its file system has {total}: the limit is \
-             never reached, and {then}; \
-             lower storage_capacity"
+             never reached, and {then}; lower storage_capacity"
         );
     }
 
@@ -394,11 +379,8 @@ impl Shared {
     /// The directories of the namespace; also later, when somebody removed them.
     pub(crate) fn make_dirs(&self, deadline: MonotonicTime) -> Result<()> {
         let namespace = self.layout.namespace();
-        let records = self
-            .root
-            .lock()
-            .kind
-            .map(|kind| namespace.join(kind.directory()));
+        let kind = self.root.lock().kind;
+        let records = kind.map(|kind| namespace.join(kind.directory()));
         for dir in [namespace, self.layout.tmp()].into_iter().chain(records) {
             self.make_dir(dir, deadline)?;
         }
@@ -443,10 +425,8 @@ impl Shared {
         paths.reverse();
         let asked = paths.clone();
         let metas = self.call(deadline, move |io| io.stat(&asked, false))?;
-        let missing = paths
-            .into_iter()
-            .zip(metas)
-            .filter(|(_, meta)| meta.is_none());
+        let all = paths.into_iter().zip(metas);
+        let missing = all.filter(|(_, meta)| meta.is_none());
         Ok(missing.map(|(path, _)| path).collect())
     }
 
@@ -461,22 +441,13 @@ impl Shared {
     /// counts.
     pub(crate) fn mark(&self, deadline: MonotonicTime) -> Result<Marker> {
         let (total, free) = self.space_info(deadline)?;
-        let layout = self
-            .root
-            .lock()
-            .layout
-            .as_ref()
-            .and_then(RootLayout::to_value);
-        let marker = Marker {
-            format: FORMAT,
-            uuid: crate::random_hex(),
-            created: self.clock.wall_ns() / 1_000_000_000,
-            storage_capacity: match self.config.capacity {
-                Some(capacity) => capacity.bytes(total),
-                None => Capacity::default_bytes(total, free),
-            },
-            layout,
+        let capacity = match self.config.capacity {
+            Some(capacity) => capacity.bytes(total),
+            None => Capacity::default_bytes(total, free),
         };
+        let mut marker = Marker::new(crate::random_hex(), self.clock.wall_ns(), capacity);
+        let layout = self.root.lock().layout.clone();
+        marker.layout = layout.as_ref().and_then(RootLayout::to_value);
         self.publish_marker(&marker, false, deadline)?;
         // Another process may have done the same at the same time: of all markers one stays.
         Ok(self.read_marker(deadline)?.unwrap_or(marker))
@@ -489,17 +460,9 @@ impl Shared {
         replace: bool,
         deadline: MonotonicTime,
     ) -> Result<()> {
-        let private = self
-            .layout
-            .root()
-            .join(format!(".{}.tmp", crate::random_hex()));
-        self.publish_document(
-            private,
-            self.layout.marker(),
-            marker.to_bytes(),
-            replace,
-            deadline,
-        )
+        let private = format!(".{}.tmp", crate::random_hex());
+        let (private, target) = (self.layout.root().join(private), self.layout.marker());
+        self.publish_document(private, target, marker.to_bytes(), replace, deadline)
     }
 
     /// Whether a record was met whose length is not known, and it is time to look what the manifest
@@ -512,40 +475,26 @@ impl Shared {
     /// for now.
     pub(crate) fn learn_lengths(&self, io: &IoJob) {
         let (path, len) = (self.layout.manifest(), limits::MAX_DOCUMENT_BYTES);
-        if let Ok(Some((bytes, _))) = io.read_piece(&path, 0, len, ReadMode::Default)
-            && let Ok(manifest) = serde_json::from_slice::<Manifest>(&bytes)
-        {
-            self.lengths.learn_from(&manifest);
+        if let Ok(Some((bytes, _))) = io.read_piece(&path, 0, len, ReadMode::Default) {
+            self.lengths.learn_from_document(&bytes);
         }
     }
 
     /// Adds the own parts to the manifest. Ranks do so at the same time: the rank that finds its
     /// part lost adds it again, at the latest with the next count.
     fn describe_parts(&self, deadline: MonotonicTime) -> Result<()> {
-        let scope = &self.config.scope;
+        let (scope, lengths) = (&self.config.scope, &self.lengths);
         for _ in 0..8 {
             let stored = match self.read_document(self.layout.manifest(), deadline) {
                 Err(error) if error.kind() == ErrorKind::Config => None, // too long to be ours
                 stored => stored?,
             };
-            let mut manifest = stored
-                .and_then(|bytes| serde_json::from_slice::<Manifest>(&bytes).ok())
-                .unwrap_or_else(|| Manifest::new(&scope.identity, scope.labels.clone()));
-            let mut changed = false;
-            for own in self.lengths.own() {
-                changed |= manifest.add(own.part, &own.record);
-            }
-            self.lengths.learn_from(&manifest);
+            let (manifest, changed) = scope.describe(lengths, lengths.own(), stored.as_deref());
             if !changed {
                 return Ok(());
             }
-            self.publish_document(
-                self.next_private(),
-                self.layout.manifest(),
-                manifest.to_bytes(),
-                true,
-                deadline,
-            )?;
+            let (private, target) = (self.next_private(), self.layout.manifest());
+            self.publish_document(private, target, manifest, true, deadline)?;
         }
         Ok(()) // explains only; records are checked by their own header
     }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use ucm_core::{Identity, Part};
+use ucm_quota::layout::Manifest;
 use ucm_record::RecordLayout;
 
 use crate::lengths::{Lengths, PartRecord};
@@ -33,5 +34,23 @@ impl Scope {
     /// The lengths that its records may have.
     pub(crate) fn lengths(&self) -> Lengths {
         Lengths::new(self.part, &self.record, &self.other_parts, self.shorter)
+    }
+
+    /// The manifest that is stored, or a new one, with these parts added, and whether that changed
+    /// it. Its lengths are known from then on.
+    pub(crate) fn describe<'a>(
+        &self,
+        lengths: &Lengths,
+        parts: impl IntoIterator<Item = &'a PartRecord>,
+        stored: Option<&[u8]>,
+    ) -> (Vec<u8>, bool) {
+        let stored = stored.and_then(|bytes| serde_json::from_slice(bytes).ok());
+        let new = || Manifest::new(&self.identity, self.labels.clone());
+        let (mut manifest, mut changed) = (stored.unwrap_or_else(new), false);
+        for known in parts {
+            changed |= manifest.add(known.part, &known.record);
+        }
+        lengths.learn_from(&manifest);
+        (manifest.to_bytes(), changed)
     }
 }

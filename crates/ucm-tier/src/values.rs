@@ -16,14 +16,13 @@ use ucm_device::Slot;
 use ucm_infra::{Clock, LANE_LOOKUP, LANE_SPACE, MonotonicTime};
 use ucm_io::{IoJob, IoPool};
 use ucm_quota::Pause;
-use ucm_quota::layout::Manifest;
 use ucm_record::RecordHeader;
 
 use crate::backend::{
     Backend, BlockRead, Done, Features, InPlace, Indexed, Listed, MediumStats, Outcome, Presence,
     ReadDone, WriteOptions, Written,
 };
-use crate::lengths::{Lengths, PartRecord};
+use crate::lengths::Lengths;
 use crate::recency::Recency;
 use crate::scope::Scope;
 
@@ -341,13 +340,10 @@ impl RecordRules {
     /// Adds the layouts of this writer to the manifests of its parts.
     fn describe(&self, io: &IoJob) -> Result<()> {
         let scope = &self.scope;
-        for PartRecord { part, record, .. } in self.lengths.own() {
-            let mut manifest = self
-                .manifest(io, *part)?
-                .unwrap_or_else(|| Manifest::new(&scope.identity, scope.labels.clone()));
-            manifest.add(*part, record);
-            self.lengths.learn_from(&manifest);
-            let put = self.values.put_manifest(io, *part, &manifest.to_bytes());
+        for own in self.lengths.own() {
+            let stored = self.values.manifest(io, own.part)?;
+            let (manifest, _) = scope.describe(&self.lengths, [own], stored.as_deref());
+            let put = self.values.put_manifest(io, own.part, &manifest);
             if let Err(error) = put
                 // A medium that takes no writes now can be read, and may take them again.
                 && !matches!(error.kind(), ErrorKind::NoSpace | ErrorKind::Unhealthy)
@@ -359,12 +355,6 @@ impl RecordRules {
         Ok(())
     }
 
-    /// The manifest of a part, if there is one that can be parsed.
-    fn manifest(&self, io: &IoJob, part: Part) -> Result<Option<Manifest>> {
-        let stored = self.values.manifest(io, part)?;
-        Ok(stored.and_then(|stored| serde_json::from_slice(&stored).ok()))
-    }
-
     /// Reads the lengths of records from the manifests, if a record of an unknown length was met
     /// and it is time: writers that keep other side shards add theirs. True if any was read.
     fn learn_lengths(&self, io: &IoJob) -> bool {
@@ -372,10 +362,10 @@ impl RecordRules {
             return false;
         }
         let mut any = false;
-        for PartRecord { part, .. } in self.lengths.parts() {
+        for known in self.lengths.parts() {
             // On an error, records of unknown lengths stay misses for now.
-            if let Ok(Some(manifest)) = self.manifest(io, *part) {
-                self.lengths.learn_from(&manifest);
+            if let Ok(Some(manifest)) = self.values.manifest(io, known.part) {
+                self.lengths.learn_from_document(&manifest);
                 any = true;
             }
         }

@@ -11,7 +11,7 @@
 //!   second.
 //! * A record is *published* when it lies in the region: others of this host find it. A medium
 //!   below is not this backend's business: evicted records are passed to the caller that writes
-//!   them there ([`MemoryBackend::evicted`]).
+//!   them there ([`Memory::on_evicted`]).
 //! * A record being copied out, written down or otherwise pinned ([`MemoryBackend::pin`]) is not
 //!   evicted.
 //! * A process that dies leaves a file whose lock is free, which the next scan of another one
@@ -22,7 +22,7 @@
 //!
 //! What a cached block costs beside its record, rounded up to pages: 48 to 64 bytes in the region,
 //! and in its writer 12 for slots and times and what its policy needs (some 30 with LRU, 90 with
-//! S3-FIFO).
+//! S3-FIFO); some 40 more while it is only locally visible.
 //!
 //! `touch` reaches the region of this process alone: no process writes what another one reads. So a
 //! read counts as a use too, and a scheduler that knows of uses on the device reports them to its
@@ -35,7 +35,6 @@
 //! [`MemoryConfig::scheduler_elsewhere`] has all of them named.
 
 pub mod eviction;
-mod locally_visible;
 mod peer_regions;
 mod tier;
 
@@ -59,7 +58,6 @@ use crate::backend::{
 use crate::scope::Scope;
 pub use eviction::Policy;
 use peer_regions::PeerRegions;
-pub use tier::EvictedRecord;
 use tier::Tier;
 
 /// Configuration of the memory tier.
@@ -211,19 +209,6 @@ impl MemoryBackend {
         self.tier.pin(id)
     }
 
-    /// Verifies the bytes of a record: what is wrong with them, if anything.
-    pub fn verify(&self, id: BlockId, record: &[u8]) -> Result<(), MissReason> {
-        self.tier.verify(id, record)
-    }
-
-    /// Sets, once, the hook that gets the records that the policy chose, verified and readable
-    /// until the [`EvictedRecord`] is dropped; one used until then stays. Called on the thread that
-    /// stores; it must not block. At most an eighth of the slots and 64 are out at once; beyond
-    /// that records are evicted without it. `false` when there is one already.
-    pub fn evicted(&self, take: impl Fn(EvictedRecord) + Send + Sync + 'static) -> bool {
-        self.tier.set_hook(Box::new(take))
-    }
-
     /// Counters.
     pub fn counts(&self) -> MemoryCounts {
         MemoryCounts {
@@ -234,7 +219,7 @@ impl MemoryBackend {
 
     /// The number of the own region, as in the name of its file below the registry.
     pub fn region(&self) -> Option<u64> {
-        self.tier.region().map(|region| region.nonce())
+        self.tier.region.as_ref().map(|region| region.nonce())
     }
 
     /// Scans for regions of other processes at once, beside the scan about once a second. Does not
@@ -402,11 +387,13 @@ impl Memory for MemoryBackend {
     }
 
     fn region(&self) -> Option<&Arc<SharedRegion>> {
-        self.tier.region()
+        self.tier.region.as_ref()
     }
 
+    /// Victims are verified before. At most an eighth of the slots and 64 are out at once; beyond
+    /// that records are evicted without the hook.
     fn on_evicted(&self, hook: Evicted) -> bool {
-        self.evicted(move |victim| hook(Box::new(victim)))
+        self.tier.hook.set(hook).is_ok()
     }
 }
 

@@ -45,7 +45,7 @@ impl PeerRegions {
             ended: Completion::new(),
             dir: Mutex::default(),
         });
-        if !tier.config().shared {
+        if !tier.config.shared {
             peers.first.complete(());
             peers.ended.complete(());
             return Ok(peers);
@@ -75,7 +75,11 @@ impl PeerRegions {
             self.first.complete(());
             clock.sleep(&self.notify, seen, Some(clock.now().after(EVERY)));
         }
-        if let Some(region) = tier.upgrade().as_ref().and_then(|tier| tier.region()) {
+        if let Some(region) = tier
+            .upgrade()
+            .as_ref()
+            .and_then(|tier| tier.region.as_ref())
+        {
             region.withdraw();
         }
         *self.views.write() = Arc::default();
@@ -85,22 +89,18 @@ impl PeerRegions {
 
     fn look_once(&self, tier: &Tier) -> Result<()> {
         // Anew each time: the directory of a user's session is removed with the session.
-        let dir = tier
-            .config()
-            .registry
-            .clone()
-            .unwrap_or_else(Registry::default_dir);
+        let dir = tier.config.registry.clone();
+        let dir = dir.unwrap_or_else(Registry::default_dir);
         let registry = &Registry::new(dir.clone());
         *self.dir.lock() = dir;
-        let announced = tier
-            .region()
-            .map_or(Ok(()), |region| region.announce(registry));
+        let region = tier.region.as_ref();
+        let announced = region.map_or(Ok(()), |region| region.announce(registry));
         tier.set_visible(announced.is_ok());
-        let (least, most) = tier.lengths().range();
+        let (least, most) = tier.lengths.range();
         let wanted = Wanted {
-            namespace: *tier.config().scope.identity.digest(),
+            namespace: *tier.config.scope.identity.digest(),
             record_len: (least as usize, most as usize),
-            own: tier.region().map(|region| region.nonce()),
+            own: region.map(|region| region.nonce()),
         };
         let known = self.views();
         let scan = registry.scan(&wanted, &known)?;

@@ -6,24 +6,21 @@
 //! slots hold records.
 
 use std::collections::HashMap;
-use std::ops::{Deref, Range};
+use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
-use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, in_units, limits};
+use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, in_units};
 use ucm_device::{Pinned, RegionOptions, SharedRegion, WriteLease};
-use ucm_infra::Clock;
+use ucm_infra::{Clock, MonotonicTime};
 use ucm_quota::Usage;
 use ucm_record::verify_stored;
 
 use super::eviction::Eviction;
-use super::locally_visible::Changes;
 use super::{MemoryConfig, MemoryCounts};
-use crate::backend::{self, Listed, LocallyVisible, Written};
+use crate::backend::{Evicted, Listed, LocallyVisible, Victim, Written};
 use crate::lengths::Lengths;
-
-/// The hook that victims are passed to.
-pub(super) type Hook = Box<dyn Fn(EvictedRecord) + Send + Sync>;
+use crate::locally_visible::LocalChanges;
 
 /// Most victims that are out at once, and the share of the slots that may be.
 const MOST_OUT: usize = 64;
@@ -36,19 +33,20 @@ const AT_ONCE: usize = 256;
 
 /// The own region and its state; without a region it has no records.
 pub(super) struct Tier {
-    config: MemoryConfig,
+    pub(super) config: MemoryConfig,
     clock: Arc<dyn Clock>,
-    region: Option<Arc<SharedRegion>>,
-    lengths: Lengths,
+    pub(super) region: Option<Arc<SharedRegion>>,
+    pub(super) lengths: Lengths,
     state: Mutex<State>,
-    hook: OnceLock<Hook>,
+    /// What victims are passed to.
+    pub(super) hook: OnceLock<Evicted>,
 }
 
 struct State {
     policy: Box<dyn Eviction>,
     /// Second of the last use, Unix time, by slot.
     used: Vec<u32>,
-    changes: Changes,
+    changes: LocalChanges,
     /// Whether own records are reported as locally visible.
     telling: bool,
     /// Slots of the victims that the hook holds, and whether each was used since.
@@ -73,7 +71,7 @@ impl Tier {
             state: Mutex::new(State {
                 policy: config.policy.build(slots),
                 used: vec![0; slots],
-                changes: Changes::default(),
+                changes: LocalChanges::default(),
                 telling: true, // until the region is announced
                 out: HashMap::new(),
                 counts: MemoryCounts::default(),
@@ -84,23 +82,6 @@ impl Tier {
             region,
             hook: OnceLock::new(),
         }))
-    }
-
-    pub(super) fn config(&self) -> &MemoryConfig {
-        &self.config
-    }
-
-    /// The lengths that records may have.
-    pub(super) fn lengths(&self) -> &Lengths {
-        &self.lengths
-    }
-
-    pub(super) fn region(&self) -> Option<&Arc<SharedRegion>> {
-        self.region.as_ref()
-    }
-
-    pub(super) fn set_hook(&self, hook: Hook) -> bool {
-        self.hook.set(hook).is_ok()
     }
 
     /// Whether the own region has it; takes no lock.
@@ -217,7 +198,8 @@ impl Tier {
                 state.out.insert(record.slot(), false);
                 drop(state);
                 let sound = self.verify(id, &record).is_ok();
-                let victim = EvictedRecord::new(Arc::clone(self), record);
+                let tier = Arc::clone(self);
+                let victim = Box::new(EvictedRecord { tier, record });
                 if sound {
                     self.state.lock().counts.handed += 1;
                     hook(victim);
@@ -236,7 +218,7 @@ impl Tier {
     /// The hook has released this victim: it is evicted, unless it was stored anew. One that was
     /// used since stays, whatever the hook did: a dump that found it here has returned that it is
     /// stored.
-    pub(super) fn left(&self, record: &Pinned) {
+    fn left(&self, record: &Pinned) {
         let Some(region) = &self.region else { return };
         let (id, slot) = (record.id(), record.slot());
         let mut state = self.state.lock();
@@ -285,7 +267,7 @@ impl Tier {
     }
 
     /// Verifies a record, with KV or without.
-    pub(super) fn verify(&self, id: BlockId, record: &[u8]) -> Result<(), MissReason> {
+    fn verify(&self, id: BlockId, record: &[u8]) -> Result<(), MissReason> {
         let namespace = *self.config.scope.identity.digest();
         let expect = self.lengths.expect(id, namespace, record);
         verify_stored(record, record.len() as u64, &expect)?;
@@ -367,7 +349,8 @@ impl Tier {
     }
 
     pub(super) fn locally_visible(&self) -> LocallyVisible {
-        self.state.lock().changes.take(limits::MAX_IDS_PER_CALL)
+        // No record here is published later: the time does not count.
+        self.state.lock().changes.take(MonotonicTime::default())
     }
 
     pub(super) fn stride(&self) -> usize {
@@ -426,37 +409,17 @@ impl State {
 
 /// The record of a victim, verified. It can be found and read until this is dropped; then it is
 /// evicted, unless it was used since.
-pub struct EvictedRecord {
+struct EvictedRecord {
     tier: Arc<Tier>,
     record: Pinned,
 }
 
-impl EvictedRecord {
-    fn new(tier: Arc<Tier>, record: Pinned) -> Self {
-        Self { tier, record }
-    }
-
-    /// The record's id.
-    pub fn id(&self) -> BlockId {
-        self.record.id()
-    }
-}
-
-impl backend::Victim for EvictedRecord {
+impl Victim for EvictedRecord {
     fn id(&self) -> BlockId {
         self.record.id()
     }
 
     fn record(&self) -> &[u8] {
-        self
-    }
-}
-
-impl Deref for EvictedRecord {
-    type Target = [u8];
-
-    /// The sealed record.
-    fn deref(&self) -> &[u8] {
         &self.record
     }
 }

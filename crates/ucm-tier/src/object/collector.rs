@@ -14,7 +14,7 @@ use ucm_quota::space_document::{SpaceDocument, Use};
 
 use super::bucket::{Bucket, time_of};
 use super::names::Names;
-use super::space::Space;
+use super::space::{Grant, Space};
 use super::uses::read_uses;
 use super::{AT_ONCE, ObjectConfig};
 use crate::blobs::BlobName;
@@ -114,10 +114,9 @@ impl Space {
     /// Counts the bytes below the prefix and removes segments that have to go. An error where
     /// another writer counts.
     fn count(&self, deadline: MonotonicTime) -> Result<()> {
-        let before = if self.remote.has_conditions() {
-            Some(self.begin_count(deadline)?)
-        } else {
-            None
+        let before = match self.remote.has_conditions() {
+            true => Some(self.begin_count(deadline)?),
+            false => None,
         };
         let uses_kept = self.expiry().map_or(USES_KEPT, |life| life.max(USES_KEPT));
         let remote = &self.remote;
@@ -132,9 +131,8 @@ impl Space {
                 break;
             }
             let tried: HashSet<Path> = gone.iter().map(|(path, _)| path.clone()).collect();
-            contents
-                .segments
-                .retain(|(_, path, _)| !tried.contains(path));
+            let segments = &mut contents.segments;
+            segments.retain(|(_, path, _)| !tried.contains(path));
             let (count, bytes) = self.remove(gone, stale, deadline)?;
             (removed, freed) = (removed + count, freed + bytes);
             contents.total -= bytes;
@@ -157,17 +155,18 @@ impl Space {
     }
 
     fn begin_count(&self, deadline: MonotonicTime) -> Result<Snapshot> {
-        let (writer, limit, used, now) = {
-            let state = self.state.lock();
+        // The silence of others is kept here, by our own clock.
+        let (writer, limit, used, mut silence) = {
+            let mut state = self.state.lock();
+            let Grant { writer, used, .. } = state.grant;
             (
-                state.grant.writer,
+                writer,
                 state.limit,
-                state.grant.used,
-                self.remote.clock.now(),
+                used,
+                std::mem::take(&mut state.silence),
             )
         };
-        // The silence of others is kept here, by our own clock.
-        let mut silence = std::mem::take(&mut self.state.lock().silence);
+        let now = self.remote.clock.now();
         let begun = self.change(deadline, |document| {
             document.ask(writer, Use { wanted: 0, ..used }, limit);
             document.begin_count(writer, &mut silence, now)
@@ -186,10 +185,9 @@ impl Space {
         };
         let mut oldest: Vec<_> = contents.segments.iter().collect();
         oldest.sort_unstable_by_key(|(segment, ..)| (used(segment), *segment));
-        let expiry = self
-            .expiry()
-            .map(|age| u64::try_from(age.as_nanos()).unwrap_or(u64::MAX));
-        let before = expiry.map_or(0, |age| contents.now_ns.saturating_sub(age));
+        let ago = |age: Duration| u64::try_from(age.as_nanos()).unwrap_or(u64::MAX);
+        let expiry = self.expiry();
+        let before = expiry.map_or(0, |age| contents.now_ns.saturating_sub(ago(age)));
         let mut left = contents.total;
         let short = self.state.lock().short;
         let limit = self.limit();
@@ -222,15 +220,15 @@ impl Space {
             removed.map(|()| (count, size))
         });
         let (gone, error) = self.remote.call(deadline, async {
-            let removals = futures_util::stream::iter(removals).buffer_unordered(AT_ONCE);
-            let add = |(gone, failed): ((u64, u64), Option<Error>), removed: Result<(u64, u64)>| {
-                let sum = match removed {
-                    Ok((count, size)) => ((gone.0 + count, gone.1 + size), failed),
-                    Err(error) => (gone, Some(error)),
-                };
-                std::future::ready(sum)
-            };
-            Ok(removals.fold(((0, 0), None), add).await)
+            let mut removals = futures_util::stream::iter(removals).buffer_unordered(AT_ONCE);
+            let (mut gone, mut failed) = ((0, 0), None);
+            while let Some(removed) = removals.next().await {
+                match removed {
+                    Ok((count, size)) => gone = (gone.0 + count, gone.1 + size),
+                    Err(error) => failed = Some(error),
+                }
+            }
+            Ok((gone, failed))
         })?;
         let logged =
             error.is_some() && std::mem::replace(&mut self.state.lock().logged_stuck, true);
@@ -279,9 +277,9 @@ impl Contents {
                 contents.segments.push((segment, meta.location, meta.size));
             } else if meta.location.prefix_matches(&names.all_uses()) {
                 contents.total += meta.size;
-                contents
-                    .stale
-                    .extend((time_of(&meta) < before).then_some(meta.location));
+                if time_of(&meta) < before {
+                    contents.stale.push(meta.location);
+                }
             }
         }
         Ok(contents)

@@ -8,12 +8,12 @@ use bytes::Bytes;
 use tracing::warn;
 use ucm_core::{ErrorKind, Result};
 use ucm_infra::{Clock, MonotonicTime, Runtime};
-use ucm_quota::layout::{FORMAT, Manifest, Marker};
+use ucm_quota::layout::Marker;
 
 use super::bucket::{Bucket, Url};
 use super::names::Names;
 use super::{DOCUMENT, ObjectConfig};
-use crate::lengths::{Lengths, PartRecord};
+use crate::lengths::Lengths;
 
 /// The limit where none is configured, bytes.
 pub(super) const DEFAULT_CAPACITY: u64 = 100 << 30;
@@ -117,13 +117,8 @@ impl Remote {
         if let Some(marker) = self.stored_marker(deadline)? {
             return Ok(Some(marker));
         }
-        let fresh = Marker {
-            format: FORMAT,
-            uuid: crate::random_hex(),
-            created: self.now_ns() / 1_000_000_000,
-            storage_capacity: self.config.capacity.unwrap_or(DEFAULT_CAPACITY),
-            layout: None,
-        };
+        let capacity = self.config.capacity.unwrap_or(DEFAULT_CAPACITY);
+        let fresh = Marker::new(crate::random_hex(), self.now_ns(), capacity);
         let (bytes, path) = (Bytes::from(fresh.to_bytes()), self.names.marker());
         if self.has_conditions() {
             let _ = self.call(deadline, self.bucket.put_new(&path, bytes))?;
@@ -136,44 +131,29 @@ impl Remote {
 
     /// Adds the sizes of this writer's parts to their manifests.
     pub(super) fn describe(&self, lengths: &Lengths, deadline: MonotonicTime) -> Result<()> {
-        let mut own = lengths.own();
-        own.try_for_each(|own| self.describe_part(own, lengths, deadline))
-    }
-
-    fn describe_part(
-        &self,
-        own: &PartRecord,
-        lengths: &Lengths,
-        deadline: MonotonicTime,
-    ) -> Result<()> {
         let (scope, bucket) = (&self.config.scope, &self.bucket);
-        let path = self.names.manifest(own.part);
-        // Of several that begin at once each adds to what the others wrote.
-        loop {
-            let stored = self.call(deadline, bucket.get(&path, DOCUMENT))?;
-            let known = stored
-                .as_ref()
-                .and_then(|(bytes, _)| serde_json::from_slice::<Manifest>(bytes).ok());
-            let mut manifest =
-                known.unwrap_or_else(|| Manifest::new(&scope.identity, scope.labels.clone()));
-            let is_new = manifest.add(own.part, &own.record);
-            lengths.learn_from(&manifest);
-            if !is_new {
-                return Ok(());
-            }
-            let bytes = manifest.to_bytes().into();
-            let written = match stored {
-                _ if !self.has_conditions() => {
-                    self.call(deadline, bucket.put(&path, bytes))?;
-                    true
-                }
-                Some((_, version)) => self.call(deadline, bucket.replace(&path, bytes, version))?,
-                None => self.call(deadline, bucket.put_new(&path, bytes))?,
-            };
-            if written {
-                return Ok(());
+        for own in lengths.own() {
+            let path = self.names.manifest(own.part);
+            // Of several that begin at once each adds to what the others wrote.
+            let mut written = false;
+            while !written {
+                let stored = self.call(deadline, bucket.get(&path, DOCUMENT))?;
+                let known = stored.as_ref().map(|(bytes, _)| &**bytes);
+                let (manifest, is_new) = scope.describe(lengths, [own], known);
+                let bytes = manifest.into();
+                written = match stored {
+                    _ if !is_new => true,
+                    _ if !self.has_conditions() => self
+                        .call(deadline, bucket.put(&path, bytes))
+                        .map(|()| true)?,
+                    Some((_, version)) => {
+                        self.call(deadline, bucket.replace(&path, bytes, version))?
+                    }
+                    None => self.call(deadline, bucket.put_new(&path, bytes))?,
+                };
             }
         }
+        Ok(())
     }
 
     /// Reads which lengths records may have, where one was found whose length is not known and it
@@ -186,10 +166,8 @@ impl Remote {
         for known in lengths.parts() {
             let path = self.names.manifest(known.part);
             let stored = self.call(deadline, self.bucket.get(&path, DOCUMENT));
-            if let Ok(Some((bytes, _))) = stored
-                && let Ok(manifest) = serde_json::from_slice::<Manifest>(&bytes)
-            {
-                lengths.learn_from(&manifest);
+            if let Ok(Some((bytes, _))) = stored {
+                lengths.learn_from_document(&bytes);
             }
         }
     }

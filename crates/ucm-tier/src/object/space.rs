@@ -2,8 +2,8 @@
 //! ([`ucm_quota::space_document`]).
 //!
 //! A segment is opened only for bytes that were granted. Who counts makes room
-//! ([`super::collector`]). A server without conditional writes ([`super::conditions`]) cannot keep
-//! a limit that several share: there segments go by their age alone, and the log says so.
+//! ([`super::collector`]). A server without conditional writes cannot keep a limit that several
+//! share: there segments go by their age alone, and the log says so.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -120,13 +120,10 @@ impl Space {
 
     /// How much is kept, in words.
     pub(super) fn bound(&self) -> String {
-        let expiry = self
-            .expiry()
-            .map(|age| format!("segments go when not used for {} s", age.as_secs()));
-        let limit = self
-            .limit()
-            .map(|limit| format!("at most {} stored", in_units(limit)));
-        let both: Vec<String> = limit.into_iter().chain(expiry).collect();
+        let expiry = |age: Duration| format!("segments go when not used for {} s", age.as_secs());
+        let limit = |limit| format!("at most {} stored", in_units(limit));
+        let both = self.limit().map(limit).into_iter();
+        let both: Vec<String> = both.chain(self.expiry().map(expiry)).collect();
         both.join(", ")
     }
 
@@ -198,17 +195,9 @@ impl Space {
     pub(super) fn commit_room(&self, room: u64, kept: u64, error: Option<&Error>) {
         let now = self.remote.clock.now();
         let mut state = self.state.lock();
-        state.grant.used.reserved = state
-            .grant
-            .used
-            .reserved
-            .saturating_sub(room.saturating_sub(kept));
-        state.grant.used.committed = state
-            .grant
-            .used
-            .committed
-            .saturating_add(kept)
-            .min(state.grant.used.reserved);
+        let used = &mut state.grant.used;
+        used.reserved = used.reserved.saturating_sub(room.saturating_sub(kept));
+        used.committed = used.committed.saturating_add(kept).min(used.reserved);
         if state.pause.record(error, now) {
             state.short = true; // the process that counts may make room
         }
@@ -216,36 +205,22 @@ impl Space {
 
     /// Asks for `bytes`, and writes down what was used; whether there is as much now.
     pub(super) fn ask(&self, bytes: u64, deadline: MonotonicTime) -> Result<bool> {
-        let (writer, used, limit, lapsed) = {
+        let (writer, used, limit, until) = {
             let state = self.state.lock();
-            let lapsed = state.grant.holds_until != MonotonicTime::default()
-                && self.remote.clock.now() >= state.grant.holds_until;
-            (
-                state.grant.writer,
-                Use {
-                    wanted: bytes,
-                    ..state.grant.used
-                },
-                state.limit,
-                lapsed,
-            )
+            let Grant { writer, used, .. } = state.grant;
+            (writer, used, state.limit, state.grant.holds_until)
         };
-        let fresh = ucm_infra::random_u64();
+        let lapsed = until != MonotonicTime::default() && self.remote.clock.now() >= until;
+        let fresh = (ucm_infra::random_u64(), Use::default());
         let ask = move |document: &mut SpaceDocument| {
             // A writer that was dropped since has nothing any more, and asks as another one.
             let dropped = lapsed && !document.knows(writer);
-            let (writer, used) = match dropped {
-                true => (
-                    fresh,
-                    Use {
-                        wanted: bytes,
-                        ..Use::default()
-                    },
-                ),
-                false => (writer, used),
+            let (writer, used) = if dropped { fresh } else { (writer, used) };
+            let asked = Use {
+                wanted: bytes,
+                ..used
             };
-            let granted = document.ask(writer, used, limit);
-            Some((writer, used, granted))
+            Some((writer, used, document.ask(writer, asked, limit)))
         };
         let Some(((writer, used, granted), document)) = self.change(deadline, ask)? else {
             return Ok(false);
@@ -258,12 +233,8 @@ impl Space {
         state.grant.used.granted = granted.max(state.grant.used.granted);
         (state.grant.holds_until, state.spoke) = (now.after(HOLDS), Some(now));
         (state.grant.seen, state.grant.seen_at) = (document, used.reserved);
-        Ok(state
-            .grant
-            .used
-            .granted
-            .saturating_sub(state.grant.used.reserved)
-            >= bytes)
+        let used = state.grant.used;
+        Ok(used.granted.saturating_sub(used.reserved) >= bytes)
     }
 
     /// Changes the document, as long as others do not overtake; nothing where there is nothing to
@@ -350,12 +321,9 @@ impl Space {
 
     /// Bytes used, as far as is known here.
     pub(super) fn used(&self, state: &State) -> u64 {
-        let since = state
-            .grant
-            .used
-            .reserved
-            .saturating_sub(state.grant.seen_at);
-        state.grant.seen.usage().0.saturating_add(since)
+        let grant = &state.grant;
+        let since = grant.used.reserved.saturating_sub(grant.seen_at);
+        grant.seen.usage().0.saturating_add(since)
     }
 
     /// Bytes used and allowed, as far as is known here.

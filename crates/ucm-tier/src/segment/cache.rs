@@ -15,10 +15,10 @@ use ucm_quota::layout::SegmentName;
 use super::footer::{Footer, TAIL, Tail};
 use super::format::{Owner, TRAILER_LEN};
 use super::index::{Index, Known};
-use super::locally_visible::LocalChanges;
 use crate::backend::{Indexed, Listed, Local, LocallyVisible, Presence, WriteOptions, Written};
 use crate::blobs::{BlobMeta, Blobs};
 use crate::lengths::Lengths;
+use crate::locally_visible::LocalChanges;
 use crate::pending_looks::PendingLooks;
 
 #[cfg(test)]
@@ -186,10 +186,8 @@ impl<B: Blobs> SegmentCache<B> {
         };
         self.index.add(number, &footer.entries);
         // The first length that is not known has the manifest read before it is looked up.
-        let _ = footer
-            .entries
-            .iter()
-            .all(|entry| self.lengths.is_ours(entry.len));
+        let mut entries = footer.entries.iter();
+        let _ = entries.all(|entry| self.lengths.is_ours(entry.len));
     }
 
     /// Logs, once in a while, that the index is full. `place`: where the segments lie.

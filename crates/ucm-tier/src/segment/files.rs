@@ -34,10 +34,9 @@ pub(crate) struct SegmentFiles {
 impl SegmentFiles {
     /// Where a segment lies that is being written, or that others see.
     fn path(&self, name: SegmentName, open: bool) -> PathBuf {
-        if open {
-            self.private(name)
-        } else {
-            self.shared.layout.segment(name)
+        match open {
+            true => self.private(name),
+            false => self.shared.layout.segment(name),
         }
     }
 
@@ -95,13 +94,9 @@ impl SegmentFiles {
             let _ = io.remove(&[path]); // a file that stays is swept by its age
             meta
         };
-        match self.shared.call(deadline, stat)? {
-            Some(meta) => Ok(meta.mtime_ns),
-            None => {
-                let text = "a private file of our own was removed";
-                Err(Error::new(ErrorKind::NotFound, text))
-            }
-        }
+        let gone = || Error::new(ErrorKind::NotFound, "a private file of our own was removed");
+        let meta = self.shared.call(deadline, stat)?.ok_or_else(gone)?;
+        Ok(meta.mtime_ns)
     }
 }
 
@@ -250,9 +245,8 @@ impl AppendBlobs for SegmentFiles {
     fn seal(self: &Arc<Self>, seal: Seal, done: Done<BlobMeta>) {
         let (shared, name, id) = (Arc::clone(&self.shared), seal.name, seal.name.as_id());
         let (private, target) = (self.private(name), shared.layout.segment(name));
-        let used_ns = shared
-            .recency
-            .published(id, seal.first_ordinal, seal.sealed_ns);
+        let recency = &shared.recency;
+        let used_ns = recency.published(id, seal.first_ordinal, seal.sealed_ns);
         let finish = move |io: &IoJob| {
             io.finish(Finish {
                 private: &private,
@@ -269,9 +263,8 @@ impl AppendBlobs for SegmentFiles {
                 ..BlobMeta::of_file(name, &meta)
             }));
         };
-        self.shared
-            .io
-            .job(LANE_LOOKUP, seal.deadline, finish, finished);
+        let io = &self.shared.io;
+        io.job(LANE_LOOKUP, seal.deadline, finish, finished);
     }
 
     fn discard(self: &Arc<Self>, name: SegmentName, deadline: MonotonicTime, done: Done<()>) {

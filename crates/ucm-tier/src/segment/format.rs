@@ -108,25 +108,18 @@ pub(crate) fn encode_head(owner: &Owner, process: &Process) -> Vec<u8> {
     let mut out = vec![0; HEAD_LEN as usize];
     let host = Some(process.host.as_bytes()).filter(|host| host.len() <= HOST_LEN);
     let host = host.unwrap_or_default();
-    put(&mut out, 0, &HEAD_MAGIC);
-    put(&mut out, at::VERSION, &VERSION.to_le_bytes());
-    put(&mut out, at::HEAD_WRITER, &owner.name.writer.to_le_bytes());
-    put(
-        &mut out,
-        at::HEAD_SEQUENCE,
-        &owner.name.sequence.to_le_bytes(),
-    );
-    put(&mut out, at::HEAD_NAMESPACE, &owner.namespace);
-    put(&mut out, at::HEAD_PART, &owner.part.to_bytes());
-    put(&mut out, at::HEAD_TIME, &owner.time_ns.to_le_bytes());
-    put(&mut out, at::HEAD_PID, &process.pid.to_le_bytes());
-    put(
-        &mut out,
-        at::HEAD_HOST_LEN,
-        &(host.len() as u32).to_le_bytes(),
-    );
-    put(&mut out, at::HEAD_STARTED, &process.started.to_le_bytes());
-    put(&mut out, at::HEAD_HOST, host);
+    let mut put_at = |offset, bytes: &[u8]| put(&mut out, offset, bytes);
+    put_at(0, &HEAD_MAGIC);
+    put_at(at::VERSION, &VERSION.to_le_bytes());
+    put_at(at::HEAD_WRITER, &owner.name.writer.to_le_bytes());
+    put_at(at::HEAD_SEQUENCE, &owner.name.sequence.to_le_bytes());
+    put_at(at::HEAD_NAMESPACE, &owner.namespace);
+    put_at(at::HEAD_PART, &owner.part.to_bytes());
+    put_at(at::HEAD_TIME, &owner.time_ns.to_le_bytes());
+    put_at(at::HEAD_PID, &process.pid.to_le_bytes());
+    put_at(at::HEAD_HOST_LEN, &(host.len() as u32).to_le_bytes());
+    put_at(at::HEAD_STARTED, &process.started.to_le_bytes());
+    put_at(at::HEAD_HOST, host);
     let crc = crc32c(&out[..at::HEAD_CRC]);
     put(&mut out, at::HEAD_CRC, &crc.to_le_bytes());
     out
@@ -134,9 +127,8 @@ pub(crate) fn encode_head(owner: &Owner, process: &Process) -> Vec<u8> {
 
 /// Whose segment it is and which process wrote it, by its first page.
 pub(crate) fn decode_head(bytes: &[u8]) -> Result<(Owner, Process), MissReason> {
-    let head = bytes
-        .get(..HEAD_LEN as usize)
-        .ok_or(MissReason::Truncated)?;
+    let head = bytes.get(..HEAD_LEN as usize);
+    let head = head.ok_or(MissReason::Truncated)?;
     check(head, HEAD_MAGIC, at::HEAD_CRC, at::HEAD_FLAGS)?;
     let len = u32_at(head, at::HEAD_HOST_LEN) as usize;
     if len > HOST_LEN {
@@ -206,11 +198,9 @@ pub(crate) struct Trailer {
 impl Trailer {
     /// Verifies the last bytes of a file of `file_len` bytes; `tail` ends where the file does.
     pub(crate) fn decode(tail: &[u8], file_len: u64) -> Result<Self, MissReason> {
-        let start = tail
-            .len()
-            .checked_sub(TRAILER_LEN)
+        let (_, bytes) = tail
+            .split_last_chunk::<TRAILER_LEN>()
             .ok_or(MissReason::Truncated)?;
-        let bytes = &tail[start..];
         check(bytes, TRAILER_MAGIC, at::CRC, at::FLAGS)?;
         let (start, len) = (u64_at(bytes, at::START), u64_at(bytes, at::LEN));
         let entries = u32_at(bytes, at::ENTRIES) as usize;
@@ -269,16 +259,14 @@ impl Trailer {
             whole.then_some(entry)
         };
         let entries = listed.chunks_exact(ENTRY_LEN).take(self.entries).map(entry);
-        let entries: Vec<Entry> = entries
-            .collect::<Option<_>>()
-            .ok_or(MissReason::BadHeader)?;
-        let mut places: Vec<Range<u64>> = entries
-            .iter()
-            .map(|entry| entry.offset..entry.offset + entry.len)
-            .collect();
-        places.sort_unstable_by_key(|place| place.start);
+        let entries: Option<Vec<Entry>> = entries.collect();
+        let entries = entries.ok_or(MissReason::BadHeader)?;
+        let places = entries.iter().map(|entry| (entry.offset, entry.len));
+        let mut places: Vec<(u64, u64)> = places.collect();
+        places.sort_unstable();
         // What is read of a segment is never more than the segment.
-        if places.windows(2).any(|pair| pair[1].start < pair[0].end) {
+        let overlap = |pair: &[(u64, u64)]| pair[1].0 < pair[0].0 + pair[0].1;
+        if places.windows(2).any(overlap) {
             return Err(MissReason::BadHeader);
         }
         Ok(entries)

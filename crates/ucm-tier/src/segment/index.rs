@@ -176,12 +176,9 @@ impl Index {
                 self.left_out.fetch_add(1, Ordering::Relaxed);
                 continue;
             };
-            let place = Location {
-                segment: number,
-                packed,
-            };
             added += 1;
-            self.insert(entry.id, place);
+            let segment = number;
+            self.insert(entry.id, Location { segment, packed });
         }
         if let Some(segment) = self.segments.write().known.get_mut(&number) {
             segment.blocks += added;
@@ -238,10 +235,8 @@ impl Index {
             lengths.push(entry.len);
             Some(lengths.len() - 1)
         })?;
-        let number = u32::try_from(number)
-            .ok()
-            .filter(|number| number >> (u32::BITS - PAGE_BITS) == 0)?;
-        Some(number << PAGE_BITS | page)
+        let fits = number >> (u32::BITS - PAGE_BITS) == 0;
+        fits.then_some((number as u32) << PAGE_BITS | page)
     }
 
     /// Where a record lies, the newest copy of it.
@@ -300,17 +295,9 @@ impl Index {
 
     /// Takes out a copy that was refused, or never written.
     pub(crate) fn drop_copy(&self, id: BlockId, hit: &Hit) {
-        let packed = self.pack(&Entry {
-            id,
-            offset: hit.offset,
-            len: hit.len,
-        });
-        if let Some(packed) = packed {
-            let place = Location {
-                segment: hit.segment,
-                packed,
-            };
-            self.forget(id, place);
+        let (segment, offset, len) = (hit.segment, hit.offset, hit.len);
+        if let Some(packed) = self.pack(&Entry { id, offset, len }) {
+            self.forget(id, Location { segment, packed });
         }
     }
 
@@ -319,9 +306,9 @@ impl Index {
     pub(crate) fn remove(&self, id: BlockId) -> bool {
         let mut any = false;
         while let Some(hit) = self.find(id) {
-            if let Some(segment) = self.segments.read().known.get(&hit.segment) {
-                segment.removed.lock().insert(page(hit.offset));
-            }
+            self.of(hit.segment, |segment| {
+                segment.removed.lock().insert(page(hit.offset))
+            });
             self.drop_copy(id, &hit);
             any = true;
         }
@@ -358,18 +345,14 @@ impl Index {
     fn sweep(&self) {
         self.dead.store(0, Ordering::Relaxed);
         for shard in &self.shards {
-            let gone: Vec<(BlockId, Location)> = {
-                let segments = self.segments.read();
-                let shard = shard.read();
-                let gone = |(_, place): &(&BlockId, &Location)| {
-                    !segments.known.contains_key(&place.segment)
-                };
-                shard
-                    .iter()
-                    .filter(gone)
-                    .map(|(id, place)| (*id, *place))
-                    .collect()
-            };
+            let mut gone = Vec::new();
+            let segments = self.segments.read();
+            for (&id, &place) in &*shard.read() {
+                if !segments.known.contains_key(&place.segment) {
+                    gone.push((id, place));
+                }
+            }
+            drop(segments);
             gone.into_iter()
                 .for_each(|(id, place)| self.forget(id, place));
         }
@@ -380,20 +363,14 @@ impl Index {
         self.segments.read().by_name.contains_key(&name)
     }
 
-    /// Names and numbers of the segments that others can see too.
-    pub(crate) fn public(&self) -> Vec<(SegmentName, SegmentNumber)> {
-        let segments = self.segments.read();
-        let all = segments.known.iter();
-        let public = all.filter(|(_, segment)| !segment.known.private);
-        public
-            .map(|(number, segment)| (segment.known.name, *number))
-            .collect()
+    /// Something of a segment; `None` of one that is not known any more.
+    fn of<T>(&self, number: SegmentNumber, of: impl FnOnce(&Segment) -> T) -> Option<T> {
+        self.segments.read().known.get(&number).map(of)
     }
 
     /// Length of a segment's file; `None` for one that is not known any more.
     pub(crate) fn file_len(&self, number: SegmentNumber) -> Option<u64> {
-        let segments = self.segments.read();
-        segments.known.get(&number).map(|segment| segment.known.len)
+        self.of(number, |segment| segment.known.len)
     }
 
     /// A segment was used at this time (ns of Unix time).
@@ -407,19 +384,11 @@ impl Index {
     pub(crate) fn list(&self) -> Vec<(BlockId, u64, i64)> {
         let mut all = Vec::with_capacity(self.blocks());
         for shard in &self.shards {
-            let places: Vec<_> = shard
-                .read()
-                .iter()
-                .map(|(id, place)| (*id, *place))
-                .collect();
+            let places = shard.read().clone();
             for (id, place) in places {
                 if let Some(hit) = self.hit(place) {
-                    let segments = self.segments.read();
-                    let used = segments
-                        .known
-                        .get(&hit.segment)
-                        .map_or(0, |segment| segment.known.used_ns);
-                    all.push((id, hit.len, used));
+                    let used = self.of(hit.segment, |segment| segment.known.used_ns);
+                    all.push((id, hit.len, used.unwrap_or(0)));
                 }
             }
         }
@@ -438,6 +407,6 @@ impl Index {
 }
 
 /// The page at which a record lies; one that no place can name where it is too far from the start.
-fn page(offset: u64) -> u32 {
+pub(super) fn page(offset: u64) -> u32 {
     u32::try_from(offset / PAGE).unwrap_or(u32::MAX)
 }

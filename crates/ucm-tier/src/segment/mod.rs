@@ -6,8 +6,7 @@
 //! its records published, all at once, so that creating, closing and renaming cost what they cost
 //! once per segment and not once per block. Lookups are answered from memory. The parts:
 //!
-//! * [`format`]: the bytes; [`index`]: where every record lies; [`locally_visible`]: what only this
-//!   process can read yet;
+//! * [`format`]: the bytes; [`index`]: where every record lies;
 //! * [`writer`]: the way of a record into a segment; [`open`]: one segment being written;
 //!   [`sealing`]: how it ends;
 //! * [`cache`]: the records that are known, [`reader`]: reading them, [`unread`]: footers of new
@@ -25,7 +24,6 @@ mod files;
 pub(crate) mod footer;
 pub(crate) mod format;
 pub(crate) mod index;
-pub(crate) mod locally_visible;
 mod open;
 pub(crate) mod reader;
 mod recheck;
@@ -118,11 +116,8 @@ impl SegmentBackend {
     /// small, or a segment too long.
     pub(crate) fn over(shared: Arc<Shared>, segments: SegmentConfig) -> Result<Self> {
         if segments.size > LONGEST {
-            return Err(Error::new(
-                ErrorKind::Config,
-                "a segment is at most 1 GiB long; lower segment_size",
-            )
-            .with("segment_size", segments.size));
+            let text = "a segment is at most 1 GiB long; lower segment_size";
+            return Err(Error::new(ErrorKind::Config, text).with("segment_size", segments.size));
         }
         let lane = |name| Lane {
             name,
@@ -174,12 +169,9 @@ impl Segments {
     /// What is used and why, for the log.
     fn words(&self) -> String {
         let (size, age) = (in_units(self.room()), self.config.age.as_secs_f64());
-        let (known, blocks, words) = (
-            self.cache.index.segments(),
-            self.cache.index.blocks(),
-            self.shared.words(),
-        );
-        let left_out = match self.cache.index.left_out() {
+        let (index, words) = (&self.cache.index, self.shared.words());
+        let (known, blocks) = (index.segments(), index.blocks());
+        let left_out = match index.left_out() {
             0 => String::new(),
             more => format!(", {more} more do not fit the index and are misses"),
         };
@@ -195,7 +187,7 @@ impl Segments {
             cache: &self.cache,
             discovery: &self.discovery,
             uses: &self.reclaim.uses,
-            living: self.writer.living_names(),
+            living: self.writer.living().iter().map(|open| open.name).collect(),
             until,
         };
         recovery.run(&self.recovered_at, most);
@@ -273,18 +265,13 @@ impl Backend for SegmentBackend {
     }
 
     fn stats(&self) -> MediumStats {
-        let reclaim = &self.segments.reclaim;
+        let (reclaim, writer) = (&self.segments.reclaim, &self.segments.writer);
+        let reinserted = reclaim.reinserted.load(Ordering::Relaxed);
         MediumStats {
             more: vec![
-                (
-                    "segments_open",
-                    self.segments.writer.taking_records() as u64,
-                ),
+                ("segments_open", writer.taking_records() as u64),
                 ("segments_merged", reclaim.gathered.load(Ordering::Relaxed)),
-                (
-                    "records_carried",
-                    reclaim.reinserted.load(Ordering::Relaxed),
-                ),
+                ("records_carried", reinserted),
                 ("records_not_indexed", self.segments.cache.index.left_out()),
                 ("storage_short", u64::from(reclaim.uses.is_room_short())),
             ],

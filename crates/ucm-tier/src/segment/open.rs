@@ -97,14 +97,6 @@ pub(super) enum Next {
     Seal,
 }
 
-/// True if the bytes may be on the medium after this error.
-pub(super) fn unsure(error: &Error) -> bool {
-    matches!(
-        error.kind(),
-        ErrorKind::Timeout | ErrorKind::Io | ErrorKind::Closed
-    )
-}
-
 impl<R> OpenSegment<R> {
     pub(super) fn new(
         number: SegmentNumber,

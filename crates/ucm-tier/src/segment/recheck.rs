@@ -6,8 +6,6 @@
 //! dump reads footers past every cache now and then. It forgets a segment whose footer can no
 //! longer be used, and the next dumps store its blocks again.
 
-use std::collections::BTreeMap;
-use std::ops::Bound;
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -18,8 +16,7 @@ use ucm_quota::layout::SegmentName;
 
 use super::cache::SegmentCache;
 use super::files::SegmentFiles;
-use super::index::SegmentNumber;
-use crate::blobs::{BlobMeta, BlobName};
+use super::index::stats::SegmentStats;
 
 /// Time between two turns, and footers that are read in each: about a MiB a minute at most.
 const AGAIN: Duration = Duration::from_secs(30);
@@ -36,29 +33,17 @@ impl Recheck {
     /// Reads some footers again if it is time to, and forgets segments whose footers cannot be used
     /// any more.
     pub(super) fn turn(&self, cache: &SegmentCache<SegmentFiles>, deadline: MonotonicTime) {
-        let (index, shared) = (&cache.index, &cache.blobs.shared);
-        let mut chosen = Vec::new();
-        for (name, number) in self.choose(cache) {
-            if let Some(len) = index.file_len(number) {
-                let blob = BlobName { sealed_ns: 0, name };
-                let meta = BlobMeta {
-                    blob,
-                    len,
-                    used_ns: 0,
-                    inode: 0,
-                };
-                chosen.push((number, meta));
-            }
-        }
-        let metas: Vec<_> = chosen.iter().map(|(_, meta)| *meta).collect();
-        let footers = cache.footers(&metas, ReadMode::FreshDirect, deadline);
+        let shared = &cache.blobs.shared;
+        let chosen = self.choose(cache);
+        let files: Vec<_> = chosen.iter().map(SegmentStats::file).collect();
+        let footers = cache.footers(&files, ReadMode::FreshDirect, deadline);
         let mut bad = Vec::new();
-        for ((number, meta), footer) in chosen.into_iter().zip(footers) {
+        for (segment, footer) in chosen.into_iter().zip(footers) {
             // After an error of the medium, or where the segment was removed, the next listing
             // decides.
             if matches!(footer, Ok(Err(_))) {
-                index.vanished(number);
-                bad.push(shared.layout.segment(meta.blob.name));
+                cache.index.vanished(segment.number);
+                bad.push(shared.layout.segment(segment.name));
             }
         }
         if let Some(first) = bad.first() {
@@ -68,14 +53,13 @@ impl Recheck {
                 path = %first,
                 count,
                 "the index in {first} is damaged (one of {count} such segments): others miss its \
-                 blocks, so they are stored \
-                 again when they are next computed; check the medium"
+                 blocks, so they are stored again when they are next computed; check the medium"
             );
         }
     }
 
     /// The next ones in the order of their names, all around; none before it is time.
-    fn choose(&self, cache: &SegmentCache<SegmentFiles>) -> Vec<(SegmentName, SegmentNumber)> {
+    fn choose(&self, cache: &SegmentCache<SegmentFiles>) -> Vec<SegmentStats> {
         let now = cache.blobs.shared.clock.now();
         let mut last = self.last.lock();
         let (at, before) = *last;
@@ -86,15 +70,12 @@ impl Recheck {
         if !due {
             return Vec::new();
         }
-        let known: BTreeMap<_, _> = cache.index.public().into_iter().collect();
-        let after = before.map_or(Bound::Unbounded, Bound::Excluded);
-        let rest = known.range((after, Bound::Unbounded));
-        let some: Vec<_> = rest
-            .chain(known.iter())
-            .take(FOOTERS.min(known.len()))
-            .map(|(name, number)| (*name, *number))
-            .collect();
-        last.1 = some.last().map(|(name, _)| *name);
-        some
+        let mut known = cache.index.stats();
+        known.sort_unstable_by_key(|segment| segment.name);
+        let next = known.partition_point(|segment| Some(segment.name) <= before);
+        known.rotate_left(next);
+        known.truncate(FOOTERS);
+        last.1 = known.last().map(|segment| segment.name);
+        known
     }
 }

@@ -41,7 +41,7 @@ pub(super) struct Recovery<'a> {
     pub(super) cache: &'a SegmentCache<SegmentFiles>,
     pub(super) discovery: &'a SegmentDiscovery,
     pub(super) uses: &'a Uses,
-    /// This writer's own segments that have no name yet.
+    /// Names that this writer's own segments will have.
     pub(super) living: HashSet<SegmentName>,
     /// When it has to be over.
     pub(super) until: MonotonicTime,
@@ -135,7 +135,7 @@ impl Recovery<'_> {
             self.take_over(&claimed, found)?;
         }
         shared.call(self.step(), move |io| io.remove(&[claimed]))?;
-        shared.space.cleared(meta.len, before);
+        shared.space.deleted(meta.len, before, true);
         Ok(())
     }
 
@@ -202,7 +202,7 @@ impl Recovery<'_> {
             source: None,
             found: true,
         };
-        let pieces: Vec<Piece> = found.into_iter().map(piece).collect();
+        let pieces: Vec<_> = found.into_iter().map(piece).collect();
         let reinsertion = Reinsertion {
             cache: self.cache,
             uses: self.uses,
@@ -222,9 +222,8 @@ impl Recovery<'_> {
     }
 
     fn read(&self, path: PathBuf, offset: u64, len: u64) -> Result<Option<Vec<u8>>> {
-        self.cache
-            .blobs
-            .read_piece(path, offset, len as usize, ReadMode::Default, self.step())
+        let (files, mode) = (&self.cache.blobs, ReadMode::Default);
+        files.read_piece(path, offset, len as usize, mode, self.step())
     }
 
     /// Until when the next step may take.

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use ucm_core::{Error, ErrorKind, Result};
+use ucm_quota::is_unsure;
 
 use super::format::encode_footer;
-use super::open::{Contents, LEAST_TIME, OpenSegment, unsure};
+use super::open::{Contents, LEAST_TIME, OpenSegment};
 use super::writer::SegmentWriter;
 use crate::backend::Receipt;
 use crate::blobs::{AppendBlobs, BlobMeta, Seal};
@@ -39,14 +40,12 @@ impl<B: AppendBlobs> SegmentWriter<B> {
         };
         let ended = move |result: Result<BlobMeta>| match result {
             Ok(BlobMeta { len, used_ns, .. }) => {
-                writer
-                    .cache
-                    .index
-                    .named(sealed.number, sealed_ns, used_ns, len);
+                let index = &writer.cache.index;
+                index.named(sealed.number, sealed_ns, used_ns, len);
                 writer.ended(&sealed, &contents, len, None);
             }
             Err(error) => {
-                let kept = match unsure(&error) {
+                let kept = match is_unsure(&error) {
                     true if B::TAKES_ALL_ROOM => sealed.room,
                     true => len,
                     false => 0,

@@ -37,12 +37,9 @@ impl UnreadSegments {
     /// was. Where there is no room it is found by a later listing.
     pub(crate) fn offer<B>(&mut self, cache: &SegmentCache<B>, meta: BlobMeta) {
         let name = meta.blob.name;
-        let is_known_odd = match self.odd.get(&name) {
-            Some((seen, tries)) => {
-                *tries >= TRIES && (seen.len, seen.inode) == (meta.len, meta.inode)
-            }
-            None => false,
-        };
+        let is_known_odd = self.odd.get(&name).is_some_and(|(seen, tries)| {
+            *tries >= TRIES && (seen.len, seen.inode) == (meta.len, meta.inode)
+        });
         if !is_known_odd && !self.is_full() && !cache.index.knows(name) {
             self.queue.insert((meta.used_ns, name), meta);
         }
@@ -121,8 +118,9 @@ pub(crate) struct ListingAll {
 
 impl ListingAll {
     pub(crate) fn begin<B>(cache: &SegmentCache<B>) -> Self {
+        let known = cache.index.stats().into_iter();
         Self {
-            missing: cache.index.public().into_iter().collect(),
+            missing: known.map(|known| (known.name, known.number)).collect(),
             odd: HashSet::new(),
             listed: 0,
         }

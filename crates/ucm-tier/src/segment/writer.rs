@@ -7,7 +7,6 @@
 //! by their deadlines, as they do where too many are being sealed. Room for all of a segment is
 //! reserved when it is opened, and what it did not need is given back when it ended.
 
-use std::collections::HashSet;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -15,12 +14,12 @@ use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, PAGE, Result, round_up};
 use ucm_infra::{Clock, MonotonicTime, Notify};
 use ucm_io::{IoJob, JobWatch, Process};
-use ucm_quota::layout::SegmentName;
+use ucm_quota::is_unsure;
 
 use super::cache::SegmentCache;
 use super::format::{Entry, HEAD_LEN, encode_head, footer_len};
 use super::index::Known;
-use super::open::{Append, Next, OpenSegment, unsure};
+use super::open::{Append, Next, OpenSegment};
 use crate::backend::{Flush, OnSealed, WriteOptions, Written};
 use crate::blobs::AppendBlobs;
 use crate::lengths::Lengths;
@@ -105,9 +104,8 @@ impl<R> State<R> {
         self.opening.retain(|(_, job)| job.is_wanted());
         loop {
             // The last one written to comes first, so that few are open.
-            let idlest = (0..self.open.len())
-                .rev()
-                .min_by_key(|&at| self.open[at].backlog());
+            let last_first = (0..self.open.len()).rev();
+            let idlest = last_first.min_by_key(|&at| self.open[at].backlog());
             let Some(at) = idlest else { break };
             let open = self.open.remove(at);
             let busy = open.backlog() > 0;
@@ -184,11 +182,9 @@ impl<B: AppendBlobs> SegmentWriter<B> {
 
     /// Length at which segments are sealed now, bytes.
     pub(crate) fn room(&self) -> u64 {
-        let (limit, least) = (
-            self.cache.blobs.limit(),
-            least_room(self.cache.lengths.own_len()),
-        );
-        self.config.size.min(limit / SHARE).max(least)
+        let least = least_room(self.cache.lengths.own_len());
+        let most = self.cache.blobs.limit() / SHARE;
+        self.config.size.min(most).max(least)
     }
 
     /// Bytes of the segment that is opened for this record.
@@ -217,14 +213,11 @@ impl<B: AppendBlobs> SegmentWriter<B> {
         loop {
             io.still_wanted()?;
             let seen = self.changed.seen();
-            let placed = self
-                .state
-                .lock()
-                .place(&queued, &job, beside, B::MOST_SEALING);
-            let (step, full) = placed;
-            full.iter()
-                .filter(|full| full.close())
-                .for_each(|full| self.seal(full));
+            let mut state = self.state.lock();
+            let (step, full) = state.place(&queued, &job, beside, B::MOST_SEALING);
+            drop(state);
+            let full = full.iter().filter(|full| full.close());
+            full.for_each(|full| self.seal(full));
             match step {
                 Step::Write(open, append) => return self.append(io, &open, append, record),
                 Step::Open { number, needed } => match self.open(io, number, needed, &queued)? {
@@ -303,11 +296,8 @@ impl<B: AppendBlobs> SegmentWriter<B> {
         let (name, wall_ns) = (blobs.next_name(), self.clock.wall_ns());
         let head = encode_head(&self.cache.owner(name, wall_ns), &self.config.process);
         if let Err(error) = blobs.create(io, name, &head, room) {
-            blobs.commit(
-                reserved,
-                if unsure(&error) { room } else { 0 },
-                Some(&error),
-            );
+            let kept = if is_unsure(&error) { room } else { 0 };
+            blobs.commit(reserved, kept, Some(&error));
             return Err(error);
         }
         let number = self.cache.index.begin(Known {
@@ -449,9 +439,8 @@ impl<B: AppendBlobs> SegmentWriter<B> {
             if state.open.is_empty() {
                 return;
             }
-            let due = state
-                .closed
-                .map_or(now, |last| last.after(B::SPACING).max(now));
+            let next = |last: MonotonicTime| last.after(B::SPACING).max(now);
+            let due = state.closed.map_or(now, next);
             if due <= now {
                 state.closed = Some(now);
             }
@@ -478,12 +467,6 @@ impl<B: AppendBlobs> SegmentWriter<B> {
     /// The segments that were opened and have not ended.
     pub(super) fn living(&self) -> Vec<Arc<OpenSegment<B::Room>>> {
         self.state.lock().living.clone()
-    }
-
-    /// Their names.
-    pub(super) fn living_names(&self) -> HashSet<SegmentName> {
-        let state = self.state.lock();
-        state.living.iter().map(|open| open.name).collect()
     }
 
     /// A segment has ended.

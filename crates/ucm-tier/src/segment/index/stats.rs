@@ -7,6 +7,7 @@ use ucm_core::{BlockId, PAGE, Part};
 use ucm_quota::layout::SegmentName;
 
 use super::{Index, Segment, SegmentNumber, page};
+use crate::blobs::{BlobMeta, BlobName};
 
 /// A segment that others can see too, as the index knows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,6 +36,17 @@ impl SegmentStats {
     /// Whether most of its records are taken from elsewhere.
     pub(crate) fn is_sparse(&self) -> bool {
         self.passed_over * 2 > self.blocks || self.blocks == 0
+    }
+
+    /// Its file below a root, of which the footer can be read.
+    pub(crate) fn file(&self) -> BlobMeta {
+        let (sealed_ns, name) = (0, self.name);
+        BlobMeta {
+            blob: BlobName { sealed_ns, name },
+            len: self.len,
+            used_ns: self.used_ns,
+            inode: 0,
+        }
     }
 }
 
@@ -96,11 +108,7 @@ impl Index {
 
     /// Blocks of a segment.
     pub(crate) fn blocks_of(&self, number: SegmentNumber) -> u64 {
-        let segments = self.segments.read();
-        segments
-            .known
-            .get(&number)
-            .map_or(0, |segment| segment.blocks)
+        self.of(number, |segment| segment.blocks).unwrap_or(0)
     }
 
     /// Where the copy at this place stands.
@@ -111,20 +119,16 @@ impl Index {
         offset: u64,
     ) -> CopyStatus {
         let Some(hit) = self.find(id) else {
-            let segments = self.segments.read();
-            let segment = segments.known.get(&number);
-            return match segment
-                .is_some_and(|segment| segment.removed.lock().contains(&page(offset)))
-            {
-                true => CopyStatus::Removed,
-                false => CopyStatus::Unknown,
+            let page = page(offset);
+            return match self.of(number, |segment| segment.removed.lock().contains(&page)) {
+                Some(true) => CopyStatus::Removed,
+                _ => CopyStatus::Unknown,
             };
         };
         if hit.segment == number {
-            return if hit.offset == offset {
-                CopyStatus::Current
-            } else {
-                CopyStatus::Twice
+            return match hit.offset == offset {
+                true => CopyStatus::Current,
+                false => CopyStatus::Twice,
             };
         }
         let segments = self.segments.read();

@@ -41,10 +41,8 @@ impl Drop for Claim<'_> {
         let gone = !self.held || reclaim.shared.call(step, remove).unwrap_or(false);
         // A file that stays is known by its writer, or swept by its age. No room is made for it
         // where the medium is full.
-        reclaim
-            .shared
-            .space
-            .commit(self.room, if gone { 0 } else { HEAD_LEN }, None);
+        let kept = if gone { 0 } else { HEAD_LEN };
+        reclaim.shared.space.commit(self.room, kept, None);
     }
 }
 
@@ -97,12 +95,10 @@ impl<'a> Claim<'a> {
         let Some(head) = files.read_piece(path, 0, HEAD_LEN as usize, mode, files.step())? else {
             return Ok(true);
         };
-        let held = match decode_head(&head) {
-            Ok((owner, process)) => {
-                owner.name.writer != shared.config.scope.writer && !process.is_gone()
-            }
-            Err(_) => true, // being made, or its writer died while making it
-        };
+        // One that is no head is being made, or its writer died while making it.
+        let held = decode_head(&head).map_or(true, |(owner, process)| {
+            owner.name.writer != shared.config.scope.writer && !process.is_gone()
+        });
         let silent = |now: i64| now.saturating_sub(meta.mtime_ns) >= SILENCE_NS;
         if held && !silent(files.server_time(files.step())?) {
             return Ok(false);

@@ -11,6 +11,7 @@ use super::choose::{choose, is_small};
 use super::claim::Claim;
 use super::retire::Retiring;
 use super::{Reclaim, Sources, State};
+use crate::segment::format::Entry;
 use crate::segment::index::SegmentNumber;
 use crate::segment::index::stats::{CopyStatus, SegmentStats};
 
@@ -73,23 +74,16 @@ impl Reclaim {
         let (mut sources, mut relied) = (Sources::default(), BTreeSet::new());
         for segment in chosen {
             self.cache.looks.unless_closed()?;
-            let footer = self.footer_of(&segment)?;
             // One with a record of another shape is not this writer's to verify.
-            let footer = footer.filter(|footer| {
-                footer
-                    .entries
-                    .iter()
-                    .all(|entry| self.lengths.is_ours(entry.len))
-            });
-            let Some(footer) = footer else {
+            let is_ours = |entry: &Entry| self.lengths.is_ours(entry.len);
+            let footer = self.footer_of(&segment)?;
+            let Some(footer) = footer.filter(|footer| footer.entries.iter().all(is_ours)) else {
                 state.unfit.insert(segment.number);
                 continue;
             };
+            let number = segment.number;
             self.add_source(&mut sources, segment, footer, |entry| {
-                match self
-                    .index
-                    .copy_status(entry.id, segment.number, entry.offset)
-                {
+                match self.index.copy_status(entry.id, number, entry.offset) {
                     CopyStatus::Superseded(by) => {
                         relied.insert(by);
                         None
@@ -111,9 +105,8 @@ impl Reclaim {
             let made = self.append_again(&sources, &sources.segments)?;
             relied.extend(made.number);
             // Segments that look damaged, or that this writer cannot verify, are removed by age.
-            sources
-                .segments
-                .retain(|segment| !made.unsound.contains(&segment.number));
+            let is_sound = |segment: &SegmentStats| !made.unsound.contains(&segment.number);
+            sources.segments.retain(is_sound);
             state.unfit.extend(made.unsound);
         }
         if !sources.segments.is_empty() {

@@ -43,7 +43,6 @@ use super::footer::Footer;
 use super::format::Entry;
 use super::index::stats::SegmentStats;
 use super::index::{Index, SegmentNumber};
-use crate::blobs::{BlobMeta, BlobName};
 use crate::lengths::Lengths;
 use crate::shared::Shared;
 use reinsert::{Piece, Reinserted, Reinsertion};
@@ -159,19 +158,15 @@ impl Reclaim {
         {
             let _ = retiring.remove(self); // a later turn finds the rest again
         }
-        Relief {
-            reclaim: self,
-            room,
-        }
-        .turn();
+        let reclaim = self;
+        Relief { reclaim, room }.turn();
         if state.looked.is_none_or(|at| now.since(at) >= merging.look) {
             // A failure is tried again with the next search.
             while let Ok(true) = self.gather(&mut state, room) {}
             state.looked = Some(now);
             state.upto = self.index.last();
-            state
-                .unfit
-                .retain(|number| self.index.file_len(*number).is_some());
+            let is_there = |number: &SegmentNumber| self.index.file_len(*number).is_some();
+            state.unfit.retain(is_there);
         }
         now.after((merging.look / TURNS).max(Duration::from_millis(1)))
     }
@@ -186,17 +181,17 @@ impl Reclaim {
         mut keep: impl FnMut(&Entry) -> Option<bool>,
     ) {
         let path = self.shared.layout.segment(stats.name);
-        let piece = |entry: Entry| {
-            Some(Piece {
-                from: path.clone(),
-                entry,
-                source: Some(stats.number),
-                found: keep(&entry)?,
-            })
-        };
-        sources
-            .pieces
-            .extend(footer.entries.into_iter().filter_map(piece));
+        for entry in footer.entries {
+            if let Some(found) = keep(&entry) {
+                let (from, source) = (path.clone(), Some(stats.number));
+                sources.pieces.push(Piece {
+                    from,
+                    entry,
+                    source,
+                    found,
+                });
+            }
+        }
         sources.sealed_ns = sources.sealed_ns.max(footer.sealed_ns);
         sources.segments.push(stats);
     }
@@ -220,9 +215,8 @@ impl Reclaim {
     /// room runs out.
     fn pace(&self, begun: MonotonicTime, bytes: u64) -> Result<()> {
         let span = u128::from(bytes) * 1_000_000_000 / u128::from(self.config.rate.max(1));
-        let until = begun.after(Duration::from_nanos(
-            u64::try_from(span).unwrap_or(u64::MAX),
-        ));
+        let span = Duration::from_nanos(u64::try_from(span).unwrap_or(u64::MAX));
+        let until = begun.after(span);
         loop {
             let seen = self.notify.seen();
             self.cache.looks.unless_closed()?;
@@ -268,15 +262,8 @@ impl Reclaim {
 
     /// The footer of a segment; `None` when it was removed or cannot be used.
     fn footer_of(&self, segment: &SegmentStats) -> Result<Option<Footer>> {
-        let name = segment.name;
-        let meta = BlobMeta {
-            blob: BlobName { sealed_ns: 0, name },
-            len: segment.len,
-            used_ns: segment.used_ns,
-            inode: 0,
-        };
-        let step = self.files.step();
-        match self.cache.footers(&[meta], ReadMode::Default, step).pop() {
+        let (file, step) = ([segment.file()], self.files.step());
+        match self.cache.footers(&file, ReadMode::Default, step).pop() {
             Some(Ok(footer)) => Ok(footer.ok()),
             Some(Err(error)) if error.kind() != ErrorKind::NotFound => Err(error),
             _ => Ok(None),

@@ -8,9 +8,10 @@
 use std::collections::HashSet;
 use std::path::PathBuf;
 
-use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
+use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{LANE_SPACE, MonotonicTime};
 use ucm_io::{FileMeta, Finish, IoJob, ReadMode};
+use ucm_quota::is_unsure;
 use ucm_quota::layout::SegmentName;
 use ucm_record::RecordMeta;
 
@@ -21,7 +22,6 @@ use crate::segment::files::SegmentFiles;
 use crate::segment::format::{Entry, HEAD_LEN, Owner, encode_footer, encode_head, footer_len};
 use crate::segment::index::stats::SegmentStats;
 use crate::segment::index::{Known, SegmentNumber};
-use crate::segment::open::unsure;
 
 /// A record to append again.
 pub(in crate::segment) struct Piece {
@@ -86,17 +86,15 @@ impl Reinsertion<'_> {
         });
         let kept = match (&made, &error) {
             (Ok(Some(known)), _) => known.len,
-            (_, Some(error)) if unsure(error) => room,
+            (_, Some(error)) if is_unsure(error) => room,
             _ => 0,
         };
         space.commit(reservation, kept, error.as_ref());
         if let Ok(Some(known)) = &made {
             done.number = self.take_up(known, &copies);
             if done.number.is_none() {
-                return Err(Error::new(
-                    ErrorKind::NotFound,
-                    "the new segment is gone already",
-                ));
+                let text = "the new segment is gone already";
+                return Err(Error::new(ErrorKind::NotFound, text));
             }
         } else {
             let paths = [files.private(name)];
@@ -126,13 +124,10 @@ impl Reinsertion<'_> {
                 continue;
             };
             let into = path.clone();
-            shared.call(self.step(), move |io| {
-                io.write_at(&into, end, &bytes, false)
-            })?;
-            let entry = Entry {
-                offset: end,
-                ..piece.entry
-            };
+            let write = move |io: &IoJob| io.write_at(&into, end, &bytes, false);
+            shared.call(self.step(), write)?;
+            let (offset, entry) = (end, piece.entry);
+            let entry = Entry { offset, ..entry };
             copies.push((piece, entry));
             first = first.min(meta.ordinal);
             end += entry.len;
@@ -179,11 +174,8 @@ impl Reinsertion<'_> {
         let names = self.as_young_as.iter().map(|segment| segment.name);
         let times = files.stat(names)?.into_iter().flatten();
         let known = self.as_young_as.iter().map(|segment| segment.used_ns);
-        Ok(times
-            .map(|meta| meta.mtime_ns)
-            .chain(known)
-            .max()
-            .unwrap_or(0))
+        let all = times.map(|meta| meta.mtime_ns).chain(known);
+        Ok(all.max().unwrap_or(0))
     }
 
     /// Takes the segment into the index, and which of its records are in use; discovery may have
@@ -196,10 +188,8 @@ impl Reinsertion<'_> {
         let found = copies.iter().filter(|(piece, _)| piece.found);
         index.add(number, &found.map(|(_, entry)| *entry).collect::<Vec<_>>());
         for (piece, entry) in copies {
-            if piece
-                .source
-                .is_some_and(|source| uses.has(source, piece.entry.offset))
-            {
+            let was_used = |source| uses.has(source, piece.entry.offset);
+            if piece.source.is_some_and(was_used) {
                 uses.note(number, entry.offset);
             }
         }
@@ -209,34 +199,20 @@ impl Reinsertion<'_> {
     /// Reads a record that is to be copied; `None` where it is not sound, or its file was removed.
     /// A damaged one is read once more past every cache.
     fn read(&self, piece: &Piece, done: &mut Reinserted) -> Result<Option<(RecordMeta, Vec<u8>)>> {
-        let Entry { id, offset, len } = piece.entry;
+        let (Entry { id, offset, len }, files) = (piece.entry, &self.cache.blobs);
         for mode in [ReadMode::Default, ReadMode::FreshDirect] {
             let (from, step) = (piece.from.clone(), self.step());
-            let Some(bytes) =
-                self.cache
-                    .blobs
-                    .read_piece(from, offset, len as usize, mode, step)?
-            else {
-                return Ok(None);
-            };
-            match self.verified(id, &bytes, len) {
-                Ok(meta) => return Ok(Some((meta, bytes))),
+            let read = files.read_piece(from, offset, len as usize, mode, step)?;
+            let Some(bytes) = read else { return Ok(None) };
+            // Its side shards are copied as they are.
+            match files.shared.verify(id, &bytes, len) {
+                Ok(header) => return Ok(Some((header.meta, bytes))),
                 Err(reason) if !reason.is_damage() => break,
                 Err(_) => {}
             }
         }
         done.unsound.extend(piece.source);
         Ok(None)
-    }
-
-    /// The header of a record, if it is sound. Its side shards are copied as they are.
-    fn verified(
-        &self,
-        id: BlockId,
-        bytes: &[u8],
-        len: u64,
-    ) -> std::result::Result<RecordMeta, MissReason> {
-        Ok(self.cache.blobs.shared.verify(id, bytes, len)?.meta)
     }
 
     /// Until when the next step may take.

@@ -55,8 +55,8 @@ impl Relief<'_> {
         // Several engines and ranks may use the same records, and know of it at the same time: one
         // of them copies.
         let claim = Claim::take(reclaim);
-        let relieved =
-            claim.and_then(|claim| claim.map_or(Ok(()), |_claim| self.relieve_these(&all)));
+        let relieve = |claim: Option<_>| claim.map_or(Ok(()), |_claim| self.relieve_these(&all));
+        let relieved = claim.and_then(relieve);
         if relieved.is_err() && !reclaim.cache.looks.is_closed() {
             let _ = self.renew(&all); // else they are removed for their age
         }
@@ -75,51 +75,39 @@ impl Relief<'_> {
     fn relieve_these(&self, next: &[SegmentStats]) -> Result<()> {
         let (reclaim, mut sources, mut room) = (self.reclaim, Sources::default(), self.room);
         let uses = &reclaim.uses;
-        let known: HashMap<_, _> = next
-            .iter()
-            .map(|known| (known.number, known.used_ns))
-            .collect();
+        let known = next.iter().map(|known| (known.number, known.used_ns));
+        let known: HashMap<_, _> = known.collect();
         for segment in reclaim.with_times(next.to_vec())? {
-            let used_since = known
-                .get(&segment.number)
-                .is_some_and(|used| *used < segment.used_ns);
+            let used = known.get(&segment.number);
             // One that another process uses is not among the next.
-            let footer = if used_since {
-                None
-            } else {
-                reclaim.footer_of(&segment)?
+            let footer = match used.is_some_and(|used| *used < segment.used_ns) {
+                true => None,
+                false => reclaim.footer_of(&segment)?,
             };
             let Some(footer) = footer else {
                 uses.forget(segment.number);
                 continue;
             };
             reclaim.add_source(&mut sources, segment, footer, |entry| {
-                let status = reclaim
-                    .index
-                    .copy_status(entry.id, segment.number, entry.offset);
+                let (number, offset) = (segment.number, entry.offset);
+                let status = reclaim.index.copy_status(entry.id, number, offset);
                 let fits = reclaim.lengths.is_ours(entry.len) && entry.len <= room;
-                let goes =
-                    status == CopyStatus::Current && fits && uses.has(segment.number, entry.offset);
+                let goes = status == CopyStatus::Current && fits && uses.has(number, offset);
                 room -= if goes { entry.len } else { 0 };
                 goes.then_some(true)
             });
         }
         if !sources.pieces.is_empty() {
             let made = reclaim.append_again(&sources, &[])?;
-            reclaim
-                .reinserted
-                .fetch_add(made.records, Ordering::Relaxed);
-            made.number
-                .into_iter()
-                .for_each(|number| uses.forget(number));
+            let reinserted = &reclaim.reinserted;
+            reinserted.fetch_add(made.records, Ordering::Relaxed);
+            made.number.iter().for_each(|number| uses.forget(*number));
         }
         // Those that found no room in this turn are among the next still, with the records that are
         // left.
         if room >= round_up(reclaim.lengths.own_len(), PAGE) {
-            sources
-                .segments
-                .iter()
-                .for_each(|segment| uses.forget(segment.number));
+            let segments = sources.segments.iter();
+            segments.for_each(|segment| uses.forget(segment.number));
         }
         Ok(())
     }
@@ -128,16 +116,14 @@ impl Relief<'_> {
     fn renew(&self, segments: &[SegmentStats]) -> Result<()> {
         let shared = &self.reclaim.shared;
         let (recency, wall) = (&shared.recency, shared.clock.wall_ns());
-        let asked: Vec<_> = segments
-            .iter()
-            .map(|segment| (segment.name.as_id(), 0))
-            .collect();
+        let asked = segments.iter().map(|segment| (segment.name.as_id(), 0));
+        let asked: Vec<_> = asked.collect();
         let due: HashMap<_, _> = recency.due(&asked, wall).into_iter().collect();
         let time = |segment: &SegmentStats| {
             self.reclaim.uses.forget(segment.number);
             Some((*segment, *due.get(&segment.name.as_id())?))
         };
-        self.reclaim
-            .note_used(&segments.iter().filter_map(time).collect::<Vec<_>>())
+        let used: Vec<_> = segments.iter().filter_map(time).collect();
+        self.reclaim.note_used(&used)
     }
 }

@@ -29,12 +29,9 @@ impl Retiring {
         let mut relied = reclaim.index.stats();
         relied.retain(|segment| self.relied.contains(&segment.number));
         let there = files.stat(relied.iter().map(|segment| segment.name))?;
-        let times: Vec<i64> = there
-            .into_iter()
-            .zip(&relied)
-            .filter_map(|(meta, known)| meta.filter(|meta| meta.len == known.len))
-            .map(|meta| meta.mtime_ns)
-            .collect();
+        let same = there.into_iter().zip(&relied);
+        let same = same.filter_map(|(meta, known)| meta.filter(|meta| meta.len == known.len));
+        let times: Vec<i64> = same.map(|meta| meta.mtime_ns).collect();
         if times.len() < self.relied.len() {
             return Ok(());
         }
@@ -50,7 +47,7 @@ impl Retiring {
             reclaim.index.vanished(segment.number);
             reclaim.uses.forget(segment.number);
         }
-        shared.space.deleted(freed, before);
+        shared.space.deleted(freed, before, false);
         Ok(())
     }
 
@@ -69,10 +66,8 @@ impl Retiring {
         if before.is_none_or(|before| used <= before) {
             return Ok(());
         }
-        let older = relied
-            .into_iter()
-            .zip(times)
-            .filter(|(_, time)| **time < used);
+        let older = relied.into_iter().zip(times);
+        let older = older.filter(|(_, time)| **time < used);
         reclaim.note_used(
             &older
                 .map(|(segment, _)| (segment, used))

@@ -11,13 +11,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
-use ucm_core::{BlockId, PAGE};
+use ucm_core::BlockId;
 use ucm_infra::{LANE_SPACE, MonotonicTime};
 use ucm_io::IoJob;
 
 use crate::segment::cache::SegmentCache;
 use crate::segment::files::SegmentFiles;
-use crate::segment::index::{Hit, SegmentNumber};
+use crate::segment::index::{Hit, SegmentNumber, page};
 
 /// Part of a segment's records that must be in use for the whole of it to count as used.
 const SHARE: u64 = 4;
@@ -28,11 +28,6 @@ pub(in crate::segment) struct Uses {
     /// Little is free: segments will be removed for room.
     short: AtomicBool,
     pages: Mutex<HashMap<SegmentNumber, BTreeSet<u32>>>,
-}
-
-/// The page at which a record begins: a segment is at most 4 GiB long.
-fn page(offset: u64) -> u32 {
-    u32::try_from(offset / PAGE).unwrap_or(u32::MAX)
 }
 
 impl Uses {
@@ -49,27 +44,21 @@ impl Uses {
 
     /// The record at this offset was used.
     pub(super) fn note(&self, segment: SegmentNumber, offset: u64) {
-        self.pages
-            .lock()
-            .entry(segment)
-            .or_default()
-            .insert(page(offset));
+        let mut segments = self.pages.lock();
+        segments.entry(segment).or_default().insert(page(offset));
     }
 
     /// Records of a segment that were used.
     pub(super) fn count(&self, segment: SegmentNumber) -> u64 {
-        self.pages
-            .lock()
-            .get(&segment)
-            .map_or(0, |pages| pages.len() as u64)
+        let segments = self.pages.lock();
+        segments.get(&segment).map_or(0, BTreeSet::len) as u64
     }
 
     /// Whether the record at this offset was used.
     pub(super) fn has(&self, segment: SegmentNumber, offset: u64) -> bool {
         let segments = self.pages.lock();
-        segments
-            .get(&segment)
-            .is_some_and(|pages| pages.contains(&page(offset)))
+        let pages = segments.get(&segment);
+        pages.is_some_and(|pages| pages.contains(&page(offset)))
     }
 
     /// The segment has the time of its use now, or was removed.
@@ -122,11 +111,8 @@ impl Uses {
         }
         let root = Arc::clone(shared);
         let touch = move |io: &IoJob| {
-            let touched = io.touch(&files)?;
-            let there = touched
-                .iter()
-                .zip(blocks)
-                .filter(|(file, _)| matches!(file, Ok(true)));
+            let touched = io.touch(&files)?.into_iter().zip(blocks);
+            let there = touched.filter(|(file, _)| matches!(file, Ok(true)));
             root.recency.count(there.map(|(_, blocks)| blocks).sum());
             Ok(())
         };
@@ -136,6 +122,8 @@ impl Uses {
 
 #[cfg(test)]
 mod tests {
+    use ucm_core::PAGE;
+
     use super::*;
 
     #[test]

@@ -1,15 +1,14 @@
 //! Which records this process can read and others may not have found yet, as changes since the last
 //! call of the scheduler.
 //!
-//! A record is only locally visible from its write until others must have found its segment, a
-//! while after that got its name: the scheduler polls the medium now and then, and between two
-//! polls the record must not be a miss. A record that is dropped, or whose segment never gets a
-//! name, is not locally visible any more, at once.
+//! A record in a segment is only locally visible from its write until others must have found the
+//! segment, a while after that got its name: the scheduler polls the medium now and then, and
+//! between two polls the record must not be a miss. A record that is dropped, or whose segment never
+//! gets a name, is not locally visible any more, at once.
 //!
 //! A record that is gained and lost between two calls is never returned, and none stays for a while
-//! before the first call, so nothing grows in a process that never calls. At any time there are no
-//! more ids here than records in segments without a name, those returned and lost since, and a
-//! bounded number published lately.
+//! before the first call. So there are never more ids here than records that only this process can
+//! read, those returned and lost since, and a bounded number published lately.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
