@@ -26,8 +26,7 @@ use super::writer_quota::{Free, HOLDS};
 /// Time between two turns when nothing happens, and while a write waits for an answer.
 const IDLE: Duration = Duration::from_secs(1);
 const ACTIVE: Duration = Duration::from_millis(100);
-/// Time between two notes of a writer that wants nothing, and least time between two of one that
-/// does.
+/// Time between two notes of a writer that wants nothing, and at least between two of another.
 const NOTE: Duration = Duration::from_secs(60);
 const NOTE_AGAIN: Duration = Duration::from_millis(50);
 /// How long the quota agent's steps may take together.
@@ -40,8 +39,7 @@ const COUNT_RULES: Duration = Duration::from_secs(300);
 const BACKOFF: Duration = Duration::from_millis(50);
 const LONGEST_BACKOFF: Duration = Duration::from_secs(60);
 
-/// How long a medium may take until what was removed is free: btrfs and ZFS give it back with their
-/// next commit.
+/// How long what was removed may not be free yet: btrfs and ZFS free it with their next commit.
 const SETTLES: Duration = Duration::from_secs(30);
 
 /// Time between heartbeats, and between two reads of the free space.
@@ -54,8 +52,7 @@ const READ_AGAIN: Duration = Duration::from_secs(30);
 /// Silence after which a writer has no grant any more, by the collector's clock; twice what the
 /// writer allows itself.
 const SILENCE: Duration = Duration::from_secs(600);
-/// Time to resign in, at least: on a busy disk a document takes its time, and a writer that ends
-/// without a note is waited for.
+/// Time to resign in, at least: others wait for a writer that ends without a note.
 const RESIGN: Duration = Duration::from_secs(2);
 
 /// See the module.
@@ -197,8 +194,7 @@ impl QuotaAgent {
         now.after(if active { ACTIVE } else { IDLE })
     }
 
-    /// Reads what changed and writes what is due, as collector or not. Whether a write waits for an
-    /// answer.
+    /// Reads what changed and writes what is due. Whether a write waits for an answer.
     fn refresh(&mut self, turn: Turn) -> Result<bool> {
         let Turn { now, deadline } = turn;
         self.take_outcome(now);
@@ -238,7 +234,7 @@ impl QuotaAgent {
 
     /// Takes the result of the last count, and sets when another one makes sense.
     fn take_outcome(&mut self, now: MonotonicTime) {
-        let failed = match self.counter.outcome() {
+        let failed = match self.counter.outcome.lock().take() {
             None => return,
             Some(Ok(outcome)) => {
                 self.counts.trouble = None;
@@ -259,13 +255,9 @@ impl QuotaAgent {
         };
         self.counts.failed = if failed { self.counts.failed + 1 } else { 0 };
         // The first one is tried again at once.
-        let pause = match self.counts.failed {
-            0 | 1 => Duration::ZERO,
-            times => BACKOFF
-                .saturating_mul(1 << times.min(16))
-                .min(LONGEST_BACKOFF),
-        };
-        self.counts.not_before = now.after(pause);
+        let times = self.counts.failed;
+        let pause = BACKOFF * if times > 1 { 1 << times.min(16) } else { 0 };
+        self.counts.not_before = now.after(pause.min(LONGEST_BACKOFF));
     }
 
     /// A turn of a writer that is not collector.
@@ -386,7 +378,7 @@ impl QuotaAgent {
         }
         let due = self.is_count_due(&table, short, now);
         drop(table);
-        if due && !self.counter.is_running() {
+        if due && !self.counter.running.load(Ordering::Acquire) {
             let full = std::mem::take(&mut self.medium.full);
             self.counter.begin(Why {
                 term: Some(term),

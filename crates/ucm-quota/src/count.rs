@@ -53,10 +53,11 @@ pub(super) struct Counter {
     state: Arc<SpaceState>,
     files: Arc<SpaceFiles>,
     worker: Weak<WorkerPool>,
-    running: AtomicBool,
+    pub(super) running: AtomicBool,
     /// Counts begun and ended; odd while one lists.
     counts: AtomicU64,
-    outcome: Mutex<Option<Result<Outcome>>>,
+    /// The result of the last count, until the agent takes it.
+    pub(super) outcome: Mutex<Option<Result<Outcome>>>,
 }
 
 /// The result of a count.
@@ -95,15 +96,6 @@ impl Counter {
 
     pub(super) fn counts(&self) -> u64 {
         self.counts.load(Ordering::Acquire)
-    }
-
-    pub(super) fn is_running(&self) -> bool {
-        self.running.load(Ordering::Acquire)
-    }
-
-    /// The result of the last count, once.
-    pub(super) fn outcome(&self) -> Option<Result<Outcome>> {
-        self.outcome.lock().take()
     }
 
     /// Counts and, if need be, removes, in the background; one at a time. Its end wakes the quota
@@ -218,9 +210,8 @@ impl Counter {
         Ok(freed + gone)
     }
 
-    /// Everything below the root that is ours: namespaces, records, and bytes with private files
-    /// included. Files of ended processes and damaged records that older versions kept are removed
-    /// on the way.
+    /// Everything below the root that is ours. Files of ended processes, and damaged records that
+    /// older versions kept, are removed on the way.
     fn count(&self, why: Why) -> Result<Everything> {
         let mut found = Everything::default();
         let oldest = self.dead_before(why)?;
@@ -270,10 +261,9 @@ impl Counter {
         Ok(found)
     }
 
-    /// The time, ns of Unix time, before which a private file counts as left behind. By the clock
-    /// that gives files their times, the server's where there is one: the heartbeat was written a
-    /// moment ago, whatever this host's clock says. A process that is not collector has no
-    /// heartbeat and uses its own clock.
+    /// The time, ns of Unix time, before which a private file counts as left behind: by the clock
+    /// that gives files their times, that of the heartbeat written a moment ago. A process that is
+    /// not collector has no heartbeat and uses its own clock.
     fn dead_before(&self, why: Why) -> Result<i64> {
         let mut now = i64::try_from(self.files.clock.wall_ns()).unwrap_or(i64::MAX);
         if let Some(term) = why.term {

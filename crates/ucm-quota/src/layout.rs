@@ -143,7 +143,7 @@ pub fn is_namespace(name: &OsStr) -> bool {
     name.to_str().is_some_and(|name| is_hex(name, 32))
 }
 
-/// The first byte of the ids in a directory of records, if its name is exactly that of one.
+/// The first byte of the ids in a directory of records, by its name.
 pub fn shard_name(name: &OsStr) -> Option<u8> {
     let name = name.to_str().filter(|name| is_hex(name, 2))?;
     u8::from_str_radix(name, 16).ok()
@@ -170,13 +170,12 @@ pub struct SegmentName {
 }
 
 impl SegmentName {
-    /// The name in a file name, if it is exactly that of a segment.
+    /// The name in the file name of a segment.
     pub fn parse(name: &OsStr) -> Option<Self> {
         Self::split(name.to_str()?.strip_suffix(".seg")?)
     }
 
-    /// The name of the segment that a private file may become, if it is exactly that of a private
-    /// file.
+    /// The name of the segment that a private file may become.
     pub fn parse_private(name: &OsStr) -> Option<Self> {
         Self::split(name.to_str()?.strip_suffix(".tmp")?)
     }
@@ -296,8 +295,8 @@ pub struct PartEntry {
     pub block_tokens: u32,
     /// Element type.
     pub dtype: String,
-    /// Lengths a record of this part may have as it is used, in order: those of every writer, with
-    /// its side shards and without. At most [`MAX_LENGTHS`].
+    /// Lengths that records of this part may have, those of every writer, in order. At most
+    /// [`MAX_LENGTHS`].
     pub record_lengths: Vec<u64>,
 }
 
@@ -335,8 +334,7 @@ impl Manifest {
         }
     }
 
-    /// Adds a part, and to one that is there already the lengths of this writer's records; whether
-    /// that changed anything.
+    /// Adds a part, or the lengths of this writer's records to it; whether that changed anything.
     pub fn add(&mut self, part: Part, layout: &RecordLayout) -> bool {
         let own = layout.record_lengths();
         let others = self.lengths(part).iter().filter(|len| !own.contains(len));

@@ -149,10 +149,9 @@ impl Quota {
         }))
     }
 
-    /// Sets the limit and starts looking after the root. `check` is called with a deadline before
-    /// any document is written: it fails if the root is not the one that was opened. `tend` is
-    /// called before every count: it checks the same, accepts a root that is back, and returns the
-    /// limit; if it fails nothing is removed.
+    /// Sets the limit and starts the agent. `check` is called before any document is written, and
+    /// fails if the root is not the one that was opened. `tend` is called before every count: it
+    /// checks the same, accepts a root that is back, and returns the limit; else nothing is removed.
     pub fn open(
         self: &Arc<Self>,
         limit: u64,
@@ -180,9 +179,9 @@ impl Quota {
         }
     }
 
-    /// Room for a write of `bytes`, for [`Quota::ended`] or [`Quota::commit`]. `None` where the
-    /// limit has room that only has to be granted: see [`Quota::await_grant`]. `Busy` at once where
-    /// it has none, or a write has waited in vain; the agent has the grant raised.
+    /// Room for a write of `bytes`, for [`Quota::ended`] or [`Quota::commit`]. `None` where it only
+    /// has to be granted: see [`Quota::await_grant`]. `Busy` at once where the limit has no room, or
+    /// a write has waited in vain; the agent has the grant raised.
     pub fn reserve(&self, bytes: u64) -> Result<Option<Reservation>> {
         let now = self.clock.now();
         let (had, wakes) = self.quota().reserve(bytes, now);
@@ -190,9 +189,8 @@ impl Quota {
         had
     }
 
-    /// Waits until a grant holds `bytes`, or none is to be had now: for a first grant, what lies
-    /// there is counted first; a later one takes the agent a turn, or the collector one. `deadline`
-    /// at the latest. [`Quota::reserve`] is to be called again then.
+    /// Waits until a grant holds `bytes`, or none is to be had now, by `deadline`; then
+    /// [`Quota::reserve`] is called again. Before a first grant, what lies there is counted.
     pub fn await_grant(&self, bytes: u64, deadline: MonotonicTime) {
         let patience = self.quota().patience();
         let until = self.clock.now().after(patience).min(deadline);
@@ -223,9 +221,8 @@ impl Quota {
         }
     }
 
-    /// A reserved write ended. If it wrote nothing its bytes are free again; when that is not sure
-    /// they count until the next count. A full medium pauses all writes for a while and starts the
-    /// collector.
+    /// A reserved write ended. If it wrote nothing for sure ([`is_unsure`]) its bytes are free
+    /// again. A full medium pauses all writes for a while and starts the collector.
     pub fn ended(&self, reservation: Reservation, error: Option<&Error>) {
         let now = self.clock.now();
         let full = self.quota().ended(reservation, error, now);
@@ -271,9 +268,8 @@ impl Quota {
         self.counter.counts()
     }
 
-    /// Bytes were deleted by name, in an operation begun when [`Quota::counts`] was `before`. A
-    /// count in between may have missed them already. Only the collector's own deletions are known
-    /// before the next count.
+    /// Bytes were deleted by name, in an operation begun when [`Quota::counts`] was `before`: a
+    /// count since may have missed them. Of others' deletions the collector knows by its next count.
     /// `count_again`: what is removed so seldom that it is worth another count where it is not
     /// known what the last one saw.
     pub fn deleted(&self, bytes: u64, before: u64, count_again: bool) {
@@ -304,7 +300,7 @@ impl Quota {
             records: quota.told.records,
             counted: quota.told.counted,
             collector: self.state.term() > 0,
-            paused: quota.is_barred(self.clock.now()),
+            paused: quota.barred(quota.unit, self.clock.now()).is_some(),
         }
     }
 

@@ -180,11 +180,6 @@ impl SpaceDocument {
         self.table().bound()
     }
 
-    /// Objects as last counted.
-    pub fn counted(&self) -> u64 {
-        self.grants.records
-    }
-
     /// This writer counts, unless another one does and has a recent heartbeat; what the count will
     /// see for sure.
     pub fn begin_count(

@@ -48,10 +48,9 @@ impl SpaceState {
             reserved: quota.reserved,
             committed: quota.committed(),
             granted: quota.granted,
-            wanted: if quota.is_low(ahead, now) {
-                quota.wanted()
-            } else {
-                0
+            wanted: match quota.is_low(ahead, now) {
+                true => quota.unit.max(1), // bytes of the largest write
+                false => 0,
             },
             full: quota.pause.full,
             closed: false,

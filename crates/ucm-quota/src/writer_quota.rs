@@ -14,10 +14,9 @@ use crate::pause::Pause;
 /// at rest wakes once a second.
 pub(super) const PATIENCE: Duration = Duration::from_secs(2);
 /// How long a first write waits for a grant: what lies there is counted first, and a collector that
-/// stands still is followed. Within the time that a dump has, unless its deadline is another one.
+/// stands still is followed.
 pub const FIRST: Duration = Duration::from_secs(25);
-/// Least time between two times that the quota agent is asked to look although no write waits for
-/// it.
+/// Least time between two notifications of the quota agent while no write waits.
 const ASK_AGAIN: Duration = Duration::from_millis(50);
 /// How long a grant holds without news from its writer, by the writer's own clock; half of what the
 /// collector waits.
@@ -89,8 +88,7 @@ pub(super) struct Told {
     pub(super) trouble: Option<Error>,
 }
 
-/// How much of the medium was free when that was last looked at. Nothing, or no limit, before the
-/// first look.
+/// How much of the medium was free when that was last read.
 #[derive(Default)]
 pub(super) struct Free {
     /// Bytes that were free.
@@ -151,11 +149,6 @@ impl WriterQuota {
         self.asking.waiting > 0 || self.left(now) < (ahead / 2).max(two).max(self.unit)
     }
 
-    /// Bytes that are wanted: those of the largest write.
-    pub(super) fn wanted(&self) -> u64 {
-        self.unit.max(1)
-    }
-
     /// A grant without news for too long is void, and its writer another one.
     pub(super) fn renew(&mut self, now: MonotonicTime, id: impl FnOnce() -> u64) -> bool {
         if self.holds_until == MonotonicTime::default() || now < self.holds_until {
@@ -182,7 +175,7 @@ impl WriterQuota {
     }
 
     /// Why nothing may be written now, if so.
-    fn barred(&self, bytes: u64, now: MonotonicTime) -> Option<Error> {
+    pub(super) fn barred(&self, bytes: u64, now: MonotonicTime) -> Option<Error> {
         if self.closed {
             return Some(Error::new(ErrorKind::Closed, "the store is closed"));
         }
@@ -286,8 +279,7 @@ impl WriterQuota {
         }
     }
 
-    /// A reserved write ended. If it wrote nothing its bytes are free again; when that is not sure
-    /// they count until a count has looked. Returns whether the medium was full.
+    /// See [`super::Quota::ended`]. Returns whether the medium was full.
     pub(super) fn ended(
         &mut self,
         reservation: Reservation,
@@ -299,8 +291,7 @@ impl WriterQuota {
         self.commit(reservation, kept, error, now)
     }
 
-    /// A reserved write of which `kept` bytes are on the medium has ended: the others are free
-    /// again. Returns whether the medium was full.
+    /// See [`super::Quota::commit`]. Returns whether the medium was full.
     pub(super) fn commit(
         &mut self,
         reservation: Reservation,
@@ -314,12 +305,6 @@ impl WriterQuota {
             self.reserved = self.reserved.saturating_sub(unused);
         }
         self.pause.record(error, now)
-    }
-
-    /// Whether nothing may be written for a while because the medium was full, or too little of it
-    /// is free.
-    pub(super) fn is_barred(&self, now: MonotonicTime) -> bool {
-        self.barred(self.unit, now).is_some()
     }
 
     /// Why there is no room. `Busy` where more will be granted.
@@ -388,7 +373,7 @@ mod tests {
         let mut quota = granted(100);
         ask(&mut quota, 60, at(0)).unwrap().unwrap();
         assert!(ask(&mut quota, 60, at(0)).is_none(), "its grant is raised");
-        assert!(quota.is_low(100, at(0)) && quota.wanted() == 60);
+        assert!(quota.is_low(100, at(0)) && quota.unit == 60);
         ask(&mut quota, 40, at(0)).unwrap().unwrap();
         quota.adopt(160);
         assert!(ask(&mut quota, 60, at(1)).unwrap().is_ok() && quota.reserved == 160);

@@ -62,7 +62,7 @@ impl Deref for Lent {
     }
 }
 
-/// From where a reader that reads takes a record.
+/// From where a reader takes a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum InPlace {
     /// From its slot.
@@ -87,8 +87,7 @@ impl ReadDone {
 pub struct Part<'a> {
     /// The slot from its start, in which this part and those before it are.
     pub record: &'a [u8],
-    /// Where it lies. One that begins at 0 begins the record anew: what was told of it before holds
-    /// no more.
+    /// Where it lies. One that begins at 0 begins the record anew.
     pub range: Range<usize>,
     /// Length of the record on the medium.
     pub stored_len: u64,
@@ -106,15 +105,14 @@ impl<'a> Part<'a> {
     }
 }
 
-/// Told of the parts of a record as they arrive, on the thread that reads. What it answers is read
-/// besides, after the steps that are left.
+/// Called with the parts of a record as they arrive, on the thread that reads. What it returns is
+/// read too, after the steps that are left.
 pub type Arrived = Box<dyn FnMut(&IoJob, Part<'_>) -> Option<Vec<Range<usize>>> + Send>;
 
-/// How a record is read part by part. A medium may bring more than is wanted
-/// ([`Features::reads_parts`]), and may bring all at once and tell no one.
+/// How a record is read part by part. A medium without [`Features::reads_parts`] brings all at once
+/// and calls nothing.
 pub struct Parts {
-    /// What one operation after the other brings, in order: stretches, each to where it lies in the
-    /// whole.
+    /// What each operation brings, in order: stretches, each to where it lies in the whole.
     pub steps: Vec<Vec<Range<usize>>>,
     /// Told of each.
     pub arrived: Arrived,
@@ -128,8 +126,7 @@ pub struct BlockRead {
     pub slot: Slot,
     /// Part by part; `None`: all of it at once, or as much as the slot has room for.
     pub parts: Option<Parts>,
-    /// Its parts are the header and a side shard, a few pages of it in the form in which it is
-    /// stored: a medium reads many such one after the other on a thread.
+    /// Its parts are the header and a side shard, a few pages: one thread reads many such.
     pub sides: bool,
     /// Past every cache (after a failed checksum).
     pub again: bool,
@@ -166,12 +163,10 @@ impl BlockRead {
     }
 }
 
-/// How soon what was written is to be published, where records wait for others to be published with
-/// them.
+/// How soon records that wait for others are to be published.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Flush {
-    /// Somebody waits for it: but only so often that who waits after every block gets no file of
-    /// its own for each.
+    /// A caller waits for it; so seldom that not every block gets a file of its own.
     Soon,
     /// As soon as it is written.
     Now,
@@ -201,9 +196,8 @@ pub enum Written {
     /// Nothing was written, because what is there cannot be read here and is not replaced, for this
     /// reason.
     InTheWay(MissReason),
-    /// The medium has the record, and this process can read it. It is published later, or lost: the
-    /// outcome is reported with this receipt ([`Backend::on_sealed`]), by the deadline of the
-    /// write.
+    /// The medium has the record, and this process can read it. By the deadline of the write
+    /// [`Backend::on_sealed`] reports with this receipt whether it was published, or lost.
     Sealing(Receipt),
 }
 
@@ -240,8 +234,7 @@ pub struct Listed {
     pub used_ns: i64,
 }
 
-/// Records that this process can read and others cannot see yet (in its memory, in a segment it has
-/// not sealed), as changes since the last time they were asked for.
+/// Changes of the records that this process can read and others cannot see yet.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LocallyVisible {
     /// They can be read from now on.
@@ -272,9 +265,8 @@ pub struct Features<'a> {
     /// Lookups are answered from memory and without a system call, so that they may be asked on any
     /// thread.
     pub answers_at_once: bool,
-    /// A lookup is one question to a server, however many ids it has, for whose answer the backend
-    /// waits no longer than its job may: the caller that wants to know asks, and no thread in
-    /// between.
+    /// A lookup is one request to a server, however many ids it has, for whose answer the backend
+    /// waits by the deadline of its job: the caller's own thread makes it.
     pub waits_by_itself: bool,
     /// Parts of a record can be read by themselves.
     pub reads_parts: bool,
@@ -282,8 +274,7 @@ pub struct Features<'a> {
     /// well.
     pub writes_cached: bool,
     /// Uses that another process of the same engine has told its own medium must be told here too:
-    /// they reach only what a process has to itself, its memory, and what it knows of the segments
-    /// that it merges.
+    /// they reach only what a process has to itself, such as its memory.
     pub own_touches: bool,
     /// The same as memory of this host, where it is that: it ends with the processes that use it.
     pub memory: Option<&'a dyn Memory>,
@@ -294,8 +285,7 @@ pub struct Features<'a> {
 }
 
 impl Features<'_> {
-    /// Which of these reads one thread should do together: see [`Indexed::runs`]; without an index
-    /// each by itself.
+    /// See [`Indexed::runs`]; without an index each read by itself.
     pub fn runs(&self, reads: &[&BlockRead], threads: usize) -> Vec<Vec<usize>> {
         match self.index {
             Some(index) => index.runs(reads, threads),
@@ -303,8 +293,7 @@ impl Features<'_> {
         }
     }
 
-    /// Learns what others have stored of late: see [`Indexed::look`]; without an index every lookup
-    /// asks the medium.
+    /// See [`Indexed::look`]; without an index every lookup asks the medium.
     pub fn look(&self, deadline: MonotonicTime, done: Done<()>) {
         match self.index {
             Some(index) => index.look(deadline, done),
@@ -312,14 +301,12 @@ impl Features<'_> {
         }
     }
 
-    /// Whether a write would only find this record there, as far as that is known without asking
-    /// the medium.
+    /// See [`Indexed::is_published`]; without an index that is not known.
     pub fn is_published(&self, id: BlockId) -> bool {
         self.index.is_some_and(|index| index.is_published(id))
     }
 
-    /// What became readable for this process before others can see it: see
-    /// [`Local::locally_visible`].
+    /// See [`Local::locally_visible`].
     pub fn locally_visible(&self) -> LocallyVisible {
         self.local.map(Local::locally_visible).unwrap_or_default()
     }
@@ -367,8 +354,8 @@ pub trait Indexed {
     /// many there are for reads.
     fn runs(&self, reads: &[&BlockRead], threads: usize) -> Vec<Vec<usize>>;
 
-    /// Learns what others have stored of late. Calls back when that is done, with `Timeout` at the
-    /// deadline, and never waits: neither here nor on a thread for reads.
+    /// Finds what others have stored of late. Never waits: it calls back when that is done, with
+    /// `Timeout` at the deadline.
     fn look(&self, deadline: MonotonicTime, done: Done<()>);
 
     /// Whether a write would only find this record there.
@@ -380,17 +367,13 @@ pub trait Indexed {
 
 /// Records that this process can read and others cannot see yet.
 pub trait Local {
-    /// What became readable for this process before others can see it, and what no longer is, since
-    /// the last call. Who asks is the scheduler of the same engine, through its workers; no one
-    /// else may count on these. At most as many ids as [`ucm_core::limits::MAX_IDS_PER_CALL`], the
-    /// rest with the next call.
+    /// The changes since the last call, for the scheduler of the same engine alone. At most as many
+    /// ids as [`ucm_core::limits::MAX_IDS_PER_CALL`], the rest with the next call.
     fn locally_visible(&self) -> LocallyVisible;
 }
 
 /// A medium that keeps records. It knows nothing of other media or of engines.
 ///
-/// Every medium implements the methods without a body; default bodies say what holds for those that
-/// have nothing to add.
 /// A medium that is a map from ids to bytes implements [`Values`](crate::values::Values) instead.
 pub trait Backend: Send + Sync {
     /// Makes the medium usable or says why it is not, by the deadline; again after a failure. The

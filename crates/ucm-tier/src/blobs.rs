@@ -69,6 +69,9 @@ impl From<Result<usize>> for Filled {
     }
 }
 
+/// Buffers that are filled one behind the other, each with as many bytes, from its start on.
+pub(crate) type Buffers<'a> = Vec<(&'a mut [u8], usize)>;
+
 /// A piece of a blob in memory, and the blob's length; of a medium that does not return it the end
 /// of what was wanted.
 pub(crate) type BlobPiece = (Vec<u8>, u64);
@@ -79,12 +82,10 @@ pub(crate) trait Blobs: Send + Sync + 'static {
     /// fewest take longer to read than another thread takes to start.
     const RUN: (usize, usize);
 
-    /// Reads one stretch into several buffers: `len` bytes for the first from `at` on, for the next
-    /// the bytes behind them, each into the start of its buffer. `NotFound` where there is no such
-    /// blob. Past every cache with [`ReadMode::FreshDirect`], where the medium has one; then there
-    /// is one buffer.
-    fn read(&self, io: &IoJob, at: ReadAt, into: Vec<(&mut [u8], usize)>, mode: ReadMode)
-    -> Filled;
+    /// Reads one stretch, from `at` on, into buffers. `NotFound` where there is no such blob. Past
+    /// every cache with [`ReadMode::FreshDirect`], where the medium has one; then there is one
+    /// buffer.
+    fn read(&self, io: &IoJob, at: ReadAt, into: Buffers<'_>, mode: ReadMode) -> Filled;
 
     /// Reads parts of a stretch to where they lie in it; the bytes that arrived. None where that
     /// failed, or is not possible, and all of the record is to be read.

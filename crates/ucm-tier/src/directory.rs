@@ -80,36 +80,29 @@ impl DirectoryBackend {
             next_look: Mutex::default(),
         }))
     }
-
-    fn layout(&self) -> &dyn Backend {
-        self.0.layout()
-    }
 }
 
 impl Directory {
     /// The backend in use.
     fn layout(&self) -> &dyn Backend {
-        match self.decided.get() {
-            Some(Decided {
-                segments: Some(segments),
-                ..
-            }) => segments,
-            _ => &self.files,
+        let decided = self.decided.get();
+        match decided.and_then(|decided| decided.segments.as_ref()) {
+            Some(segments) => segments,
+            None => &self.files,
         }
     }
 
     /// Decides, if that is possible now, and makes the root usable in the layout that was decided
     /// on.
     fn open(&self, deadline: MonotonicTime) -> Result<String> {
-        let Some(decision) = LayoutChoice { root: &self.shared }.decide(deadline)? else {
+        let Some(decision) = LayoutChoice(&self.shared).decide(deadline)? else {
             return self.files.open(deadline);
         };
         self.shared.root.lock().kind = Some(decision.kind);
+        let shared = Arc::clone(&self.shared);
         let segments = match decision.kind {
             LayoutKind::File => None,
-            LayoutKind::Segment => {
-                Some(SegmentBackend::over(Arc::clone(&self.shared), self.config)?)
-            }
+            LayoutKind::Segment => Some(SegmentBackend::over(shared, self.config)?),
         };
         let opened = match &segments {
             Some(segments) => segments.open(deadline)?,
@@ -133,19 +126,15 @@ impl Directory {
             if now < due {
                 return;
             }
-            *next = (
-                now.after(gap.max(LOOK_AGAIN)),
-                (gap * 2).clamp(LOOK_AGAIN * 2, LOOK_SELDOM),
-            );
+            let longer = (gap * 2).clamp(LOOK_AGAIN * 2, LOOK_SELDOM);
+            *next = (now.after(gap.max(LOOK_AGAIN)), longer);
         }
         let (directory, deadline) = (Arc::clone(self), now.after(LOOK));
         let look = move || match directory.decided.get() {
             Some(_) => Ok(()),
             None => directory.open(deadline).map(|_| ()),
         };
-        self.shared
-            .space
-            .in_background(deadline, look, Box::new(|_| {}));
+        self.shared.space.in_background(deadline, look, |_| {});
     }
 }
 
@@ -153,7 +142,7 @@ impl Directory {
 macro_rules! of_the_layout {
     ($(fn $name:ident(&self $(, $arg:ident: $kind:ty)*) $(-> $answer:ty)?;)*) => {$(
         fn $name(&self $(, $arg: $kind)*) $(-> $answer)? {
-            self.layout().$name($($arg),*)
+            self.0.layout().$name($($arg),*)
         }
     )*};
 }
@@ -161,21 +150,18 @@ macro_rules! of_the_layout {
 impl Backend for DirectoryBackend {
     fn open(&self, deadline: MonotonicTime) -> Result<String> {
         let opened = match self.0.decided.get() {
-            Some(_) => self.layout().open(deadline)?,
+            Some(_) => self.0.layout().open(deadline)?,
             None => self.0.open(deadline)?,
         };
         let undecided = "layout not decided yet: by the first that writes here";
-        let words = self
-            .0
-            .decided
-            .get()
-            .map_or(undecided, |decided| &decided.words);
+        let decided = self.0.decided.get();
+        let words = decided.map_or(undecided, |decided| &decided.words);
         Ok(format!("{opened}; {words}"))
     }
 
     fn lookup(&self, io: &IoJob, ids: &[BlockId], stop_at_missing: bool) -> Result<Vec<Presence>> {
         self.0.follow();
-        self.layout().lookup(io, ids, stop_at_missing)
+        self.0.layout().lookup(io, ids, stop_at_missing)
     }
 
     fn on_sealed(&self, hook: OnSealed) {

@@ -54,11 +54,6 @@ impl Decision {
 }
 
 impl RootLayout {
-    /// As it is kept in a marker.
-    pub(crate) fn to_value(&self) -> Option<serde_json::Value> {
-        serde_json::to_value(self).ok()
-    }
-
     pub(crate) fn decision(&self) -> Decision {
         Decision {
             kind: self.kind,

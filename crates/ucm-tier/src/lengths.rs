@@ -87,8 +87,7 @@ impl Lengths {
         lengths
     }
 
-    /// The parts that are known by name, the own ones first among them: each may have a manifest of
-    /// its own.
+    /// The parts that are known by name, the first of the own ones first.
     pub(crate) fn parts(&self) -> impl Iterator<Item = &PartRecord> {
         std::iter::once(&self.first).chain(&self.others)
     }
@@ -124,8 +123,7 @@ impl Lengths {
         }
     }
 
-    /// Whether a record of this length can be whole in the form in which it is used, with KV or
-    /// without.
+    /// Whether a record of this length can be whole in the form in which it is used.
     pub(crate) fn is_record(&self, len: u64) -> bool {
         let is_known = self.known.read().iter().any(|known| known.len == len);
         if !is_known {
@@ -170,8 +168,7 @@ impl Lengths {
         known.iter().map(|known| known.len).max().unwrap_or(0)
     }
 
-    /// The least and the most bytes that the longest record of a part can have, whatever its writer
-    /// keeps beside the KV.
+    /// The least and the most bytes that the longest record of a part can have.
     pub(crate) fn range(&self) -> (u64, u64) {
         let known = self.known.read();
         let kv_lens = known.iter().map(|known| known.kv_len);
@@ -179,9 +176,8 @@ impl Lengths {
         (kv_lens.min().unwrap_or(0), most)
     }
 
-    /// The most bytes that a record can have which lies among those of this part, whatever its
-    /// writer keeps beside the KV: as of the largest part, or, where this part is not known by
-    /// name, the limit of every record.
+    /// The most bytes that a record among those of this part can have: as of the largest part, or,
+    /// where this part is not known by name, the limit of every record.
     pub(crate) fn bound(&self, part: Part) -> u64 {
         self.kv_len(part).map_or(LONGEST_RECORD, |_| self.range().1)
     }

@@ -3,7 +3,7 @@
 //!
 //! A record in a segment is only locally visible from its write until others must have found the
 //! segment, a while after that got its name: the scheduler polls the medium now and then, and
-//! between two polls the record must not be a miss. A record that is dropped, or whose segment never
+//! between two polls the record must not be a miss. One that is dropped, or whose segment never
 //! gets a name, is not locally visible any more, at once.
 //!
 //! A record that is gained and lost between two calls is never returned, and none stays for a while
@@ -77,19 +77,13 @@ impl LocalChanges {
     pub(crate) fn take(&self, now: MonotonicTime) -> LocallyVisible {
         let mut inner = self.0.lock();
         inner.asked = true;
-        while inner
-            .leaving
-            .front()
-            .is_some_and(|(found, _)| *found <= now)
+        while let Some((found, _)) = inner.leaving.front()
+            && *found <= now
         {
             inner.end_first();
         }
-        let some = |ids: &HashSet<BlockId>| -> Vec<BlockId> {
-            ids.iter()
-                .copied()
-                .take(limits::MAX_IDS_PER_CALL / 2)
-                .collect()
-        };
+        let half = limits::MAX_IDS_PER_CALL / 2;
+        let some = |ids: &HashSet<BlockId>| ids.iter().copied().take(half).collect::<Vec<_>>();
         let news = LocallyVisible {
             gained: some(&inner.fresh),
             lost: some(&inner.lost),

@@ -82,17 +82,13 @@ pub enum SegmentTail {
 /// Verifies the footer of a segment of `file_len` bytes, of which `tail` are the last.
 pub fn list_segment(tail: &[u8], file_len: u64) -> std::result::Result<SegmentTail, MissReason> {
     let trailer = Trailer::decode(tail, file_len)?;
-    let len = trailer.footer.end - trailer.footer.start;
-    let footer = usize::try_from(len)
-        .ok()
-        .and_then(|len| tail.len().checked_sub(len));
-    let Some(start) = footer else {
-        return Ok(SegmentTail::Longer(len));
+    let footer = match trailer.footer_in(tail) {
+        Ok(footer) => footer,
+        Err(len) => return Ok(SegmentTail::Longer(len)),
     };
-    let entries = trailer.entries(&tail[start..], LONGEST_RECORD)?;
-    let records = entries
-        .iter()
-        .map(|entry| (entry.id, entry.offset, entry.len));
+    let entries = trailer.entries(footer, LONGEST_RECORD)?;
+    let records = entries.iter();
+    let records = records.map(|entry| (entry.id, entry.offset, entry.len));
     Ok(SegmentTail::Listed(SegmentListing {
         name: trailer.owner.name.file_name(),
         namespace: trailer.owner.namespace,

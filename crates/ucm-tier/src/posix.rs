@@ -10,7 +10,7 @@ use std::time::Duration;
 use ucm_core::{BlockId, MissReason, Result};
 use ucm_device::Slot;
 use ucm_infra::{LANE_SPACE, MonotonicTime};
-use ucm_io::IoJob;
+use ucm_io::{FileMeta, IoJob};
 use ucm_quota::visit_records;
 
 use crate::backend::{
@@ -47,22 +47,15 @@ impl Backend for PosixBackend {
     }
 
     fn lookup(&self, io: &IoJob, ids: &[BlockId], stop_at_missing: bool) -> Result<Vec<Presence>> {
-        let paths: Vec<_> = ids
-            .iter()
-            .map(|&id| self.shared.layout.record(id))
-            .collect();
+        let shared = &self.shared;
+        let paths: Vec<_> = ids.iter().map(|&id| shared.layout.record(id)).collect();
         let metas = io.stat(&paths, stop_at_missing);
-        let metas = metas.inspect_err(|error| self.shared.log_link(error))?;
-        let mut found: Vec<_> = metas
-            .iter()
-            .map(|&meta| self.shared.presence(meta))
-            .collect();
-        if found.contains(&Err(MissReason::WrongLength)) && self.shared.has_lengths_to_learn() {
-            self.shared.learn_lengths(io);
-            found = metas
-                .iter()
-                .map(|&meta| self.shared.presence(meta))
-                .collect();
+        let metas = metas.inspect_err(|error| shared.log_link(error))?;
+        let presence = || metas.iter().map(|&meta| shared.presence(meta)).collect();
+        let found: Vec<_> = presence();
+        if found.contains(&Err(MissReason::WrongLength)) && shared.has_lengths_to_learn() {
+            shared.learn_lengths(io);
+            return Ok(presence());
         }
         Ok(found)
     }
@@ -75,7 +68,7 @@ impl Backend for PosixBackend {
 
     fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions) -> Result<Written> {
         let record = &slot.as_slice()[..options.len];
-        self.shared.write(io, id, record, &options)
+        self.shared.write(io, id, record, options)
     }
 
     fn touch(&self, ids: &[(BlockId, u32)], deadline: MonotonicTime) {
@@ -85,14 +78,10 @@ impl Backend for PosixBackend {
         }
         let shared = Arc::clone(&self.shared);
         let touch = move |io: &IoJob| {
-            let files = due
-                .into_iter()
-                .map(|(id, time)| (shared.layout.record(id), time));
-            let touched = io.touch(&files.collect::<Vec<_>>())?;
-            let count = touched
-                .iter()
-                .filter(|file| matches!(file, Ok(true)))
-                .count();
+            let file = |(id, time)| (shared.layout.record(id), time);
+            let files: Vec<_> = due.into_iter().map(file).collect();
+            let touched = io.touch(&files)?.into_iter();
+            let count = touched.filter(|file| matches!(file, Ok(true))).count();
             shared.recency.count(count as u64);
             Ok(())
         };
@@ -103,31 +92,24 @@ impl Backend for PosixBackend {
         let shared = &self.shared;
         let paths: Vec<_> = ids.iter().map(|&id| shared.layout.record(id)).collect();
         let before = shared.space.counts();
-        let lengths = io
-            .stat(&paths, false)?
-            .into_iter()
-            .map(|meta| meta.map_or(0, |meta| meta.len));
-        let removed = io.remove(&paths)?.into_iter().zip(lengths);
-        let removed: Vec<u64> = removed
-            .filter_map(|(file, len)| matches!(file, Ok(true)).then_some(len))
-            .collect();
-        shared.space.deleted(removed.iter().sum(), before, false);
-        Ok(removed.len())
+        let metas = io.stat(&paths, false)?;
+        let (mut count, mut bytes) = (0, 0);
+        for (removed, meta) in io.remove(&paths)?.into_iter().zip(metas) {
+            if let Ok(true) = removed {
+                (count, bytes) = (count + 1, bytes + meta.map_or(0, |meta| meta.len));
+            }
+        }
+        shared.space.deleted(bytes, before, false);
+        Ok(count)
     }
 
     fn list(&self, io: &IoJob) -> Result<Vec<Listed>> {
         let (namespace, mut records) = (self.shared.layout.namespace(), Vec::new());
-        visit_records(
-            &namespace,
-            &mut |dir| io.list_if_there(&dir),
-            &mut |id, meta| {
-                records.push(Listed {
-                    id,
-                    len: meta.len,
-                    used_ns: meta.mtime_ns,
-                });
-            },
-        )?;
+        let mut add = |id, meta: FileMeta| {
+            let (len, used_ns) = (meta.len, meta.mtime_ns);
+            records.push(Listed { id, len, used_ns });
+        };
+        visit_records(&namespace, &mut |dir| io.list_if_there(&dir), &mut add)?;
         Ok(records)
     }
 

@@ -18,18 +18,11 @@ const NO_FILE: [i32; 2] = [21, 40];
 impl Shared {
     /// Reads a record into a slot, from its start, or the parts of it that are wanted.
     pub(crate) fn read(&self, io: &IoJob, read: BlockRead) -> Result<ReadDone> {
-        let BlockRead {
-            id,
-            mut slot,
-            again,
-            sides,
-            ..
-        } = read;
-        let (path, len) = (self.layout.record(id), self.lengths.own_len() as usize);
-        let mode = if again {
-            ReadMode::FreshDirect
-        } else {
-            ReadMode::Default
+        let (mut slot, path) = (read.slot, self.layout.record(read.id));
+        let len = self.lengths.own_len() as usize;
+        let mode = match read.again {
+            true => ReadMode::FreshDirect,
+            false => ReadMode::Default,
         };
         let whole = 0..len.min(slot.len());
         let Parts { steps, mut arrived } = read.parts.unwrap_or_else(|| Parts {
@@ -37,20 +30,15 @@ impl Shared {
             arrived: Box::new(|_, _| None),
         });
         let (mut brought, mut stored_len, mut steps) = (0, 0, VecDeque::from(steps));
-        while let Some(step) = steps.pop_front() {
+        'steps: while let Some(step) = steps.pop_front() {
             for part in &step {
                 let room = &mut slot.as_mut_slice()[part.start..];
-                let read = io.read(&path, part.start as u64, part.len(), room, mode);
-                let read = read.map_err(|error| explain(io, path.clone(), error))?;
-                (brought, stored_len) = (brought + read.bytes, read.file_len);
+                let done = io.read(&path, part.start as u64, part.len(), room, mode);
+                let done = done.map_err(|error| explain(io, path.clone(), error))?;
+                (brought, stored_len) = (brought + done.bytes, done.file_len);
                 // A record may be without side shards, or have others that lie elsewhere.
-                if read.bytes < part.len() && !sides {
-                    return Ok(ReadDone {
-                        slot,
-                        read: brought,
-                        stored_len,
-                        lent: None,
-                    });
+                if done.bytes < part.len() && !read.sides {
+                    break 'steps;
                 }
             }
             steps.extend(arrived(io, Part::of(&step, slot.as_slice(), stored_len)));

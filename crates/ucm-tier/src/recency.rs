@@ -34,9 +34,8 @@ impl Recency {
     /// The time to give to a record being published.
     pub fn published(&self, id: BlockId, ordinal: u32, wall_ns: u64) -> i64 {
         let time = Self::time(ordinal, wall_ns);
-        self.told
-            .lock()
-            .get_or_insert_with(|| LruCache::new(TOLD))
+        let mut told = self.told.lock();
+        told.get_or_insert_with(|| LruCache::new(TOLD))
             .insert(id, time);
         time
     }
@@ -48,9 +47,8 @@ impl Recency {
         let times = ids
             .iter()
             .map(|&(id, ordinal)| (id, Self::time(ordinal, wall_ns)));
-        times
-            .filter(|&(id, time)| told.insert(id, time).is_none_or(|last| last < time))
-            .collect()
+        let due = times.filter(|&(id, time)| told.insert(id, time).is_none_or(|last| last < time));
+        due.collect()
     }
 
     /// Counts blocks touched.

@@ -50,10 +50,8 @@ pub fn register(kind: TierKind) -> Result<()> {
     for name in kind.names() {
         let taken = |other: &StoreName| other.word == name.word || other.class == name.class;
         if kinds.iter().any(|other| other.names().iter().any(taken)) {
-            let error = Error::new(
-                ErrorKind::Config,
-                "a kind of tier of that name is registered already",
-            );
+            let text = "a kind of tier of that name is registered already";
+            let error = Error::new(ErrorKind::Config, text);
             return Err(error.with("word", name.word).with("class", name.class));
         }
     }
@@ -81,18 +79,15 @@ pub fn find(word: &str) -> Result<Arc<TierKind>> {
 /// in order.
 pub fn describe() -> String {
     let kinds = kinds();
-    let described: Vec<_> = kinds.iter().map(|kind| kind.described()).collect();
+    let described: Vec<&TierKind> = kinds.iter().map(|kind| &**kind).collect();
     serde_json::to_string(&described).unwrap_or_default() // nothing in it can be refused
 }
 
 /// The place, for tools, of a kind that keeps nothing in directories; its options as a JSON text.
 pub fn place(word: &str, options: &str) -> Result<Box<dyn Place>> {
     let options = serde_json::from_str(options).map_err(|error| {
-        let wrong = Error::new(
-            ErrorKind::Config,
-            "the options of a tier are no JSON object",
-        );
-        wrong.caused_by(error)
+        let text = "the options of a tier are no JSON object";
+        Error::new(ErrorKind::Config, text).caused_by(error)
     })?;
     find(word)?.place(options)
 }

@@ -133,8 +133,7 @@ impl Shared {
         self.use_root(marker, deadline)
     }
 
-    /// Makes the root if it is not there, marks it if it is not marked, and remembers where it is
-    /// mounted.
+    /// Makes and marks the root if need be, and notes where it is mounted.
     fn begin_root(self: &Arc<Self>, deadline: MonotonicTime) -> Result<()> {
         self.make_root(deadline)?;
         let mounted = self.mount_point(deadline)?;
@@ -149,8 +148,7 @@ impl Shared {
         self.use_root(marker, deadline)
     }
 
-    /// Says so where the configuration asks for another layout than the root has: what lies there
-    /// is not found.
+    /// Logs once that the configuration asks for another layout than the root has.
     fn tell_of_another_layout(&self, marker: &Marker) {
         let mut known = self.root.lock();
         if let Some(said) = &marker.layout
@@ -171,8 +169,7 @@ impl Shared {
         }
     }
 
-    /// Makes the namespace below a marked root, learns what the file system can do, starts the
-    /// first count.
+    /// Makes the namespace below a marked root, probes the file system, starts the first count.
     fn use_root(self: &Arc<Self>, marker: Marker, deadline: MonotonicTime) -> Result<()> {
         if self.furnish(deadline)? {
             self.probe_io(deadline)?;
@@ -256,8 +253,7 @@ impl Shared {
         Ok(marker)
     }
 
-    /// The namespace's directories and its manifest; false where none can be made, for the file
-    /// system is read-only.
+    /// The namespace's directories and its manifest; false on a read-only file system.
     pub(crate) fn furnish(&self, deadline: MonotonicTime) -> Result<bool> {
         let made = unless_read_only(self.make_dirs(deadline))?.is_some();
         if made {
@@ -274,13 +270,12 @@ impl Shared {
         let deadline = self.clock.now().after(MAKE_DIRS);
         let (shared, done) = (Arc::clone(self), Arc::clone(self));
         let look = move || shared.readmit(deadline);
-        let ended = Box::new(move |_| done.root.lock().looking = false);
+        let ended = move |_| done.root.lock().looking = false;
         self.space.in_background(deadline, look, ended);
     }
 
-    /// Takes a root up again that was lost: the one that was opened, known by its marker, on
-    /// whatever device it is now; or a new one in the place of one that was removed, if nothing was
-    /// unmounted there. Another root, or none, is an error.
+    /// Opens a root again that was lost: the one that was opened, known by its marker, on whatever
+    /// device; or a new one in the place of one that was removed. Any other is an error.
     fn readmit(self: &Arc<Self>, deadline: MonotonicTime) -> Result<()> {
         if let Some(marker) = self.read_marker(deadline)? {
             let known = self.root.lock().uuid.clone();
@@ -437,8 +432,7 @@ impl Shared {
         Ok((space.total, space.free))
     }
 
-    /// Marks the root, with the layout that was decided if one was; the answer is the marker that
-    /// counts.
+    /// Marks the root, with the layout that was decided; the answer is the marker that counts.
     pub(crate) fn mark(&self, deadline: MonotonicTime) -> Result<Marker> {
         let (total, free) = self.space_info(deadline)?;
         let capacity = match self.config.capacity {
@@ -447,7 +441,7 @@ impl Shared {
         };
         let mut marker = Marker::new(crate::random_hex(), self.clock.wall_ns(), capacity);
         let layout = self.root.lock().layout.clone();
-        marker.layout = layout.as_ref().and_then(RootLayout::to_value);
+        marker.layout = layout.and_then(|layout| serde_json::to_value(layout).ok());
         self.publish_marker(&marker, false, deadline)?;
         // Another process may have done the same at the same time: of all markers one stays.
         Ok(self.read_marker(deadline)?.unwrap_or(marker))
@@ -465,8 +459,7 @@ impl Shared {
         self.publish_document(private, target, marker.to_bytes(), replace, deadline)
     }
 
-    /// Whether a record was met whose length is not known, and it is time to look what the manifest
-    /// says of that.
+    /// Whether the manifest is to be read for a record of unknown length.
     pub(crate) fn has_lengths_to_learn(&self) -> bool {
         self.lengths.is_look_due(self.clock.now())
     }

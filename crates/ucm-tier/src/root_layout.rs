@@ -22,19 +22,17 @@ use crate::root::unless_read_only;
 use crate::shared::{Shared, is_link};
 
 /// Decides on the layout of a root.
-pub(crate) struct LayoutChoice<'a> {
-    pub(crate) root: &'a Shared,
-}
+pub(crate) struct LayoutChoice<'a>(pub(crate) &'a Shared);
 
 impl LayoutChoice<'_> {
     /// Reads which layout was decided on; decides, where no process has and this one writes. `None`
     /// where it does not.
     pub(crate) fn decide(&self, deadline: MonotonicTime) -> Result<Option<Decision>> {
-        let marker = self.root.read_marker(deadline)?;
+        let marker = self.0.read_marker(deadline)?;
         if let Some(decision) = marker.as_ref().and_then(|marker| self.as_marked(marker)) {
             return Ok(Some(decision));
         }
-        if self.root.config.scope.lookup_only {
+        if self.0.config.scope.lookup_only {
             return Ok(None);
         }
         let (kind, why) = match self.layout_of_records(deadline) {
@@ -49,7 +47,7 @@ impl LayoutChoice<'_> {
         let layout = RootLayout {
             kind,
             why: why.to_owned(),
-            decided: self.root.clock.wall_ns() / 1_000_000_000,
+            decided: self.0.clock.wall_ns() / 1_000_000_000,
         };
         self.keep_layout(layout, marker, deadline).map(Some)
     }
@@ -60,14 +58,14 @@ impl LayoutChoice<'_> {
         let layout = RootLayout::deserialize(said).ok();
         let unknown = "the root's marker names a layout that this version does not know";
         let decision = layout.as_ref().map(RootLayout::decision);
-        self.root.root.lock().layout = layout;
+        self.0.root.lock().layout = layout;
         Some(decision.unwrap_or_else(|| Decision::for_now(unknown)))
     }
 
     /// The layout of the records below the root, of any namespace; where some are in files, that
     /// one.
     fn layout_of_records(&self, deadline: MonotonicTime) -> Result<Option<LayoutKind>> {
-        let root = self.root.layout.root();
+        let root = self.0.layout.root();
         let mut found = None;
         for (name, meta) in self.list(root.to_owned(), deadline)? {
             if !meta.is_dir || !is_namespace(&name) {
@@ -76,16 +74,13 @@ impl LayoutChoice<'_> {
             let namespace = root.join(&name);
             // Such a directory is made with its first record.
             let blocks = self.list(namespace.join(BLOCKS), deadline)?;
-            let shard =
-                |(name, meta): &(OsString, FileMeta)| meta.is_dir && shard_name(name).is_some();
-            if blocks.iter().any(shard) {
+            let mut blocks = blocks.iter();
+            if blocks.any(|(name, meta)| meta.is_dir && shard_name(name).is_some()) {
                 return Ok(Some(LayoutKind::File));
             }
             let segments = self.list(namespace.join(SEGMENTS), deadline)?;
-            if segments
-                .iter()
-                .any(|(name, _)| SegmentName::parse(name).is_some())
-            {
+            let mut names = segments.iter().map(|(name, _)| name);
+            if names.any(|name| SegmentName::parse(name).is_some()) {
                 found = Some(LayoutKind::Segment);
             }
         }
@@ -93,8 +88,7 @@ impl LayoutChoice<'_> {
     }
 
     fn list(&self, dir: PathBuf, deadline: MonotonicTime) -> Result<Vec<(OsString, FileMeta)>> {
-        let listed = self.root.call(deadline, move |io| io.list_if_there(&dir));
-        match listed {
+        match self.0.call(deadline, move |io| io.list_if_there(&dir)) {
             // of any namespace: its own users log it
             Err(error) if is_link(&error) => Ok(Vec::new()),
             listed => listed,
@@ -108,24 +102,24 @@ impl LayoutChoice<'_> {
         marker: Option<Marker>,
         deadline: MonotonicTime,
     ) -> Result<Decision> {
-        self.root.root.lock().layout = Some(layout.clone());
+        self.0.root.lock().layout = Some(layout.clone());
         let there = match marker {
             Some(marker) => marker,
             None => {
-                self.root.make_root(deadline)?;
-                self.root.mark(deadline)?
+                self.0.make_root(deadline)?;
+                self.0.mark(deadline)?
             }
         };
         if let Some(decision) = self.as_marked(&there) {
             return Ok(decision);
         }
         let with = Marker {
-            layout: layout.to_value(),
+            layout: serde_json::to_value(&layout).ok(),
             ..there
         };
         // Where nothing can be written it counts all the same, for nothing is written there.
-        let there = match unless_read_only(self.root.publish_marker(&with, true, deadline))? {
-            Some(()) => self.root.read_marker(deadline)?,
+        let there = match unless_read_only(self.0.publish_marker(&with, true, deadline))? {
+            Some(()) => self.0.read_marker(deadline)?,
             None => None,
         };
         let decision = there.and_then(|marker| self.as_marked(&marker));

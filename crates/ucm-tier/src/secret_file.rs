@@ -17,40 +17,24 @@ const OTHERS: u32 = 0o077;
 /// Most bytes of such a file.
 const LONGEST: u64 = 1 << 20;
 
-/// Who may read a file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Readers {
-    /// Its owner alone.
-    Owner,
-    /// Others too, and the file is ours.
-    OthersOfOurs,
-    /// Others too, and it is another owner's.
-    OthersOfTheirs,
-}
-
-impl Readers {
-    fn of(mode: u32, owner: u32, us: u32) -> Self {
-        match (mode & OTHERS != 0, owner == us) {
-            (false, _) => Self::Owner,
-            (true, true) => Self::OthersOfOurs,
-            (true, false) => Self::OthersOfTheirs,
-        }
-    }
+/// Whether a file is refused because others than its owner may read it; none where they may not.
+fn refused(mode: u32, owner: u32, us: u32) -> Option<bool> {
+    (mode & OTHERS != 0).then_some(owner == us)
 }
 
 /// The bytes of a file that holds a secret; `what` is its key in the configuration, or what it
 /// holds. `Config` where it cannot be read, or is ours and others may read it.
 pub fn read(path: &Path, what: &str) -> Result<Vec<u8>> {
-    let unread = |error: std::io::Error| {
-        let text = format!("{what} cannot be read");
-        Error::new(ErrorKind::Config, text)
-            .with("file", path.display())
-            .caused_by(error)
-    };
+    let unread = |error| failed(format!("{what} cannot be read"), path, error);
     let file = File::open(path).map_err(unread)?;
     let bytes = bytes_of(&file).map_err(unread)?;
     check(&file, path, what)?;
     Ok(bytes)
+}
+
+fn failed(text: String, path: &Path, error: std::io::Error) -> Error {
+    let failed = Error::new(ErrorKind::Config, text).with("file", path.display());
+    failed.caused_by(error)
 }
 
 /// The bytes of an open file.
@@ -62,29 +46,24 @@ pub(crate) fn bytes_of(file: &File) -> std::io::Result<Vec<u8>> {
 
 /// Whether an open file may be used as one that holds a secret.
 pub(crate) fn check(file: &File, path: &Path, what: &str) -> Result<()> {
-    let meta = file.metadata().map_err(|error| {
-        let text = format!("the mode of {what} cannot be read");
-        Error::new(ErrorKind::Config, text)
-            .with("file", path.display())
-            .caused_by(error)
-    })?;
+    let unread = |error| failed(format!("the mode of {what} cannot be read"), path, error);
+    let meta = file.metadata().map_err(unread)?;
     let (mode, path) = (meta.mode() & 0o777, path.display());
-    match Readers::of(mode, meta.uid(), geteuid().as_raw()) {
-        Readers::Owner => Ok(()),
-        Readers::OthersOfOurs => {
+    match refused(mode, meta.uid(), geteuid().as_raw()) {
+        None => Ok(()),
+        Some(true) => {
             let text = format!(
                 "{what} is a secret, and its file {path} is open to other users (mode {mode:04o}): \
-                 run chmod 600 {path} \
-                 (where Kubernetes mounts it: defaultMode: 0400)"
+                 run chmod 600 {path} (where Kubernetes mounts it: defaultMode: 0400)"
             );
             Err(Error::new(ErrorKind::Config, text))
         }
-        Readers::OthersOfTheirs => {
+        Some(false) => {
             warn!(
                 path = %path,
                 "{what} is a secret, and its file {path} is open to other users (mode {mode:04o}); \
-                 it belongs to another \
-                 user and is used all the same: let its owner run chmod 600 {path}"
+                 it belongs to another user and is used all the same: let its owner run chmod 600 \
+                 {path}"
             );
             Ok(())
         }
@@ -131,14 +110,10 @@ mod tests {
 
     #[test]
     fn a_secret_of_another_owner_is_read() {
-        assert_eq!(Readers::of(0o644, 7, 8), Readers::OthersOfTheirs);
-        assert_eq!(
-            Readers::of(0o644, 0, 8),
-            Readers::OthersOfTheirs,
-            "mounted by root"
-        );
-        assert_eq!(Readers::of(0o600, 7, 8), Readers::Owner);
-        assert_eq!(Readers::of(0o640, 8, 8), Readers::OthersOfOurs);
+        assert_eq!(refused(0o644, 7, 8), Some(false));
+        assert_eq!(refused(0o644, 0, 8), Some(false), "mounted by root");
+        assert_eq!(refused(0o600, 7, 8), None);
+        assert_eq!(refused(0o640, 8, 8), Some(true));
         if geteuid().is_root() {
             let dir = tempfile::tempdir().unwrap();
             let path = dir.path().join("key");

@@ -27,8 +27,7 @@ pub(crate) const MAKE_DIRS: Duration = Duration::from_secs(5);
 pub struct PosixConfig {
     /// The root directory.
     pub root: PathBuf,
-    /// Whose records lie there. One that never writes makes no directories and no marker, and
-    /// collects nothing.
+    /// Whose records lie there.
     pub scope: Scope,
     /// Whether the I/O engine was asked to go past the page cache.
     pub direct: bool,
@@ -128,14 +127,15 @@ impl Shared {
             modes: config.modes,
         };
         let space = Quota::new(space, Arc::clone(&io), Arc::clone(&clock))?;
+        let root = Root {
+            kind,
+            ..Root::default()
+        };
         let shared = Self {
             layout,
             io,
             clock,
-            root: Mutex::new(Root {
-                kind,
-                ..Root::default()
-            }),
+            root: Mutex::new(root),
             writes_cached: AtomicBool::new(false),
             dirs: Mutex::new([false; 256]),
             sequence: AtomicU64::new(u64::from(config.place.number) << 48),
@@ -145,8 +145,8 @@ impl Shared {
             on_sealed: Arc::default(),
             config,
         };
-        if let (Some(Capacity::Bytes(limit)), false) =
-            (shared.config.capacity, shared.config.scope.lookup_only)
+        if let Some(Capacity::Bytes(limit)) = shared.config.capacity
+            && !shared.config.scope.lookup_only
         {
             shared.check_limit(limit.get())?;
         }
@@ -167,17 +167,13 @@ impl Shared {
 
     /// What a look at a record's name says: it is there whole, or why it is no hit.
     pub(crate) fn presence(&self, meta: Option<FileMeta>) -> Presence {
-        match meta {
-            Some(meta) if meta.is_dir => Err(MissReason::Absent),
-            Some(meta) => self.lengths.presence(meta.len),
-            None => Err(MissReason::Absent),
-        }
+        let file = meta.filter(|meta| !meta.is_dir).ok_or(MissReason::Absent)?;
+        self.lengths.presence(file.len)
     }
 
-    /// Whether writes fill the page cache of a local file system. Only one thread at once can fill
-    /// the pages of one file there (ext4 and XFS hold the inode's lock meanwhile), and the others
-    /// would not sleep but spin: so several files are written side by side. Not as long as it is
-    /// not known where the root lies.
+    /// Whether writes fill the page cache of a local file system; false while that is not known.
+    /// Only one thread at once can fill the pages of one file there (ext4 and XFS hold the inode's
+    /// lock meanwhile), and others spin: so several files are written side by side.
     pub(crate) fn writes_cached(&self) -> bool {
         self.writes_cached.load(Ordering::Acquire)
     }
@@ -220,11 +216,8 @@ impl Shared {
         if marker.is_some_and(|meta| Some(meta.dev) == device) {
             return Ok(());
         }
-        Err(Error::new(
-            ErrorKind::Foreign,
-            "the root lost its marker or changed its device; writing stops",
-        )
-        .with("root", self.layout.root().display()))
+        let text = "the root lost its marker or changed its device; writing stops";
+        Err(Error::new(ErrorKind::Foreign, text).with("root", self.layout.root().display()))
     }
 }
 

@@ -1,10 +1,9 @@
 //! Several roots side by side: which of them a new record goes to, and in which order they are
 //! asked for one.
 //!
-//! The choice is made when a record is written. Looked for it is in every root, so a root that is
-//! lost, added or back again changes where new records go and makes nothing unfindable; only roots
-//! that have to be asked file by file are spared questions about records that belong elsewhere
-//! ([`Spread::keeps_home`]).
+//! The choice is made when a record is written. It is looked up in every root, so a root that is
+//! lost, added or back again changes only where new records go; only roots that are asked file by
+//! file are spared lookups of records that belong elsewhere ([`Spread::keeps_home`]).
 //!
 //! * `round_robin`: by rendezvous hashing of the record's id with the roots' UUIDs. A root that is
 //!   added takes over its share of the ids, and no other id moves; the ids of a root that is lost
@@ -43,9 +42,8 @@ pub struct RootFacts {
 impl RootFacts {
     /// Notes the UUID of the root's marker.
     pub fn learn(&self, uuid: &str) {
-        let seed = uuid
-            .get(..16)
-            .and_then(|digits| u64::from_str_radix(digits, 16).ok());
+        let digits = uuid.get(..16);
+        let seed = digits.and_then(|digits| u64::from_str_radix(digits, 16).ok());
         self.seed.store(seed.unwrap_or(0), Ordering::Release);
     }
 }
@@ -107,10 +105,8 @@ impl Spread {
 
 /// How much a root wants an id; the same on every machine and in every version.
 fn score(seed: u64, id: BlockId) -> u64 {
-    let (mut low, mut high) = ([0; 8], [0; 8]);
-    low.copy_from_slice(&id.0[..8]);
-    high.copy_from_slice(&id.0[8..]);
-    mixed(mixed(seed ^ u64::from_le_bytes(low)) ^ u64::from_le_bytes(high))
+    let number = u128::from_le_bytes(id.0);
+    mixed(mixed(seed ^ number as u64) ^ (number >> 64) as u64)
 }
 
 /// The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): every bit of the answer depends on

@@ -5,25 +5,27 @@ use std::sync::Arc;
 
 use ucm_infra::{Clock, MonotonicTime, Notify, WorkerPool};
 
-/// What a thread waits for: a notification, how often it had been given, and until when.
-pub(crate) type NextTurn = (Notify, u64, Option<MonotonicTime>);
+/// When the next turn is due; none: after a notification.
+pub(crate) type NextTurn = Option<MonotonicTime>;
 
-/// Makes turns on a thread of this lane as long as `parts` are in use and a turn names the next.
+/// Makes turns on a thread of this lane as long as `parts` are in use and a turn names the next,
+/// which is made sooner after a notification.
 pub(crate) fn run<T: Send + Sync + 'static>(
     pool: &WorkerPool,
     lane: usize,
     clock: &Arc<dyn Clock>,
+    notify: &Notify,
     parts: &Arc<T>,
     turn: fn(&Arc<T>) -> Option<NextTurn>,
 ) {
-    let (weak, clock) = (Arc::downgrade(parts), Arc::clone(clock));
-    let work = move || {
-        while let Some(parts) = weak.upgrade()
-            && let Some((notify, seen, until)) = turn(&parts)
-        {
-            drop(parts); // a thread that sleeps keeps nothing alive
-            clock.sleep(&notify, seen, until);
-        }
+    let (weak, clock, notify) = (Arc::downgrade(parts), Arc::clone(clock), notify.clone());
+    let work = move || loop {
+        let seen = notify.seen();
+        // A thread that sleeps keeps nothing alive.
+        let Some(next) = weak.upgrade().and_then(|parts| turn(&parts)) else {
+            return;
+        };
+        clock.sleep(&notify, seen, next);
     };
     let _ = pool.submit(lane, MonotonicTime::NEVER, work, |_| {}); // a pool that ends wants no more
 }

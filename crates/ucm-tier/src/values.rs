@@ -2,9 +2,7 @@
 //! keeps one.
 //!
 //! An author of a medium implements the byte calls of [`Values`], and nothing else.
-//! [`ValueRecords`] is the [`Backend`] above them, with every rule about records: which value can
-//! be a whole record, what the manifest adds to that, that a record of a newer version stays and
-//! other values are replaced, reading back, what is assumed to be there, and when a use is noted.
+//! [`ValueRecords`] is the [`Backend`] above them, with every rule about records.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -44,12 +42,10 @@ pub struct ValuesTraits {
     /// Bytes of a record from which on [`Values::exists`] is called before it is put, because that
     /// costs less than to send it.
     pub exists_first: usize,
-    /// How long a record that was written, read or found is assumed to be there, so that lookups of
-    /// it do not call the medium. A record evicted within that time costs a read that misses. Zero:
-    /// every lookup calls.
+    /// How long a record that was written, read or found is assumed to be there. One evicted within
+    /// that time costs a read that misses. Zero: every lookup calls.
     pub assumed: Duration,
-    /// It notes uses and makes room by itself: [`Values::touch`] is not called, and a write without
-    /// room does not pause others.
+    /// It notes uses and makes room by itself: nothing calls [`Values::touch`], or pauses writes.
     pub manages_itself: bool,
 }
 
@@ -233,17 +229,14 @@ impl Backend for ValueRecords {
         let now = self.rules.clock.now();
         *self.rules.refreshed.lock() = Some(now);
         if !self.rules.scope.lookup_only {
-            let until = if opened.is_cluster {
-                now.after(deadline.since(now) / 2)
-            } else {
-                deadline
+            let until = match opened.is_cluster {
+                true => now.after(deadline.since(now) / 2),
+                false => deadline,
             };
-            let described = self.rules.describe(&self.pool.here(LANE_SPACE, until));
-            let is_away =
-                |error: &Error| matches!(error.kind(), ErrorKind::Io | ErrorKind::Timeout);
-            match described {
+            let is_away = |kind| matches!(kind, ErrorKind::Io | ErrorKind::Timeout);
+            match self.rules.describe(&self.pool.here(LANE_SPACE, until)) {
                 // The node of the manifest may be down; a use of a block writes it again.
-                Err(error) if opened.is_cluster && is_away(&error) => {}
+                Err(error) if opened.is_cluster && is_away(error.kind()) => {}
                 described => described?,
             }
         }
@@ -269,7 +262,7 @@ impl Backend for ValueRecords {
     }
 
     fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions) -> Result<Written> {
-        self.rules.write(io, id, slot, &options)
+        self.rules.write(io, id, slot, options)
     }
 
     fn touch(&self, ids: &[(BlockId, u32)], deadline: MonotonicTime) {
@@ -330,7 +323,7 @@ impl Indexed for ValueRecords {
         false
     }
 
-    /// Whether it is assumed to be there; true where every lookup calls the medium.
+    /// True where every lookup calls the medium.
     fn knows(&self, id: BlockId) -> bool {
         self.rules.traits.assumed.is_zero() || self.rules.assumed.has(id, self.rules.clock.now())
     }
@@ -355,8 +348,8 @@ impl RecordRules {
         Ok(())
     }
 
-    /// Reads the lengths of records from the manifests, if a record of an unknown length was met
-    /// and it is time: writers that keep other side shards add theirs. True if any was read.
+    /// Reads the lengths of records from the manifests, if that is due: writers that keep other
+    /// side shards add theirs. True if any was read.
     fn learn_lengths(&self, io: &IoJob) -> bool {
         if !self.lengths.is_look_due(self.clock.now()) {
             return false;
@@ -391,10 +384,8 @@ impl RecordRules {
         if found.contains(&Err(MissReason::WrongLength)) && self.learn_lengths(io) {
             found = self.presence(&existing);
         }
-        let there = unknown
-            .iter()
-            .zip(&found)
-            .filter(|(_, found)| found.is_ok());
+        let there = unknown.iter().zip(&found);
+        let there = there.filter(|(_, found)| found.is_ok());
         self.assumed.add(there.map(|(id, _)| *id), self.clock.now());
         let mut found = unknown.into_iter().zip(found).peekable();
         let answer = |id: &BlockId| match found.next_if(|(unknown, _)| unknown == id) {
@@ -435,12 +426,8 @@ impl RecordRules {
                 }
                 done => done,
             };
-            done = done
-                .into_iter()
-                .zip(longer)
-                .zip(&wanted)
-                .map(again)
-                .collect();
+            let all = done.into_iter().zip(longer).zip(&wanted);
+            done = all.map(again).collect();
         }
         for ((id, _), done) in wanted.iter().zip(&done) {
             match done {
@@ -458,10 +445,9 @@ impl RecordRules {
     /// A read of as much of a record as its slot has room for, if that is known to be less than
     /// all; else of all of it. Of a longer value one byte more than the longest record is read.
     fn get_of(&self, id: BlockId, slot: Slot, in_place: InPlace, longest: u64) -> Get {
-        let most = if slot.len() < self.lengths.kv_len_of_own() {
-            slot.len()
-        } else {
-            usize::try_from(longest + 1).unwrap_or(usize::MAX)
+        let most = match slot.len() < self.lengths.kv_len_of_own() {
+            true => slot.len(),
+            false => usize::try_from(longest + 1).unwrap_or(usize::MAX),
         };
         Get {
             id,
@@ -476,15 +462,9 @@ impl RecordRules {
         done.unwrap_or_else(|| Err(Error::internal("a read of one value has no result")))
     }
 
-    fn write(
-        &self,
-        io: &IoJob,
-        id: BlockId,
-        slot: Slot,
-        options: &WriteOptions,
-    ) -> Result<Written> {
+    fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions) -> Result<Written> {
         self.pause.lock().check(self.clock.now())?;
-        let written = self.write_record(io, id, slot, options);
+        let written = self.store(io, id, slot, options);
         let now = self.clock.now();
         if !self.traits.manages_itself {
             self.pause.lock().record(written.as_ref().err(), now);
@@ -496,13 +476,7 @@ impl RecordRules {
     }
 
     /// Stores a record unless there is one; a value that is no record is replaced.
-    fn write_record(
-        &self,
-        io: &IoJob,
-        id: BlockId,
-        slot: Slot,
-        options: &WriteOptions,
-    ) -> Result<Written> {
+    fn store(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions) -> Result<Written> {
         let len = options.len;
         let is_assumed = || self.assumed.has(id, self.clock.now());
         if !options.replace && (len >= self.traits.exists_first || is_assumed()) {
@@ -512,15 +486,13 @@ impl RecordRules {
                 }
             }
         }
-        let put = match options.replace {
+        let (stored, replace) = (false, options.replace);
+        let put = match replace {
             false => self.values.put(io, id, slot, len, false)?,
-            true => Put {
-                slot,
-                stored: false,
-            },
+            true => Put { slot, stored },
         };
         if !put.stored {
-            if let Some(kept) = self.kept(io, id, options.replace)? {
+            if let Some(kept) = self.kept(io, id, replace)? {
                 return Ok(kept);
             }
             self.values.put(io, id, put.slot, len, true)?;
@@ -530,9 +502,8 @@ impl RecordRules {
         Ok(Written::Published)
     }
 
-    /// The result of a write if the value under this id is not replaced: a record of a newer
-    /// version, or in a form that this store does not read; or, unless it was `refused`, one that
-    /// has the length of ours.
+    /// The result of a write where the value there is not replaced: a record of a newer version, or
+    /// in a form that this store does not read; unless `refused`, also one with a length of ours.
     fn kept(&self, io: &IoJob, id: BlockId, refused: bool) -> Result<Option<Written>> {
         let (len, start) = match self.values.start(io, id, RecordHeader::LONGEST) {
             Ok(Some(start)) => start,
@@ -560,15 +531,11 @@ impl RecordRules {
     /// Notes that these were used, and writes the manifest again when it is time.
     fn touch(&self, io: &IoJob, ids: &[BlockId]) -> Result<()> {
         let touched = self.values.touch(io, ids)?;
-        let mut there = Vec::new();
-        for (&id, is_there) in ids.iter().zip(touched) {
-            if is_there {
-                there.push(id);
-            } else {
-                self.assumed.remove(&[id]);
-            }
-        }
+        let (there, gone): (Vec<_>, Vec<_>) = ids.iter().zip(touched).partition(|(_, is)| *is);
+        let gone: Vec<BlockId> = gone.into_iter().map(|(id, _)| *id).collect();
+        self.assumed.remove(&gone);
         self.recency.count(there.len() as u64);
+        let there = there.into_iter().map(|(id, _)| *id);
         self.assumed.add(there, self.clock.now());
         let described = *self.described.lock();
         if self.clock.now().since(described) >= DESCRIBE_AGAIN {
@@ -611,10 +578,8 @@ impl Assumed {
     }
 
     fn has(&self, id: BlockId, now: MonotonicTime) -> bool {
-        self.until
-            .lock()
-            .peek(&id)
-            .is_some_and(|until| now < *until)
+        let known = self.until.lock();
+        known.peek(&id).is_some_and(|until| now < *until)
     }
 }
 

@@ -49,14 +49,13 @@ pub(super) fn kind() -> TierKind {
 fn make(context: &BuildContext, options: CacheOptions) -> Result<BuiltTier> {
     let nothing = || Error::new(ErrorKind::Config, "cache_size is nothing; give it a size");
     let asked = options.cache_size.limit().ok_or_else(nothing)?;
-    let bytes = if context.scope.lookup_only {
-        None
-    } else {
-        Some(cache_bytes(
+    let bytes = match context.scope.lookup_only {
+        true => None,
+        false => Some(cache_bytes(
             asked,
             context.processes,
             &MachineMemory::now()?,
-        )?)
+        )?),
     };
     let processors = available_parallelism().map_or(1, NonZeroUsize::get);
     let threads = threads(processors, context.processes);

@@ -124,19 +124,15 @@ mod built {
     /// Where the bucket is.
     fn at(options: &ObjectOptions) -> Result<BucketConfig> {
         let [url] = &options.storage_backends.0[..] else {
-            let wrong = Error::new(
-                ErrorKind::Config,
-                "storage_backends names one bucket: s3://bucket/prefix",
-            );
+            let text = "storage_backends names one bucket: s3://bucket/prefix";
+            let wrong = Error::new(ErrorKind::Config, text);
             return Err(wrong.with("given", options.storage_backends.0.len()));
         };
         let environment = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
         let aws = || environment("AWS_ENDPOINT_URL_S3").or_else(|| environment("AWS_ENDPOINT_URL"));
+        let endpoint = options.object_endpoint.clone();
         Ok(BucketConfig {
-            endpoint: options
-                .object_endpoint
-                .clone()
-                .or_else(|| url.starts_with("s3:").then(aws).flatten()),
+            endpoint: endpoint.or_else(|| url.starts_with("s3:").then(aws).flatten()),
             region: options.object_region.clone(),
             credentials: options.object_credentials.as_ref().map(PathBuf::from),
             ca: options.object_ca.as_ref().map(PathBuf::from),

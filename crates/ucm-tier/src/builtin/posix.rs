@@ -145,19 +145,14 @@ pub(super) fn make_over<E: IoEngine + 'static>(
 ) -> Result<Vec<BuiltLevel>> {
     let directories = &options.storage_backends.0;
     if directories.is_empty() || directories.len() > MAX_ROOTS {
-        let wrong = Error::new(
-            ErrorKind::Config,
-            "storage_backends names one directory, or several",
-        );
-        return Err(wrong
-            .with("given", directories.len())
-            .with("most", MAX_ROOTS));
+        let text = "storage_backends names one directory, or several";
+        let wrong = Error::new(ErrorKind::Config, text).with("given", directories.len());
+        return Err(wrong.with("most", MAX_ROOTS));
     }
     let compressed = options.codec.is_on();
     if compressed && options.layout == Some(LayoutKind::File) {
         let wrong = "compressed records live in segments only, as the lengths of block files are \
-                     fixed; write layout: \
-                     segment, or codec: off";
+                     fixed; write layout: segment, or codec: off";
         return Err(Error::new(ErrorKind::Config, wrong).with("root", directories[0].display()));
     }
     let threads = if context.scope.lookup_only {
@@ -176,10 +171,8 @@ pub(super) fn make_over<E: IoEngine + 'static>(
             let pool = context.pool_over(engine(options.io_direct), "ucm-io", threads)?;
             // Compressed records live in segments only.
             let layout = options.layout.or(compressed.then_some(LayoutKind::Segment));
-            let (root, segments) = (
-                config(context, options, directory, place),
-                segments(options)?,
-            );
+            let root = config(context, options, directory, place);
+            let segments = segments(options)?;
             let (io, clock) = (Arc::clone(&pool), Arc::clone(&context.clock));
             tiers.push(BuiltTier {
                 backend: medium(root, layout, segments, io, clock)?,
@@ -211,7 +204,7 @@ impl PosixOptions {
             return Ok(vec![directories.clone()]);
         }
         let mut levels = Vec::new();
-        for heat in Heat::ALL {
+        for heat in [Heat::Hot, Heat::Warm, Heat::Cold] {
             let mut level = directories.clone();
             level.retain(|directory| self.heat(directory) == heat);
             if !level.is_empty() {
@@ -241,12 +234,10 @@ fn config(
     root: PathBuf,
     place: RootSlot,
 ) -> PosixConfig {
+    let floor = options.free_space_floor.limit();
     let rules = Rules {
         // No bytes: no floor, while nothing at all is the default.
-        free_floor: options
-            .free_space_floor
-            .limit()
-            .or(Some(Capacity::Percent(0.0))),
+        free_floor: floor.or(Some(Capacity::Percent(0.0))),
         namespace_quota: options.namespace_quota.and_then(Amount::limit),
         expire_after: options.expire_after.map(Age::duration),
     };

@@ -108,10 +108,7 @@ mod built {
     /// A prefix for the keys of a test.
     fn prefix_of(scratch: &Path) -> String {
         let path = scratch.display().to_string();
-        let plain: String = path
-            .chars()
-            .map(|c| if c.is_ascii_alphanumeric() { c } else { '-' })
-            .collect();
+        let plain = path.replace(|c: char| !c.is_ascii_alphanumeric(), "-");
         plain[plain.len().saturating_sub(60)..].to_owned()
     }
 

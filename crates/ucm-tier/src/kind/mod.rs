@@ -47,8 +47,7 @@ pub struct BuildContext {
 
 impl BuildContext {
     /// Threads on which a medium is called, `threads` of them for loads. A block that has a slot
-    /// has a place in their queue too, so that an accepted dump is never refused later. `direct`:
-    /// past the page cache, where they work on files.
+    /// has a place in their queue too, so that an accepted dump is never refused later.
     pub fn pool(&self, name: &'static str, threads: usize, direct: bool) -> Result<Arc<IoPool>> {
         self.pool_over(PsyncEngine::new(direct), name, threads)
     }
@@ -105,7 +104,7 @@ pub struct BuiltTier {
     pub max_stuck: usize,
 }
 
-/// Media side by side, over which records are spread; most often one.
+/// Media side by side, over which records are spread.
 pub struct BuiltLevel {
     /// The media, at least one.
     pub tiers: Vec<BuiltTier>,
@@ -115,11 +114,8 @@ pub struct BuiltLevel {
 
 impl From<BuiltTier> for Vec<BuiltLevel> {
     fn from(tier: BuiltTier) -> Self {
-        let level = BuiltLevel {
-            tiers: vec![tier],
-            spread: Arc::new(Spread::alone()),
-        };
-        vec![level]
+        let (tiers, spread) = (vec![tier], Arc::new(Spread::alone()));
+        vec![BuiltLevel { tiers, spread }]
     }
 }
 
@@ -163,47 +159,43 @@ type Sample = fn(&Path) -> Value;
 
 type OpenPlace = dyn Fn(Map<String, Value>) -> Result<Box<dyn Place>> + Send + Sync;
 
-/// What makes it.
-enum Build {
-    /// It is a medium.
-    Medium(Box<MakeMedium>),
+/// A kind of tier: its names, its options and what makes it. Serialized it is what Python gets.
+#[derive(Serialize)]
+pub struct TierKind {
+    names: Vec<StoreName>,
+    role: Role,
+    memory: bool,
+    /// What to use instead of one that is declared only.
+    instead: Option<&'static str>,
+    /// The JSON schema of the options.
+    options: Value,
+    /// The default of every option, in the order in which they are declared.
+    defaults: Box<RawValue>,
+    #[serde(skip)]
+    make: Option<Box<MakeMedium>>,
+    #[serde(skip)]
+    sample: Option<Sample>,
+    #[serde(skip)]
+    place: Option<Box<OpenPlace>>,
+}
+
+/// What it is.
+#[derive(Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Role {
+    Medium,
     /// A word that keeps nothing and stands for options of the tier below it.
     Layer,
     /// A store class written in Python, without an engine of the core.
     Python,
-    /// It is not built yet; what to use instead.
-    Declared(&'static str),
-}
-
-/// A kind of tier: its names, its options and what makes it.
-pub struct TierKind {
-    names: Vec<StoreName>,
-    build: Build,
-    memory: bool,
-    sample: Option<Sample>,
-    place: Option<Box<OpenPlace>>,
-    options: Value,
-    defaults: Box<RawValue>,
+    /// It is not built yet.
+    Declared,
 }
 
 /// The options of what has none.
 #[derive(Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub(crate) struct NoOptions {}
-
-/// A kind as it is passed to Python.
-#[derive(Serialize)]
-pub(crate) struct Described<'a> {
-    names: &'a [StoreName],
-    role: &'static str,
-    memory: bool,
-    /// What to use instead of one that is declared only.
-    instead: Option<&'static str>,
-    /// The JSON schema of the options.
-    options: &'a Value,
-    /// The default of every option, in the order in which they are declared.
-    defaults: &'a RawValue,
-}
 
 impl TierKind {
     /// A kind that keeps records: on one medium, on several side by side ([`BuiltLevel`]), or in
@@ -215,34 +207,41 @@ impl TierKind {
         let word = name.word;
         let make =
             move |context: &BuildContext, given| Ok(make(context, read(word, given)?)?.into());
-        Self::new::<O>(name, Build::Medium(Box::new(make)))
+        Self {
+            make: Some(Box::new(make)),
+            ..Self::new::<O>(name, Role::Medium)
+        }
     }
 
-    /// A word that is no tier: written before one, it stands for what is fixed under its name, in
-    /// the options of that tier and as far as those say nothing else. The module that reads the
-    /// configuration puts it there.
+    /// A word that is no tier: written before one, it stands for what is fixed under its name, as
+    /// far as the options of that tier say nothing else.
     pub fn layer(name: StoreName) -> Self {
-        Self::new::<NoOptions>(name, Build::Layer)
+        Self::new::<NoOptions>(name, Role::Layer)
     }
 
     /// A kind that is a store class of Python.
     pub fn python<O: TierOptions>(name: StoreName) -> Self {
-        Self::new::<O>(name, Build::Python)
+        Self::new::<O>(name, Role::Python)
     }
 
     /// A kind that can be configured and is then refused; `instead` says what to use.
     pub fn declared<O: TierOptions>(name: StoreName, instead: &'static str) -> Self {
-        Self::new::<O>(name, Build::Declared(instead))
+        Self {
+            instead: Some(instead),
+            ..Self::new::<O>(name, Role::Declared)
+        }
     }
 
-    fn new<O: TierOptions>(name: StoreName, build: Build) -> Self {
+    fn new<O: TierOptions>(name: StoreName, role: Role) -> Self {
         let mut schemas = SchemaSettings::draft2020_12();
         schemas.inline_subschemas = true;
         let options = schemas.into_generator().into_root_schema_for::<O>();
         Self {
             names: vec![name],
-            build,
+            role,
             memory: false,
+            instead: None,
+            make: None,
             sample: None,
             place: None,
             options: options.to_value(),
@@ -259,8 +258,8 @@ impl TierKind {
         self
     }
 
-    /// What a test configures: a small tier with a place of its own for each scratch directory. The
-    /// behaviour suite runs over every medium that says so.
+    /// What a test configures: a small tier of its own for each scratch directory. The behaviour
+    /// suite runs over every medium that says so.
     #[must_use]
     pub fn tested_with(mut self, sample: fn(&Path) -> Value) -> Self {
         self.sample = Some(sample);
@@ -302,7 +301,7 @@ impl TierKind {
 
     /// Whether it is a medium that the core makes.
     pub fn is_medium(&self) -> bool {
-        matches!(self.build, Build::Medium(_))
+        self.make.is_some()
     }
 
     /// Makes the medium. `Config` for an option that does not exist or is wrong, `Unsupported` for
@@ -312,19 +311,19 @@ impl TierKind {
         context: &BuildContext,
         options: Map<String, Value>,
     ) -> Result<Vec<BuiltLevel>> {
-        match &self.build {
-            Build::Medium(make) => make(context, options),
-            Build::Layer => {
-                Err(self
-                    .unsupported("it keeps nothing; give what it stands for to the tier below it"))
-            }
-            Build::Python => {
-                Err(self.unsupported("it is a store of Python and no tier of the core"))
-            }
-            Build::Declared(instead) => {
-                Err(self.unsupported(&format!("it is not built yet; {instead}")))
-            }
+        if let Some(make) = &self.make {
+            return make(context, options);
         }
+        Err(match self.role {
+            Role::Medium | Role::Layer => {
+                self.unsupported("it keeps nothing; give what it stands for to the tier below it")
+            }
+            Role::Python => self.unsupported("it is a store of Python and no tier of the core"),
+            Role::Declared => {
+                let instead = self.instead.unwrap_or_default();
+                self.unsupported(&format!("it is not built yet; {instead}"))
+            }
+        })
     }
 
     /// What tools see of it. `Unsupported` for a kind that shows them nothing.
@@ -338,34 +337,15 @@ impl TierKind {
     fn unsupported(&self, text: &str) -> Error {
         Error::new(ErrorKind::Unsupported, text.to_owned()).with("kind", self.word())
     }
-
-    /// The description for Python.
-    pub(crate) fn described(&self) -> Described<'_> {
-        let (role, instead) = match &self.build {
-            Build::Medium(_) => ("medium", None),
-            Build::Layer => ("layer", None),
-            Build::Python => ("python", None),
-            Build::Declared(instead) => ("declared", Some(*instead)),
-        };
-        Described {
-            names: &self.names,
-            role,
-            memory: self.memory,
-            instead,
-            options: &self.options,
-            defaults: &self.defaults,
-        }
-    }
 }
 
 /// Reads the options of a kind.
 fn read<O: DeserializeOwned>(word: &'static str, given: Map<String, Value>) -> Result<O> {
     serde_json::from_value(Value::Object(given)).map_err(|error| {
-        let wrong = Error::new(
-            ErrorKind::Config,
-            "the options of a tier are not what they should be",
-        );
-        wrong.with("kind", word).caused_by(error)
+        let text = "the options of a tier are not what they should be";
+        Error::new(ErrorKind::Config, text)
+            .with("kind", word)
+            .caused_by(error)
     })
 }
 

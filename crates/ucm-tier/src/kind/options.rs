@@ -52,11 +52,6 @@ pub enum Heat {
     Cold,
 }
 
-impl Heat {
-    /// Every word, the fastest first.
-    pub(crate) const ALL: [Self; 3] = [Self::Hot, Self::Warm, Self::Cold];
-}
-
 /// How fast each directory is, as far as it is configured.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
@@ -142,12 +137,12 @@ impl<'de> Deserialize<'de> for Amount {
         match Written::deserialize(deserializer)? {
             Written::Bytes(bytes) => Ok(Self::Bytes(bytes)),
             Written::Share(text) => {
-                let percent = text
-                    .strip_suffix('%')
-                    .and_then(|number| number.parse().ok());
-                let wrong =
-                    || serde::de::Error::custom(format!("{text:?} is no share like \"20%\""));
-                percent.map(Self::Percent).ok_or_else(wrong)
+                let number = text.strip_suffix('%');
+                let percent = number.and_then(|number| number.parse().ok());
+                let wrong = format!("{text:?} is no share like \"20%\"");
+                percent
+                    .map(Self::Percent)
+                    .ok_or_else(|| serde::de::Error::custom(wrong))
             }
         }
     }

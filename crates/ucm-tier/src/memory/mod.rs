@@ -2,13 +2,11 @@
 //! read.
 //!
 //! A process that stores writes one region ([`ucm_device::SharedRegion`]) and reads those of the
-//! others of its namespace; one that only looks up (the scheduler) has none of its own and sees
-//! what all of them hold. Found, a record is a hint: it is copied into a slot of the reader's own
-//! and verified there, by generation and checksums. An [`eviction`] policy chooses what is evicted
-//! when the region is full.
+//! others of its namespace; one that only looks up (the scheduler) has none of its own. A record
+//! that was found is copied into a slot of the reader's own and verified there, by generation and
+//! checksums. An [`eviction`] policy chooses what is evicted when the region is full.
 //!
-//! * Lookups read memory and nothing else. A thread of its own lists the registry about once a
-//!   second.
+//! * Lookups read memory and nothing else. A thread lists the registry about once a second.
 //! * A record is *published* when it lies in the region: others of this host find it. A medium
 //!   below is not this backend's business: evicted records are passed to the caller that writes
 //!   them there ([`Memory::on_evicted`]).
@@ -65,19 +63,16 @@ use tier::Tier;
 pub struct MemoryConfig {
     /// Whose records it keeps.
     pub scope: Scope,
-    /// Bytes of the own region, see [`cache_bytes`]; `None`: it only looks up and reads what others
-    /// hold.
+    /// Bytes of the own region, see [`cache_bytes`]; `None`: it has none.
     pub capacity: Option<NonZeroU64>,
     /// What is evicted first.
     pub policy: Policy,
     /// Where regions are announced; `None`: the user's own directory
     /// ([`Registry::default_dir`](ucm_device::Registry)).
     pub registry: Option<PathBuf>,
-    /// Whether the region is announced and others are read; if not, the tier is this process's
-    /// alone.
+    /// Whether the region is announced and others are read.
     pub shared: bool,
-    /// Whether the engine's scheduler side may run on another host, where it cannot see this
-    /// memory.
+    /// Whether the engine's scheduler side may run on another host.
     pub scheduler_elsewhere: bool,
     /// Threads that copy.
     pub threads: usize,
@@ -111,13 +106,8 @@ pub fn cache_bytes(asked: Capacity, processes: u32, memory: &MachineMemory) -> R
         Capacity::Percent(_) => asked.bytes(memory.total) / processes,
     };
     memory.check("cache_size", bytes.saturating_mul(processes))?;
-    let none = || {
-        Error::new(
-            ErrorKind::Config,
-            "cache_size is nothing; give bytes or a percentage above 0",
-        )
-    };
-    NonZeroU64::new(bytes).ok_or_else(none)
+    let text = "cache_size is nothing; give bytes or a percentage above 0";
+    NonZeroU64::new(bytes).ok_or_else(|| Error::new(ErrorKind::Config, text))
 }
 
 /// Counters of the tier since it was opened.
@@ -155,19 +145,15 @@ impl MemoryBackend {
     pub fn new(config: MemoryConfig, clock: Arc<dyn Clock>) -> Result<Self> {
         let threads = config.threads.max(1);
         let tier = Tier::new(config, Arc::clone(&clock))?;
-        let lane = |name, most| Lane {
+        let lane = |name, max_running| Lane {
             name,
             capacity: QUEUE,
-            max_running: most,
+            max_running,
         };
+        let (load, dump) = (lane("load", threads), lane("dump", threads));
         let options = IoOptions {
             name: "ucm-memory",
-            lanes: vec![
-                lane("load", threads),
-                lane("lookup", 1),
-                lane("dump", threads),
-                lane("space", 1),
-            ],
+            lanes: vec![load, lane("lookup", 1), dump, lane("space", 1)],
             max_replacements: threads,
             clock: Arc::clone(&clock),
             ..IoOptions::with_workers(threads)
@@ -222,8 +208,7 @@ impl MemoryBackend {
         self.tier.region.as_ref().map(|region| region.nonce())
     }
 
-    /// Scans for regions of other processes at once, beside the scan about once a second. Does not
-    /// wait.
+    /// Scans for regions of other processes at once. Does not wait.
     pub fn look_around(&self) {
         self.peers.look();
     }
@@ -242,9 +227,10 @@ impl MemoryBackend {
     /// that a side shard takes.
     fn copy(&self, io: &IoJob, read: BlockRead) -> Result<ReadDone> {
         let (id, mut slot) = (read.id, read.slot);
-        let lent = (read.in_place != InPlace::Never)
-            .then(|| self.tier.lend(id))
-            .flatten();
+        let lent = match read.in_place {
+            InPlace::Never => None,
+            InPlace::Region | InPlace::Anywhere => self.tier.lend(id),
+        };
         let (mut brought, mut stored_len) = (0, lent.as_ref().map(|record| record.len()));
         let whole = 0..slot.len();
         let Parts { steps, mut arrived } =
@@ -259,10 +245,10 @@ impl MemoryBackend {
             }
             let absent = || Error::new(ErrorKind::NotFound, "the record is not in memory any more");
             let len = stored_len.ok_or_else(|| absent().with("block", id))?;
-            brought += step
+            let lens = step
                 .iter()
-                .map(|part| part.end.min(len).saturating_sub(part.start))
-                .sum::<usize>();
+                .map(|part| part.end.min(len).saturating_sub(part.start));
+            brought += lens.sum::<usize>();
             let record = lent.as_deref().unwrap_or(slot.as_slice());
             steps.extend(arrived(io, backend::Part::of(&step, record, len as u64)));
         }
@@ -282,8 +268,7 @@ impl MemoryBackend {
 }
 
 impl Backend for MemoryBackend {
-    /// Waits for the first scan of the registry; without one the tier is this process's alone for
-    /// now.
+    /// Waits for the first scan of the registry.
     fn open(&self, deadline: MonotonicTime) -> Result<String> {
         self.peers.await_first(&*self.clock, deadline);
         Ok(format!("{}; {}", self.tier.words(), self.peers.words()))
@@ -306,11 +291,7 @@ impl Backend for MemoryBackend {
         let mut answers = Vec::with_capacity(ids.len());
         for &id in ids {
             let there = self.tier.holds(id) || views.iter().any(|view| view.contains(id));
-            answers.push(if there {
-                Ok(())
-            } else {
-                Err(MissReason::Absent)
-            });
+            answers.push(there.then_some(()).ok_or(MissReason::Absent));
             if stop_at_missing && !there {
                 break;
             }
@@ -324,13 +305,7 @@ impl Backend for MemoryBackend {
             .collect()
     }
 
-    fn write(
-        &self,
-        _io: &IoJob,
-        id: BlockId,
-        slot: Slot,
-        options: WriteOptions,
-    ) -> Result<Written> {
+    fn write(&self, _: &IoJob, id: BlockId, slot: Slot, options: WriteOptions) -> Result<Written> {
         Memory::insert(self, id, &slot.as_slice()[..options.len], options)
     }
 

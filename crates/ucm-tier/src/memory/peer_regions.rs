@@ -52,10 +52,8 @@ impl PeerRegions {
         }
         let (this, tier) = (Arc::clone(&peers), Arc::downgrade(tier));
         begin_thread("ucm-regions", move || this.run(&tier, &*clock)).map_err(|error| {
-            Error::from_io(
-                error,
-                "cannot start the thread that looks for memory regions",
-            )
+            let text = "cannot start the thread that looks for memory regions";
+            Error::from_io(error, text)
         })?;
         Ok(peers)
     }
@@ -63,22 +61,17 @@ impl PeerRegions {
     fn run(&self, tier: &Weak<Tier>, clock: &dyn Clock) {
         loop {
             let seen = self.notify.seen();
-            let Some(alive) = tier
-                .upgrade()
-                .filter(|_| !self.over.load(Ordering::Acquire))
-            else {
+            let alive = tier.upgrade();
+            let Some(alive) = alive.filter(|_| !self.over.load(Ordering::Acquire)) else {
                 break;
             };
-            let ended = self.look_once(&alive);
-            *self.trouble.lock() = ended.err();
+            *self.trouble.lock() = self.look_once(&alive).err();
             drop(alive);
             self.first.complete(());
             clock.sleep(&self.notify, seen, Some(clock.now().after(EVERY)));
         }
-        if let Some(region) = tier
-            .upgrade()
-            .as_ref()
-            .and_then(|tier| tier.region.as_ref())
+        if let Some(tier) = tier.upgrade()
+            && let Some(region) = &tier.region
         {
             region.withdraw();
         }
@@ -104,13 +97,9 @@ impl PeerRegions {
         };
         let known = self.views();
         let scan = registry.scan(&wanted, &known)?;
-        let same = scan.views.len() == known.len()
-            && scan
-                .views
-                .iter()
-                .zip(known.iter())
-                .all(|(new, old)| Arc::ptr_eq(new, old));
-        if !same {
+        let mut both = scan.views.iter().zip(known.iter());
+        let same = both.all(|(new, old)| Arc::ptr_eq(new, old));
+        if !same || scan.views.len() != known.len() {
             *self.views.write() = Arc::new(scan.views);
         }
         announced?;
@@ -170,11 +159,10 @@ impl PeerRegions {
         }
         match &*self.trouble.lock() {
             Some(error) => format!("sharing is limited: {error}"),
-            None => format!(
-                "announced in {}, {} regions of others",
-                dir.display(),
-                self.count()
-            ),
+            None => {
+                let (dir, count) = (dir.display(), self.count());
+                format!("announced in {dir}, {count} regions of others")
+            }
         }
     }
 }

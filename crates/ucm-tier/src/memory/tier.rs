@@ -86,9 +86,8 @@ impl Tier {
 
     /// Whether the own region has it; takes no lock.
     pub(super) fn holds(&self, id: BlockId) -> bool {
-        self.region
-            .as_ref()
-            .is_some_and(|region| region.contains(id))
+        let region = self.region.as_ref();
+        region.is_some_and(|region| region.contains(id))
     }
 
     pub(super) fn pin(&self, id: BlockId) -> Option<Pinned> {
@@ -104,17 +103,13 @@ impl Tier {
         replace: bool,
     ) -> Result<Written> {
         let region = self.region.as_ref().ok_or_else(|| {
-            Error::new(
-                ErrorKind::Unsupported,
-                "this memory tier was opened for lookups only",
-            )
+            let text = "this memory tier was opened for lookups only";
+            Error::new(ErrorKind::Unsupported, text)
         })?;
         if !self.lengths.is_copy(record.len() as u64) {
-            return Err(
-                Error::invalid("these are not as many bytes as a record has")
-                    .with("len", record.len())
-                    .with("record_len", self.lengths.own_len()),
-            );
+            let wrong = Error::invalid("these are not as many bytes as a record has");
+            let wrong = wrong.with("len", record.len());
+            return Err(wrong.with("record_len", self.lengths.own_len()));
         }
         if !replace && self.use_one(id, ordinal) {
             return Ok(Written::Present);
@@ -176,43 +171,32 @@ impl Tier {
         let Some(id) = region.id_of(slot) else {
             return true; // cannot be; the policy knows no better now
         };
-        let hook = self
-            .hook
-            .get()
-            .filter(|_| state.out.len() < Self::most_out(region));
+        let most_out = (region.capacity() / SHARE_OUT).clamp(1, MOST_OUT);
+        let hook = self.hook.get().filter(|_| state.out.len() < most_out);
         let gone = match hook {
             Some(_) => region.pin(id),
             None => region.remove(id, Some(slot)),
         };
-        let Some(record) = gone else {
+        let Some(record) = gone else { return true };
+        state.counts.evicted += 1;
+        let Some(hook) = hook else {
+            if state.telling {
+                state.changes.lost(id);
+            }
             return true;
         };
-        state.counts.evicted += 1;
-        match hook {
-            None => {
-                if state.telling {
-                    state.changes.lost(id);
-                }
-            }
-            Some(hook) => {
-                state.out.insert(record.slot(), false);
-                drop(state);
-                let sound = self.verify(id, &record).is_ok();
-                let tier = Arc::clone(self);
-                let victim = Box::new(EvictedRecord { tier, record });
-                if sound {
-                    self.state.lock().counts.handed += 1;
-                    hook(victim);
-                } else {
-                    self.state.lock().counts.damaged += 1;
-                }
-            }
+        state.out.insert(record.slot(), false);
+        drop(state);
+        let sound = self.verify(id, &record).is_ok();
+        let tier = Arc::clone(self);
+        let victim = Box::new(EvictedRecord { tier, record });
+        if sound {
+            self.state.lock().counts.handed += 1;
+            hook(victim);
+        } else {
+            self.state.lock().counts.damaged += 1;
         }
         true
-    }
-
-    fn most_out(region: &SharedRegion) -> usize {
-        (region.capacity() / SHARE_OUT).clamp(1, MOST_OUT)
     }
 
     /// The hook has released this victim: it is evicted, unless it was stored anew. One that was
@@ -301,11 +285,9 @@ impl Tier {
 
     /// Removes a record by name; false if there was none.
     pub(super) fn delete(&self, id: BlockId) -> bool {
-        let Some(region) = &self.region else {
-            return false;
-        };
         let mut state = self.state.lock();
-        let Some(gone) = region.remove(id, None) else {
+        let region = self.region.as_ref();
+        let Some(gone) = region.and_then(|region| region.remove(id, None)) else {
             return false;
         };
         state.policy.removed(gone.slot());
@@ -317,13 +299,11 @@ impl Tier {
     }
 
     pub(super) fn list(&self) -> Vec<Listed> {
-        let Some(region) = &self.region else {
-            return Vec::new();
-        };
-        let records = region.records();
+        let records = self.region.as_ref().map(|region| region.records());
         let state = self.state.lock();
         let used = |slot: u32| state.used.get(slot as usize).copied().unwrap_or(0);
-        let listed = records.into_iter().map(|(id, len, slot)| Listed {
+        let records = records.into_iter().flatten();
+        let listed = records.map(|(id, len, slot)| Listed {
             id,
             len: len as u64,
             used_ns: i64::from(used(slot)) * 1_000_000_000,
@@ -358,17 +338,14 @@ impl Tier {
     }
 
     pub(super) fn usage(&self) -> Usage {
-        let (records, slots) = self
-            .region
-            .as_ref()
-            .map_or((0, 0), |region| (region.len(), region.capacity()));
+        let region = self.region.as_ref();
+        let (records, slots) = region.map_or((0, 0), |region| (region.len(), region.capacity()));
         Usage {
             used: (records * self.stride()) as u64,
             capacity: (slots * self.stride()) as u64,
             records: records as u64,
             counted: true,
-            collector: false,
-            paused: false,
+            ..Usage::default()
         }
     }
 

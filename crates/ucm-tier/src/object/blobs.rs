@@ -24,7 +24,9 @@ use super::remote::{DEFAULT_CAPACITY, Remote};
 use super::space::Space;
 use super::{AT_ONCE, LANE_UPLOAD, UPLOADS};
 use crate::backend::Done;
-use crate::blobs::{AppendBlobs, BlobMeta, BlobName, BlobPiece, Blobs, Filled, ReadAt, Seal};
+use crate::blobs::{
+    AppendBlobs, BlobMeta, BlobName, BlobPiece, Blobs, Buffers, Filled, ReadAt, Seal,
+};
 use crate::lengths::Lengths;
 use crate::segment::writer::check_limit;
 
@@ -76,7 +78,7 @@ impl BucketBlobs {
         self.check_limit(limit)?;
         self.space.open(limit, deadline)?;
         self.remote.describe(&self.lengths, deadline)?;
-        self.space.set_may_write();
+        self.space.may_write.store(true, Ordering::Release);
         Ok(())
     }
 
@@ -87,8 +89,8 @@ impl BucketBlobs {
     }
 
     /// Copies a stretch of a segment that was not put yet into buffers, one behind the other.
-    fn copy(&self, at: &ReadAt, into: &mut [(&mut [u8], usize)]) -> Result<usize> {
-        let copy = |bytes: &[u8], into: &mut [(&mut [u8], usize)]| {
+    fn copy(&self, at: &ReadAt, into: &mut Buffers<'_>) -> Result<usize> {
+        let copy = |bytes: &[u8], into: &mut Buffers<'_>| {
             let mut start = usize::try_from(at.offset).ok()?;
             let mut copied = 0;
             for (buffer, len) in into {
@@ -116,7 +118,7 @@ impl BucketBlobs {
         &self,
         path: &Path,
         start: u64,
-        into: &mut [(&mut [u8], usize)],
+        into: &mut Buffers<'_>,
         filled: &mut usize,
     ) -> Result<()> {
         let bucket = &self.remote.bucket;
@@ -146,13 +148,7 @@ impl BucketBlobs {
 impl Blobs for BucketBlobs {
     const RUN: (usize, usize) = (1 << 20, 8 << 20);
 
-    fn read(
-        &self,
-        io: &IoJob,
-        at: ReadAt,
-        mut into: Vec<(&mut [u8], usize)>,
-        _mode: ReadMode,
-    ) -> Filled {
+    fn read(&self, io: &IoJob, at: ReadAt, mut into: Buffers<'_>, _mode: ReadMode) -> Filled {
         if at.open {
             return self.copy(&at, &mut into).into();
         }

@@ -11,20 +11,21 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::stream::{BoxStream, StreamExt, TryStreamExt};
-use object_store::aws::{AmazonS3Builder, S3ConditionalPut};
+use object_store::aws::S3ConditionalPut;
 use object_store::azure::MicrosoftAzureBuilder;
 use object_store::gcp::GoogleCloudStorageBuilder;
 use object_store::list::{PaginatedListOptions, PaginatedListStore};
 use object_store::path::Path;
 use object_store::{
-    BackoffConfig, Extensions, GetOptions, GetRange, MultipartUpload, ObjectMeta, ObjectStore,
-    ObjectStoreExt, PutMode, PutOptions, PutPayload, RetryConfig, UpdateVersion,
+    BackoffConfig, Error as ClientError, Extensions, GetOptions, GetRange, MultipartUpload,
+    ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload, RetryConfig,
+    UpdateVersion,
 };
 use reqwest::tls::Certificate;
 use ucm_core::{Error, ErrorKind, Result};
 
 use super::errors::{ErrorText, one_line};
-use super::http::{Connector, Most, Refused};
+use super::http::{Connector, Most, PAGE, Refused};
 use super::{DOCUMENT, credentials};
 use crate::secret_file;
 
@@ -39,13 +40,11 @@ const PARTS_AT_ONCE: usize = 4;
 /// Most objects that one listing names, and bytes of their names and tags.
 pub(super) const MOST_LISTED: usize = 1 << 20;
 const MOST_NAMED: usize = 256 << 20;
-/// Most objects on one page of a listing. By default Azure sends up to 5000, at about 1 KiB each:
-/// more bytes than a page may have.
+/// Most objects on one page of a listing. Azure sends up to 5000, more bytes than a page may have.
 const PAGE_OBJECTS: usize = 256;
 /// Longest token that names the next page of a listing, bytes.
 const TOKEN: usize = 8 << 10;
-/// Pages without an object one after the other, which some servers send between others (Azure
-/// documents it).
+/// Pages without an object one after the other, which Azure for one may send between others.
 const EMPTY_PAGES: u32 = 8;
 /// The codes of servers that have no room.
 const FULL: [&str; 6] = [
@@ -98,8 +97,8 @@ impl<'a> Url<'a> {
     pub(super) fn parse(url: &'a str) -> Result<Self> {
         let wrong = || {
             let text = "a bucket is written s3://bucket/prefix, az://container/prefix or \
-                        gs://bucket/prefix, and keys go into \
-                        the environment or the files of the vendor's own tools";
+                        gs://bucket/prefix, and keys go into the environment or the files of the \
+                        vendor's own tools";
             Error::new(ErrorKind::Config, text)
         };
         let (scheme, rest) = url.split_once("://").ok_or_else(wrong)?;
@@ -109,12 +108,12 @@ impl<'a> Url<'a> {
             && !bucket.is_empty()
             && plain(bucket)
             && plain(prefix);
-        fits.then_some(Self {
+        let url = Self {
             scheme,
             bucket,
             prefix,
-        })
-        .ok_or_else(wrong)
+        };
+        fits.then_some(url).ok_or_else(wrong)
     }
 }
 
@@ -139,6 +138,71 @@ struct Client {
 }
 
 impl Client {
+    /// The inner error is the client's. `http`: it is reached without TLS.
+    fn new(
+        place: &BucketConfig,
+        url: &Url<'_>,
+        connector: Connector,
+        retry: RetryConfig,
+        http: bool,
+    ) -> Result<object_store::Result<Self>> {
+        Ok(match (url.scheme, &place.credentials) {
+            ("s3", file) => {
+                let mut builder = credentials::of_s3(file.as_deref())?
+                    .with_bucket_name(url.bucket)
+                    .with_client_options(connector.options())
+                    .with_http_connector(connector)
+                    .with_retry(retry)
+                    .with_conditional_put(S3ConditionalPut::ETagMatch)
+                    // Over TLS a second checksum is not worth its time: records have their own.
+                    .with_unsigned_payload(!http);
+                if let Some(endpoint) = &place.endpoint {
+                    builder = builder.with_endpoint(endpoint);
+                }
+                if let Some(region) = &place.region {
+                    builder = builder.with_region(region);
+                }
+                // A directory bucket (S3 Express) lists in no order.
+                let is_ordered = !url.bucket.ends_with("--x-s3");
+                builder.build().map(|client| Self {
+                    is_ordered,
+                    ..Self::of(client)
+                })
+            }
+            ("az", None) => {
+                let mut builder = MicrosoftAzureBuilder::from_env()
+                    .with_container_name(url.bucket)
+                    .with_client_options(connector.options())
+                    .with_http_connector(connector)
+                    .with_retry(retry);
+                if let Some(endpoint) = &place.endpoint {
+                    builder = builder.with_endpoint(endpoint.clone());
+                }
+                builder.build().map(Self::of)
+            }
+            ("az", Some(_)) => {
+                let text = "keys of Azure come from the environment (AZURE_STORAGE_ACCOUNT_NAME \
+                            and its like), not from a file; leave object_credentials out";
+                return Err(Error::new(ErrorKind::Config, text));
+            }
+            (_, file) => {
+                let mut builder = GoogleCloudStorageBuilder::from_env()
+                    .with_bucket_name(url.bucket)
+                    .with_client_options(connector.options())
+                    .with_http_connector(connector)
+                    .with_retry(retry);
+                if let Some(endpoint) = &place.endpoint {
+                    builder = builder.with_base_url(endpoint);
+                }
+                if let Some(file) = file {
+                    secret_file::read(file, "object_credentials")?;
+                    builder = builder.with_service_account_path(file.display().to_string());
+                }
+                builder.build().map(Self::of)
+            }
+        })
+    }
+
     fn of<T: ObjectStore + PaginatedListStore>(client: T) -> Self {
         let client = Arc::new(client);
         Self {
@@ -153,14 +217,11 @@ impl Bucket {
     /// A client for this place; nothing is touched. `Config` where none can be made.
     pub(super) fn new(place: &BucketConfig) -> Result<Self> {
         let url = Url::parse(&place.url)?;
-        let http = place
-            .endpoint
-            .as_ref()
-            .is_some_and(|endpoint| endpoint.starts_with("http://"));
-        if place.endpoint.as_ref().is_some_and(|at| at.contains('@')) {
+        let endpoint = place.endpoint.as_deref().unwrap_or_default();
+        let http = endpoint.starts_with("http://");
+        if endpoint.contains('@') {
             let text = "object_endpoint is http://host:port, without a user or a password; keys go \
-                        into the environment or \
-                        the files of the vendor's own tools";
+                        into the environment or the files of the vendor's own tools";
             return Err(Error::new(ErrorKind::Config, text));
         }
         let authorities = match &place.ca {
@@ -177,106 +238,16 @@ impl Bucket {
             max_retries: place.retries,
             retry_timeout: TRIED_FOR,
         };
-        let made = match (url.scheme, &place.credentials) {
-            ("s3", file) => Self::s3(
-                credentials::of_s3(file.as_deref())?,
-                place,
-                &url,
-                connector,
-                retry,
-            ),
-            ("az", None) => Self::azure(place, &url, connector, retry),
-            ("az", Some(_)) => {
-                let text = "keys of Azure come from the environment (AZURE_STORAGE_ACCOUNT_NAME \
-                            and its like), not from a file; \
-                            leave object_credentials out";
-                return Err(Error::new(ErrorKind::Config, text));
-            }
-            (_, file) => {
-                if let Some(file) = file {
-                    secret_file::read(file, "object_credentials")?;
-                }
-                Self::google(place, &url, connector, retry)
-            }
-        };
-        let wrong = |error: object_store::Error| {
+        let wrong = |error: ClientError| {
             let text = "no client can be made for this bucket";
             let wrong = Error::new(ErrorKind::Config, text).with("bucket", &place.url);
             wrong.caused_by(ErrorText::of(&error))
         };
+        let client = Client::new(place, &url, connector, retry, http)?;
         Ok(Self {
-            client: made.map_err(wrong)?,
+            client: client.map_err(wrong)?,
             shown: place.url.clone(),
         })
-    }
-
-    fn s3(
-        builder: AmazonS3Builder,
-        place: &BucketConfig,
-        url: &Url<'_>,
-        connector: Connector,
-        retry: RetryConfig,
-    ) -> object_store::Result<Client> {
-        let mut builder = builder
-            .with_bucket_name(url.bucket)
-            .with_client_options(connector.options())
-            .with_http_connector(connector)
-            .with_retry(retry)
-            .with_conditional_put(S3ConditionalPut::ETagMatch)
-            // Over TLS a second checksum is not worth its time: records have their own.
-            .with_unsigned_payload(
-                !place
-                    .endpoint
-                    .as_ref()
-                    .is_some_and(|at| at.starts_with("http://")),
-            );
-        if let Some(endpoint) = &place.endpoint {
-            builder = builder.with_endpoint(endpoint);
-        }
-        if let Some(region) = &place.region {
-            builder = builder.with_region(region);
-        }
-        let mut client = Client::of(builder.build()?);
-        // A directory bucket (S3 Express) lists in no order.
-        client.is_ordered = !url.bucket.ends_with("--x-s3");
-        Ok(client)
-    }
-
-    fn azure(
-        place: &BucketConfig,
-        url: &Url<'_>,
-        connector: Connector,
-        retry: RetryConfig,
-    ) -> object_store::Result<Client> {
-        let mut builder = MicrosoftAzureBuilder::from_env()
-            .with_container_name(url.bucket)
-            .with_client_options(connector.options())
-            .with_http_connector(connector)
-            .with_retry(retry);
-        if let Some(endpoint) = &place.endpoint {
-            builder = builder.with_endpoint(endpoint.clone());
-        }
-        Ok(Client::of(builder.build()?))
-    }
-
-    fn google(
-        place: &BucketConfig,
-        url: &Url<'_>,
-        connector: Connector,
-        retry: RetryConfig,
-    ) -> object_store::Result<Client> {
-        let mut builder = GoogleCloudStorageBuilder::from_env()
-            .with_bucket_name(url.bucket)
-            .with_client_options(connector.options())
-            .with_http_connector(connector)
-            .with_retry(retry);
-        if let Some(endpoint) = &place.endpoint {
-            builder = builder.with_base_url(endpoint);
-        }
-        if let Some(path) = &place.credentials {
-            builder = builder.with_service_account_path(path.display().to_string());
-        }
-        Ok(Client::of(builder.build()?))
     }
 
     /// A whole small object and its version; nothing where there is none. `Config` where it has
@@ -288,7 +259,7 @@ impl Bucket {
         };
         let found = match self.client.store.get_opts(path, options).await {
             Ok(found) => found,
-            Err(object_store::Error::NotFound { .. }) => return Ok(None),
+            Err(ClientError::NotFound { .. }) => return Ok(None),
             Err(error) => return Err(self.failed(path, &error)),
         };
         let version = Version {
@@ -301,9 +272,8 @@ impl Bucket {
         };
         let Some(bytes) = bytes else {
             let long = Error::new(ErrorKind::Config, "this document is too long to be ours");
-            return Err(long
-                .with("object", one_line(path.as_ref()))
-                .with("most", most));
+            let long = long.with("object", one_line(path.as_ref()));
+            return Err(long.with("most", most));
         };
         Ok(Some((bytes.into(), version)))
     }
@@ -338,9 +308,8 @@ impl Bucket {
             ..GetOptions::default()
         };
         let found = self.client.store.get_opts(path, options).await;
-        Ok(found
-            .map_err(|error| self.failed(path, &error))?
-            .into_stream())
+        let found = found.map_err(|error| self.failed(path, &error))?;
+        Ok(found.into_stream())
     }
 
     /// All that arrives; nothing where that is more than `most` bytes.
@@ -359,9 +328,7 @@ impl Bucket {
     /// Puts an object, in place of one of that name. Here and in every other put: `Unhealthy` where
     /// the server answers that these keys may not write.
     pub(super) async fn put(&self, path: &Path, bytes: Bytes) -> Result<()> {
-        self.put_as(path, bytes, PutMode::Overwrite)
-            .await
-            .map(|_| ())
+        self.put_as(path, bytes, PutMode::Overwrite).await.map(drop)
     }
 
     /// Puts an object where there is none of that name; false where there is.
@@ -382,18 +349,10 @@ impl Bucket {
     /// `Unsupported` where the server says that it does not know the condition.
     async fn put_as(&self, path: &Path, bytes: Bytes, mode: PutMode) -> Result<bool> {
         let conditional = !matches!(mode, PutMode::Overwrite);
-        let options = PutOptions::from(mode);
-        match self
-            .client
-            .store
-            .put_opts(path, PutPayload::from(bytes), options)
-            .await
-        {
+        let (bytes, options) = (PutPayload::from(bytes), PutOptions::from(mode));
+        match self.client.store.put_opts(path, bytes, options).await {
             Ok(_) => Ok(true),
-            Err(
-                object_store::Error::AlreadyExists { .. }
-                | object_store::Error::Precondition { .. },
-            ) => Ok(false),
+            Err(ClientError::AlreadyExists { .. } | ClientError::Precondition { .. }) => Ok(false),
             Err(error) if conditional && has_no_conditions(&error) => {
                 let text = "the object store has no conditional writes";
                 Err(Error::new(ErrorKind::Unsupported, text).caused_by(ErrorText::of(&error)))
@@ -418,22 +377,16 @@ impl Bucket {
                 false => self.put(path, bytes).await,
             };
         }
-        let failed = |error: object_store::Error| self.write_failed(path, &error);
-        let upload = self
-            .client
-            .store
-            .put_multipart(path)
-            .await
-            .map_err(failed)?;
-        let mut upload = Upload(Some(upload));
+        let failed = |error: ClientError| self.write_failed(path, &error);
+        let upload = self.client.store.put_multipart(path).await;
+        let mut upload = Upload(Some(upload.map_err(failed)?));
         let Some(parts) = upload.0.as_mut() else {
             return Err(Error::internal("an upload ended before it began"));
         };
         let starts = (0..bytes.len()).step_by(PART);
         let pieces = starts.map(|start| bytes.slice(start..bytes.len().min(start + PART)));
-        let sending: Vec<_> = pieces
-            .map(|piece| parts.put_part(PutPayload::from(piece)))
-            .collect();
+        let sending = pieces.map(|piece| parts.put_part(PutPayload::from(piece)));
+        let sending: Vec<_> = sending.collect();
         let mut sending = futures_util::stream::iter(sending).buffer_unordered(PARTS_AT_ONCE);
         while sending.try_next().await.map_err(failed)?.is_some() {}
         drop(sending);
@@ -445,15 +398,14 @@ impl Bucket {
     /// What lies below a prefix. `NoSpace` where that is more than one listing names.
     pub(super) async fn list(&self, prefix: &Path) -> Result<Vec<ObjectMeta>> {
         let mut found = Vec::new();
-        if self
+        let all = self
             .list_into(prefix, None, MOST_LISTED, &mut found)
-            .await?
-        {
+            .await?;
+        if all {
             return Ok(found);
         }
         let text = "there are more objects below this prefix than can be counted; give the store a \
-                    prefix of its own, or a \
-                    larger object_size";
+                    prefix of its own, or a larger object_size";
         let cut = Error::new(ErrorKind::NoSpace, text).with("bucket", &self.shown);
         Err(cut.with("most", MOST_LISTED))
     }
@@ -464,9 +416,8 @@ impl Bucket {
     }
 
     /// Adds to `found` the objects below a prefix, from behind this name on if one is given, as
-    /// they arrive: they stay there where this fails, or the caller waits no longer. They are in
-    /// order of names where [`Bucket::is_ordered`]. False where it ends at the `most` first ones.
-    /// `Io` where a page brings nothing new and names another page.
+    /// they arrive: they stay there where this fails, or the caller waits no longer. False where it
+    /// ends at the `most` first ones. `Io` where a page brings nothing new and names another page.
     pub(super) async fn list_into(
         &self,
         prefix: &Path,
@@ -477,20 +428,16 @@ impl Bucket {
         let below = Some(format!("{prefix}/")).filter(|_| !prefix.as_ref().is_empty());
         let (mut token, mut last, mut empty, mut named) = (None, None, 0, 0);
         loop {
+            let from = behind.filter(|_| self.client.is_ordered);
             let options = PaginatedListOptions {
-                offset: behind
-                    .filter(|_| self.client.is_ordered)
-                    .map(Path::to_string),
+                offset: from.map(Path::to_string),
                 max_keys: Some(PAGE_OBJECTS),
                 page_token: token.clone(),
-                extensions: Most::page(),
+                extensions: Most::collected(PAGE),
                 ..PaginatedListOptions::default()
             };
-            let page = self
-                .client
-                .pages
-                .list_paginated(below.as_deref(), options)
-                .await;
+            let pages = &self.client.pages;
+            let page = pages.list_paginated(below.as_deref(), options).await;
             let page = page.map_err(|error| self.failed(prefix, &error))?;
             let objects = page.result.objects;
             let first = objects.iter().map(|meta| &meta.location).max().cloned();
@@ -512,11 +459,7 @@ impl Bucket {
                 return Ok(true);
             };
             empty = if is_empty { empty + 1 } else { 0 };
-            let is_stuck = if is_empty {
-                empty > EMPTY_PAGES
-            } else {
-                !came_on
-            };
+            let is_stuck = empty > EMPTY_PAGES || (!is_empty && !came_on);
             let is_another =
                 !next.is_empty() && next.len() <= TOKEN && token.as_ref() != Some(&next);
             if is_stuck || !is_another {
@@ -533,7 +476,7 @@ impl Bucket {
     pub(super) async fn head(&self, path: &Path) -> Result<Option<ObjectMeta>> {
         match self.client.store.head(path).await {
             Ok(meta) => Ok(Some(meta)),
-            Err(object_store::Error::NotFound { .. }) => Ok(None),
+            Err(ClientError::NotFound { .. }) => Ok(None),
             Err(error) => Err(self.failed(path, &error)),
         }
     }
@@ -542,7 +485,7 @@ impl Bucket {
     /// that these keys may not delete.
     pub(super) async fn delete(&self, path: &Path) -> Result<()> {
         match self.client.store.delete(path).await {
-            Ok(()) | Err(object_store::Error::NotFound { .. }) => Ok(()),
+            Ok(()) | Err(ClientError::NotFound { .. }) => Ok(()),
             Err(error) => Err(self.write_failed(path, &error)),
         }
     }
@@ -574,50 +517,43 @@ impl Bucket {
     }
 
     /// What an error of the client is here.
-    pub(super) fn failed(&self, path: &Path, error: &object_store::Error) -> Error {
+    pub(super) fn failed(&self, path: &Path, error: &ClientError) -> Error {
         let told = ErrorText::of(error);
         let at = |failed: Error| {
             let failed = failed.with("bucket", &self.shown);
             failed.with("object", one_line(path.as_ref()))
         };
         if let Some(redirect @ Refused::Redirect { .. }) = Refused::behind(error) {
-            return at(Error::new(
-                ErrorKind::Io,
-                format!("the object store {redirect}"),
-            ));
+            let text = format!("the object store {redirect}");
+            return at(Error::new(ErrorKind::Io, text));
         }
         let (kind, text) = match error {
-            object_store::Error::NotFound { .. } => {
-                (ErrorKind::NotFound, "there is no such object")
-            }
+            ClientError::NotFound { .. } => (ErrorKind::NotFound, "there is no such object"),
             _ if FULL.iter().any(|full| told.0.contains(full)) => {
                 (ErrorKind::NoSpace, "the object store has no more room")
             }
             _ if NO_KEYS.iter().any(|service| told.0.contains(service)) => {
                 let text = "no keys were found in the environment, the files of the vendor's tools \
-                            or object_credentials, and \
-                            this machine has no service that gives them";
+                            or object_credentials, and this machine has no service that gives them";
                 (ErrorKind::Io, text)
             }
-            object_store::Error::PermissionDenied { .. }
-            | object_store::Error::Unauthenticated { .. } => {
+            ClientError::PermissionDenied { .. } | ClientError::Unauthenticated { .. } => {
                 let text = "the object store does not let us; check the keys (environment, files \
-                            of the vendor's tools) and \
-                            their rights";
+                            of the vendor's tools) and their rights";
                 (ErrorKind::Io, text)
             }
-            _ => (
-                ErrorKind::Io,
-                "the object store failed, or cannot be reached",
-            ),
+            _ => {
+                let text = "the object store failed, or cannot be reached";
+                (ErrorKind::Io, text)
+            }
         };
         at(Error::new(kind, text)).caused_by(told)
     }
 
     /// The same of a write or a removal. A server that refuses it has answered: reading goes on.
-    fn write_failed(&self, path: &Path, error: &object_store::Error) -> Error {
+    fn write_failed(&self, path: &Path, error: &ClientError) -> Error {
         let failed = self.failed(path, error);
-        let refused = matches!(error, object_store::Error::PermissionDenied { .. });
+        let refused = matches!(error, ClientError::PermissionDenied { .. });
         if !refused || failed.kind() != ErrorKind::Io {
             return failed;
         }
@@ -630,11 +566,11 @@ impl Bucket {
 }
 
 /// Whether a server, or the client for it, refuses the condition of a put and not this one put.
-fn has_no_conditions(error: &object_store::Error) -> bool {
+fn has_no_conditions(error: &ClientError) -> bool {
     let told = ErrorText::of(error);
     matches!(
         error,
-        object_store::Error::NotImplemented { .. } | object_store::Error::NotSupported { .. }
+        ClientError::NotImplemented { .. } | ClientError::NotSupported { .. }
     ) || NO_CONDITIONS.iter().any(|refusal| told.0.contains(refusal))
 }
 
@@ -654,11 +590,9 @@ impl Drop for Upload {
 
 fn certificates(path: &PathBuf) -> Result<Vec<Certificate>> {
     let unread = |text: String| {
-        let wrong = Error::new(
-            ErrorKind::Config,
-            "the file with authorities for TLS cannot be used",
-        );
-        wrong.with("path", path.display()).with("why", text)
+        let wrong = "the file with authorities for TLS cannot be used";
+        let wrong = Error::new(ErrorKind::Config, wrong).with("path", path.display());
+        wrong.with("why", text)
     };
     let pem = std::fs::read(path).map_err(|error| unread(error.to_string()))?;
     let found = Certificate::from_pem_bundle(&pem).map_err(|error| unread(error.to_string()))?;
@@ -756,7 +690,7 @@ pub(super) mod tests {
     #[test]
     fn keys_that_are_missing_are_named() {
         let bucket = in_memory();
-        let error = object_store::Error::Generic {
+        let error = ClientError::Generic {
             store: "S3",
             source: "Error performing PUT http://169.254.169.254/latest/api/token in 1s - error \
                  sending request"
@@ -796,7 +730,7 @@ pub(super) mod tests {
 
     #[test]
     fn only_a_refusal_says_that_a_server_has_no_conditions() {
-        let answer = |text: &str| object_store::Error::Generic {
+        let answer = |text: &str| ClientError::Generic {
             store: "S3",
             source: format!("PUT http://h/b in 3ms - Server returned non-2xx status code: {text}")
                 .into(),

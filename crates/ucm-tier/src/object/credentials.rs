@@ -30,10 +30,10 @@ const SAID: [&str; 4] = [
 pub(super) fn of_s3(file: Option<&Path>) -> Result<AmazonS3Builder> {
     let environment = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
     let (found, mut builder) = match file {
-        None => (
-            Profile::read(&environment, &text_of)?,
-            AmazonS3Builder::from_env(),
-        ),
+        None => {
+            let found = Profile::read(&environment, &text_of)?;
+            (found, AmazonS3Builder::from_env())
+        }
         Some(path) => {
             let only = |name: &str| match name {
                 "AWS_SHARED_CREDENTIALS_FILE" => path.to_str().map(str::to_owned),
@@ -43,11 +43,9 @@ pub(super) fn of_s3(file: Option<&Path>) -> Result<AmazonS3Builder> {
             let found = Profile::read(&only, &text_of)?;
             if found.keys.is_none() {
                 let text = "this file has no keys: aws_access_key_id and aws_secret_access_key, \
-                            below [default] or the name \
-                            in AWS_PROFILE";
-                return Err(
-                    Error::new(ErrorKind::Config, text).with("object_credentials", path.display())
-                );
+                            below [default] or the name in AWS_PROFILE";
+                let none = Error::new(ErrorKind::Config, text);
+                return Err(none.with("object_credentials", path.display()));
             }
             (found, AmazonS3Builder::new())
         }
@@ -114,18 +112,13 @@ impl Profile {
             says.extend(section_of(text.as_deref().unwrap_or_default(), &section));
         }
         let mut found = Self::default();
-        if environment("AWS_REGION")
-            .or_else(|| environment("AWS_DEFAULT_REGION"))
-            .is_none()
-        {
+        let regions = ["AWS_REGION", "AWS_DEFAULT_REGION"];
+        if regions.iter().all(|name| environment(name).is_none()) {
             found.region = says.remove("region");
         }
         if SAID.iter().all(|name| environment(name).is_none()) {
-            let (id, secret) = (
-                says.remove("aws_access_key_id"),
-                says.remove("aws_secret_access_key"),
-            );
-            found.keys = id.zip(secret);
+            let id = says.remove("aws_access_key_id");
+            found.keys = id.zip(says.remove("aws_secret_access_key"));
             found.token = says.remove("aws_session_token");
         }
         Ok(found)
@@ -137,10 +130,8 @@ fn section_of(text: &str, section: &str) -> HashMap<String, String> {
     let mut inside = false;
     let mut says = HashMap::new();
     for line in text.lines().map(str::trim) {
-        if let Some(name) = line
-            .strip_prefix('[')
-            .and_then(|rest| rest.strip_suffix(']'))
-        {
+        let name = line.strip_prefix('[');
+        if let Some(name) = name.and_then(|rest| rest.strip_suffix(']')) {
             inside = name.trim() == section;
         } else if inside
             && !line.starts_with(['#', ';'])

@@ -131,7 +131,7 @@ impl Discovery {
         let listed = self.list(&mut state, deadline);
         let read = listed.and_then(|()| self.read_footers(&mut state, deadline));
         self.remote.learn_lengths(&self.cache.lengths, deadline);
-        let read = read.map(|()| state.unread.len() > 0 || state.all.is_some());
+        let read = read.map(|()| state.unread.queue.len() > 0 || state.all.is_some());
         let next = {
             let mut pace = self.pace.lock();
             pace.ended(&read);
@@ -144,11 +144,8 @@ impl Discovery {
         drop(state);
         let more = matches!(read, Ok(true));
         looked.tell(&read.map(|_| ()));
-        self.cache.index.sweep_if_due();
-        let config = &self.remote.config;
-        let now = self.remote.clock.now();
-        self.cache
-            .log_if_full(config.scope.writer, &config.place.url, now);
+        let (store, place) = (self.remote.config.scope.writer, &self.remote.config.place);
+        self.cache.after_listing(store, &place.url);
         more
     }
 
@@ -235,10 +232,10 @@ impl Discovery {
 
     /// Reads footers of new segments. Those of which the server fails wait for the next turn.
     fn read_footers(&self, state: &mut State, deadline: MonotonicTime) -> Result<()> {
-        let before = state.unread.len();
+        let before = state.unread.queue.len();
         let clock = &*self.remote.clock;
         let failed = state.unread.read(&self.cache, clock, deadline);
-        let answered = before > state.unread.len() + failed.len();
+        let answered = before > state.unread.queue.len() + failed.len();
         let mut first = None;
         for (meta, error) in failed {
             state.unread.offer(&self.cache, meta);
@@ -247,10 +244,7 @@ impl Discovery {
                 first = Some(error);
             }
         }
-        match first {
-            Some(error) => Err(error),
-            None => Ok(()),
-        }
+        first.map_or(Ok(()), Err)
     }
 }
 

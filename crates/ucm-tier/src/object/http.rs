@@ -35,7 +35,7 @@ const CONNECT: Duration = Duration::from_secs(5);
 const CONNECT_METADATA: Duration = Duration::from_secs(1);
 const REQUEST: Duration = Duration::from_secs(120);
 /// Longest page of a listing, bytes.
-const PAGE: u64 = 1 << 20;
+pub(super) const PAGE: u64 = 1 << 20;
 /// Longest answer to a request that says nothing else: to a put, to a question for keys, and that
 /// of an error.
 const SMALL: u64 = 64 << 10;
@@ -63,11 +63,6 @@ impl Most {
     /// An answer that is copied to its place as it arrives.
     pub(super) fn streamed(bytes: u64) -> Extensions {
         Self::extensions(bytes, true)
-    }
-
-    /// A page of a listing.
-    pub(super) fn page() -> Extensions {
-        Self::extensions(PAGE, false)
     }
 
     fn extensions(bytes: u64, streamed: bool) -> Extensions {
@@ -101,8 +96,7 @@ impl Connector {
         }
     }
 
-    /// The options that the clients' builders vary for their own purposes and hand back to
-    /// [`HttpConnector::connect`].
+    /// What builders of clients vary and pass to [`HttpConnector::connect`].
     pub(super) fn options(&self) -> ClientOptions {
         self.options.clone()
     }
@@ -170,11 +164,9 @@ struct Service {
 #[async_trait]
 impl HttpService for Service {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
-        let small = Most {
-            bytes: SMALL,
-            streamed: false,
-        };
-        let most = request.extensions().get().copied().unwrap_or(small);
+        let (bytes, streamed) = (SMALL, false);
+        let most = request.extensions().get().copied();
+        let most = most.unwrap_or(Most { bytes, streamed });
         let (parts, body) = self.client.execute(request).await?.into_parts();
         let not_modified = parts.status == reqwest::StatusCode::NOT_MODIFIED;
         if parts.status.is_redirection() && !not_modified {
@@ -271,12 +263,11 @@ impl Refused {
         let location =
             text(LOCATION.as_str()).and_then(|location| reqwest::Url::parse(location).ok());
         let host = location.as_ref().and_then(|url| {
-            let port = url
-                .port()
-                .map(|port| format!(":{port}"))
-                .unwrap_or_default();
             let host = url.host_str().filter(|host| host.len() <= HOST)?;
-            Some(format!("{host}{port}"))
+            Some(match url.port() {
+                Some(port) => format!("{host}:{port}"),
+                None => host.to_owned(),
+            })
         });
         let region = text("x-amz-bucket-region").map(plain);
         Self::Redirect {
@@ -297,14 +288,13 @@ impl fmt::Display for Refused {
             Self::TooLong(most) => write!(f, "the answer has more than {most} bytes"),
             Self::Redirect { host, region } => {
                 let host = host.as_deref().unwrap_or("a host that it does not name");
+                let region = region.iter().map(|region| format!(": {region}"));
+                let region: String = region.collect();
                 write!(
                     f,
-                    "answers with a redirect to {host}: set endpoint or region"
-                )?;
-                match region {
-                    Some(region) => write!(f, " (object_endpoint, object_region: {region})"),
-                    None => write!(f, " (object_endpoint, object_region)"),
-                }
+                    "answers with a redirect to {host}: set endpoint or region \
+                     (object_endpoint, object_region{region})"
+                )
             }
         }
     }

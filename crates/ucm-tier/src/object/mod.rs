@@ -27,8 +27,7 @@ mod remote;
 mod space;
 mod uses;
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use ucm_core::{BlockId, ErrorKind, Result, in_units};
@@ -103,7 +102,7 @@ struct Objects {
     writer: Arc<SegmentWriter<BucketBlobs>>,
     discovery: Discovery,
     pool: Arc<WorkerPool>,
-    started: AtomicBool,
+    started: Once,
 }
 
 impl ObjectBackend {
@@ -118,14 +117,10 @@ impl ObjectBackend {
             capacity: 8,
             max_running,
         };
+        let (space, upload) = (lane("space", 1), lane("upload", UPLOADS));
         let pool = WorkerPool::builder("ucm-object")
             .size(3 + UPLOADS)
-            .lanes(&[
-                lane("timer", 1),
-                lane("finder", 1),
-                lane("space", 1),
-                lane("upload", UPLOADS),
-            ])
+            .lanes(&[lane("timer", 1), lane("finder", 1), space, upload])
             .clock(Arc::clone(&remote.clock))
             .build()?;
         let blobs = Arc::new(BucketBlobs::new(&remote, &lengths, &pool));
@@ -147,7 +142,7 @@ impl ObjectBackend {
             cache,
             remote,
             pool,
-            started: AtomicBool::new(false),
+            started: Once::new(),
         };
         Ok(Self {
             objects: Arc::new(objects),
@@ -178,41 +173,38 @@ impl Objects {
     }
 
     /// Starts the threads, once.
-    pub(super) fn start(self: &Arc<Self>) {
-        if self.started.swap(true, Ordering::AcqRel) {
-            return;
-        }
-        let (pool, clock) = (&self.pool, &self.remote.clock);
-        run(pool, LANE_DISCOVERY, clock, self, Self::find);
-        run(pool, LANE_TIMER, clock, self, |objects| {
-            objects.writer.turn()
+    fn start(self: &Arc<Self>) {
+        self.started.call_once(|| {
+            let (pool, clock, looks) = (&self.pool, &self.remote.clock, &self.cache.looks);
+            run(pool, LANE_DISCOVERY, clock, &looks.due, self, Self::find);
+            run(pool, LANE_TIMER, clock, &looks.timer, self, |objects| {
+                objects.writer.turn()
+            });
+            if !self.remote.config.scope.lookup_only {
+                run(
+                    pool,
+                    LANE_SPACE,
+                    clock,
+                    &self.space().wanted,
+                    self,
+                    |objects| {
+                        objects.cache.looks.unless_closed().ok()?;
+                        Some(Some(objects.space().turn()))
+                    },
+                );
+            }
         });
-        if !self.remote.config.scope.lookup_only {
-            run(pool, LANE_SPACE, clock, self, Self::keep_space);
-        }
     }
 
     fn find(self: &Arc<Self>) -> Option<NextTurn> {
-        let (notify, now) = (self.cache.looks.due.clone(), self.remote.clock.now());
-        let seen = notify.seen();
-        if self.cache.looks.is_closed() {
-            return None;
+        self.cache.looks.unless_closed().ok()?;
+        let now = self.remote.clock.now();
+        let due = self.discovery.next_turn(now);
+        if due.is_none_or(|due| due > now) {
+            return Some(due);
         }
-        let mut due = self.discovery.next_turn(now);
-        if due.is_some_and(|due| due <= now) {
-            self.discovery.find(now.after(TURN));
-            due = self.discovery.next_turn(self.remote.clock.now());
-        }
-        Some((notify, seen, due))
-    }
-
-    fn keep_space(self: &Arc<Self>) -> Option<NextTurn> {
-        let notify = self.space().wanted.clone();
-        let seen = notify.seen();
-        if self.cache.looks.is_closed() {
-            return None;
-        }
-        Some((notify, seen, Some(self.space().turn())))
+        self.discovery.find(now.after(TURN));
+        Some(self.discovery.next_turn(self.remote.clock.now()))
     }
 }
 

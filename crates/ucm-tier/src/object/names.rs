@@ -15,7 +15,7 @@
 
 use object_store::path::Path;
 use ucm_core::Part;
-use ucm_quota::layout::{MARKER, SegmentName, is_namespace};
+use ucm_quota::layout::{MARKER, SegmentName, is_namespace, parse_hex};
 
 use crate::blobs::BlobName;
 
@@ -40,9 +40,8 @@ impl Names {
     }
 
     fn below(&self, parts: &[&str]) -> Path {
-        parts
-            .iter()
-            .fold(self.prefix.clone(), |path, part| path.join(*part))
+        let all = parts.iter();
+        all.fold(self.prefix.clone(), |path, part| path.join(*part))
     }
 
     pub(super) fn marker(&self) -> Path {
@@ -91,17 +90,11 @@ impl Names {
 
     /// Where one of our objects would lie below a root; empty for other objects.
     pub(super) fn path_in_a_root(&self, path: &Path) -> String {
-        if let Some(segment) = self.parse_segment(path) {
-            let namespace = path
-                .prefix_match(&self.prefix)
-                .and_then(|mut parts| parts.next());
-            let namespace = namespace.as_ref().map_or("", AsRef::as_ref);
-            return format!("{namespace}/segments/{}", segment.name.file_name());
-        }
-        let Some(below) = path.prefix_match(&self.prefix) else {
-            return String::new();
-        };
+        let below = path.prefix_match(&self.prefix).into_iter().flatten();
         let below: Vec<String> = below.map(|part| part.as_ref().to_owned()).collect();
+        if let Some(segment) = self.parse_segment(path) {
+            return format!("{}/segments/{}", below[0], segment.name.file_name());
+        }
         match &below.iter().map(String::as_str).collect::<Vec<_>>()[..] {
             [MARKER] => MARKER.to_owned(),
             [SPACE] => format!("space/{SPACE}"),
@@ -127,9 +120,8 @@ impl Names {
 impl BlobName {
     pub(super) fn parse(name: &str) -> Option<Self> {
         let (time, rest) = name.split_once('-')?;
-        let plain = time.len() == 16 && !time.bytes().any(|c| c.is_ascii_uppercase() || c == b'+');
         Some(Self {
-            sealed_ns: u64::from_str_radix(time, 16).ok().filter(|_| plain)?,
+            sealed_ns: parse_hex(time)?,
             name: SegmentName::parse(rest.as_ref())?,
         })
     }
@@ -140,9 +132,8 @@ impl BlobName {
 }
 
 fn is_manifest(name: &str) -> bool {
-    let part = name
-        .strip_prefix("manifest-")
-        .and_then(|rest| rest.strip_suffix(".json"));
+    let part = name.strip_prefix("manifest-");
+    let part = part.and_then(|rest| rest.strip_suffix(".json"));
     part.is_some_and(|part| part.parse::<Part>().is_ok())
 }
 

@@ -74,8 +74,7 @@ impl Place for ObjectPlace {
         let marker = marker.map(|(bytes, _)| Marker::parse(&bytes)).transpose()?;
         Ok(Room {
             limit: marker.map_or(0, |marker| marker.storage_capacity),
-            used: 0,
-            words: String::new(),
+            ..Room::default()
         })
     }
 
@@ -87,15 +86,13 @@ impl Place for ObjectPlace {
         })?;
         let item = |meta: object_store::ObjectMeta| {
             let segment = self.names.parse_segment(&meta.location);
-            let used = segment
-                .and_then(|segment| used.get(&segment).copied())
-                .unwrap_or(0);
+            let used = segment.and_then(|segment| used.get(&segment).copied());
+            let made = segment.map_or_else(|| time_of(&meta), |segment| segment.sealed_ns);
             Item {
                 path: self.names.path_in_a_root(&meta.location),
                 name: meta.location.to_string(),
                 len: meta.size,
-                used_ns: used
-                    .max(segment.map_or_else(|| time_of(&meta), |segment| segment.sealed_ns)),
+                used_ns: made.max(used.unwrap_or(0)),
                 version: meta.e_tag.unwrap_or_default(),
             }
         };
@@ -142,10 +139,7 @@ impl Place for ObjectPlace {
                 return Ok(false);
             }
             if let Some(segment) = segment
-                && self
-                    .used(segment)
-                    .await?
-                    .is_some_and(|at| at > item.used_ns)
+                && self.used(segment).await? > Some(item.used_ns)
             {
                 return Ok(false);
             }

@@ -143,9 +143,10 @@ impl Remote {
                 let bytes = manifest.into();
                 written = match stored {
                     _ if !is_new => true,
-                    _ if !self.has_conditions() => self
-                        .call(deadline, bucket.put(&path, bytes))
-                        .map(|()| true)?,
+                    _ if !self.has_conditions() => {
+                        self.call(deadline, bucket.put(&path, bytes))?;
+                        true
+                    }
                     Some((_, version)) => {
                         self.call(deadline, bucket.replace(&path, bytes, version))?
                     }

@@ -34,7 +34,7 @@ pub(super) struct Space {
     pub(super) uses: SegmentUses,
     pub(super) state: Mutex<State>,
     /// The documents that a writer needs are there. False where the keys may only read.
-    may_write: AtomicBool,
+    pub(super) may_write: AtomicBool,
     /// Notified when something was granted, or room was made.
     pub(super) changed: Notify,
     /// Notified when the thread that counts is to do so, and make room.
@@ -132,15 +132,9 @@ impl Space {
         self.may_write.load(Ordering::Acquire)
     }
 
-    /// Everything that a writer needs is there.
-    pub(super) fn set_may_write(&self) {
-        self.may_write.store(true, Ordering::Release);
-    }
-
     /// Room for `bytes`: what is granted, or what the document grants now. `Busy` where that is too
     /// little, and room is made in the background; only before its first grant a writer waits for
-    /// that, and is refused with `NoSpace` where it waited in vain. `Config` or `Foreign` where the
-    /// document cannot be used, `Unhealthy` where the keys may not write.
+    /// that, and gets `NoSpace` in the end. `Config` or `Foreign`: the document cannot be used.
     pub(super) fn take_room(&self, io: &IoJob, bytes: u64) -> Result<()> {
         let until = self.remote.clock.now().after(FIRST).min(io.deadline());
         loop {

@@ -86,11 +86,8 @@ impl SegmentUses {
             let used = state.used.iter();
             used.map(|(blob, at)| (blob.file_name(), *at)).collect()
         };
-        let uses = Uses {
-            format: FORMAT,
-            used,
-        };
-        let bytes = serde_json::to_vec(&uses).unwrap_or_default();
+        let format = FORMAT;
+        let bytes = serde_json::to_vec(&Uses { format, used }).unwrap_or_default();
         let path = self.remote.names.uses(self.remote.config.scope.writer);
         let put = self.remote.bucket.put(&path, bytes.into());
         self.remote.call(deadline, put)?;
@@ -112,15 +109,12 @@ pub(super) async fn read_uses(
     names: &Names,
 ) -> HashMap<BlobName, u64> {
     let uses = names.all_uses();
-    let mut written: Vec<&ObjectMeta> = listed
-        .iter()
-        .filter(|meta| meta.location.prefix_matches(&uses))
-        .collect();
+    let written = listed.iter();
+    let written = written.filter(|meta| meta.location.prefix_matches(&uses));
+    let mut written: Vec<&ObjectMeta> = written.collect();
     written.sort_unstable_by_key(|meta| std::cmp::Reverse(meta.last_modified));
-    let reads = written
-        .into_iter()
-        .take(MOST_WRITERS)
-        .map(|meta| bucket.get(&meta.location, DOCUMENT));
+    let last = written.into_iter().take(MOST_WRITERS);
+    let reads = last.map(|meta| bucket.get(&meta.location, DOCUMENT));
     let mut reads = futures_util::stream::iter(reads).buffer_unordered(AT_ONCE);
     let mut used: HashMap<BlobName, u64> = HashMap::new();
     // One after the other, so that they are never all in memory together.
@@ -128,13 +122,11 @@ pub(super) async fn read_uses(
         let Ok(Some((bytes, _))) = read else { continue };
         let uses: Uses = serde_json::from_slice(&bytes).unwrap_or_default();
         for (name, at) in uses.used.into_iter().filter(|_| uses.format <= FORMAT) {
-            let Some(segment) = BlobName::parse(&name) else {
-                continue;
-            };
-            if let Some(known) = used.get_mut(&segment) {
+            if let Some(segment) = BlobName::parse(&name)
+                && (used.len() < MOST_LISTED || used.contains_key(&segment))
+            {
+                let known = used.entry(segment).or_default();
                 *known = at.max(*known);
-            } else if used.len() < MOST_LISTED {
-                used.insert(segment, at);
             }
         }
     }

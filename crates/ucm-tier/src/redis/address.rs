@@ -67,19 +67,16 @@ impl Address {
     fn parse(written: &str, login: &Login) -> Result<Self> {
         let wrong = |why: &'static str| {
             let text = "an address is redis://host:port/number, or rediss:// for TLS; a password \
-                        in it is written with %xx \
-                        for / @ : and the like, or given apart (redis_password)";
+                        in it is written with %xx for / @ : and the like, or given apart \
+                        (redis_password)";
             Error::new(ErrorKind::Config, text).with("wrong", why)
         };
-        if !["redis://", "rediss://"]
-            .iter()
-            .any(|scheme| written.starts_with(scheme))
-        {
+        let mut schemes = ["redis://", "rediss://"].iter();
+        if !schemes.any(|scheme| written.starts_with(scheme)) {
             return Err(wrong("the scheme"));
         }
-        let info = written
-            .into_connection_info()
-            .map_err(|_| wrong("what follows the scheme"))?;
+        let info = written.into_connection_info();
+        let info = info.map_err(|_| wrong("what follows the scheme"))?;
         if matches!(info.addr(), ConnectionAddr::TcpTls { insecure: true, .. }) {
             return Err(wrong(
                 "#insecure, which trusts whoever answers; name the authority with redis_tls_ca",
@@ -119,9 +116,8 @@ impl TlsFiles {
         let mut roots = RootCertStore::empty();
         if let Some(path) = &self.ca {
             for certificate in certificates(path)? {
-                roots
-                    .add(certificate)
-                    .map_err(|error| wrong_file(path, error))?;
+                let added = roots.add(certificate);
+                added.map_err(|error| wrong_file(path, error))?;
             }
         } else {
             let found = rustls_native_certs::load_native_certs();
@@ -139,22 +135,23 @@ impl TlsFiles {
         let own_key = PrivateKeyDer::from_pem_slice(&secret_file::read(key, "redis_tls_key")?)
             .map_err(|error| wrong_file(key, error))?;
         let config = config.with_client_auth_cert(certificates(certificate)?, own_key);
-        Ok(Arc::new(
-            config.map_err(|error| wrong_file(certificate, error))?,
-        ))
+        let config = config.map_err(|error| wrong_file(certificate, error))?;
+        Ok(Arc::new(config))
     }
 }
 
 /// The certificates of a file in PEM.
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
-    let text = read_file(path)?;
+    let text = std::fs::read(path).map_err(|error| {
+        let unread = Error::new(ErrorKind::Config, "a file for TLS cannot be read");
+        unread.with("path", path.display()).caused_by(error)
+    })?;
     let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&text).collect();
     let found = found.map_err(|error| wrong_file(path, error))?;
     if found.is_empty() {
         let none = Error::new(ErrorKind::Config, "a file for TLS cannot be used");
-        return Err(none
-            .with("path", path.display())
-            .with("why", "there is no certificate in it"));
+        let none = none.with("path", path.display());
+        return Err(none.with("why", "there is no certificate in it"));
     }
     Ok(found)
 }
@@ -164,13 +161,6 @@ fn wrong_file(path: &Path, error: impl std::error::Error + Send + Sync + 'static
     Error::new(ErrorKind::Config, text)
         .with("path", path.display())
         .caused_by(error)
-}
-
-fn read_file(path: &Path) -> Result<Vec<u8>> {
-    std::fs::read(path).map_err(|error| {
-        let unread = Error::new(ErrorKind::Config, "a file for TLS cannot be read");
-        unread.with("path", path.display()).caused_by(error)
-    })
 }
 
 #[cfg(test)]

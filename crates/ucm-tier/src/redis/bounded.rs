@@ -56,11 +56,7 @@ pub(super) fn answer_bound(command: &Cmd) -> u64 {
         Some(Arg::Simple(word)) => word,
         _ => b"",
     };
-    let number = |n: usize| {
-        std::str::from_utf8(word(n))
-            .ok()
-            .and_then(|text| text.parse::<u64>().ok())
-    };
+    let number = |n: usize| std::str::from_utf8(word(n)).ok()?.parse::<u64>().ok();
     match word(0) {
         b"GETRANGE" => match (number(2), number(3)) {
             (Some(first), Some(last)) => last.saturating_sub(first).saturating_add(1 + STATUS),
@@ -83,10 +79,8 @@ fn answer_len(answer: &Value) -> u64 {
             3 + digits(values.len() as u64) + values.iter().map(answer_len).sum::<u64>()
         }
         Value::ServerError(error) => {
-            let details = error
-                .details()
-                .map_or(0, |details| 1 + details.len() as u64);
-            3 + error.code().len() as u64 + details
+            let details = error.details().map_or(0, |details| 1 + details.len());
+            (3 + error.code().len() + details) as u64
         }
         _ => 0,
     }
@@ -170,13 +164,15 @@ impl Drop for Shared {
 }
 
 impl Bounded {
-    /// Connects to a server within [`CONNECT`], over TLS where its address says so.
+    /// Connects to a server within this time, over TLS where its address says so.
     pub(super) async fn connect(
         info: &ConnectionInfo,
         tls: Option<&Arc<ClientConfig>>,
+        within: Duration,
     ) -> RedisResult<Self> {
-        let made = tokio::time::timeout(CONNECT, Self::connect_over(info, tls));
-        made.await.unwrap_or_else(|_| Err(late()))
+        let made = tokio::time::timeout(within, Self::connect_over(info, tls));
+        let late = |_| Err(io::Error::from(io::ErrorKind::TimedOut).into());
+        made.await.unwrap_or_else(late)
     }
 
     async fn connect_over(
@@ -194,10 +190,8 @@ impl Bounded {
             (ConnectionAddr::TcpTls { host, port, .. }, Some(tls)) => {
                 let name = ServerName::try_from(host.clone())
                     .map_err(|_| wrong("the host of this address cannot have a certificate"))?;
-                let tcp = connect_tcp(host, *port).await?;
-                let stream = TlsConnector::from(Arc::clone(tls))
-                    .connect(name, tcp)
-                    .await?;
+                let (tcp, tls) = (connect_tcp(host, *port).await?, Arc::clone(tls));
+                let stream = TlsConnector::from(tls).connect(name, tcp).await?;
                 Self::over(info, stream, config).await
             }
             _ => Err(wrong("this kind of address is not supported")),
@@ -277,12 +271,11 @@ impl Drop for PendingCommand {
     fn drop(&mut self) {
         let mut count = self.shared.count.lock();
         count.open -= 1;
-        match self.answered {
-            Some(len) => {
-                count.due -= self.bound;
-                count.read = count.read.saturating_sub(len);
-            }
-            None => count.retired = true, // its answer may still come, so what is due stays
+        if let Some(len) = self.answered {
+            count.due -= self.bound;
+            count.read = count.read.saturating_sub(len);
+        } else {
+            count.retired = true; // its answer may still come, so what is due stays
         }
         if count.open == 0 {
             (count.read, count.due) = (0, 0);
@@ -363,8 +356,7 @@ impl Connect for Bounded {
             let tls = CLUSTERS.lock().get(&info.redis_settings().db()).cloned();
             let settings = info.redis_settings().clone().set_db(0);
             let info = info.set_redis_settings(settings);
-            let made = tokio::time::timeout(CONNECT_NODE, Self::connect_over(&info, tls.as_ref()));
-            made.await.unwrap_or_else(|_| Err(late()))
+            Self::connect(&info, tls.as_ref(), CONNECT_NODE).await
         }
         .boxed()
     }
@@ -373,9 +365,8 @@ impl Connect for Bounded {
 /// Connects to every address of a host at once, and takes the first one that answers.
 async fn connect_tcp(host: &str, port: u16) -> io::Result<TcpStream> {
     let addresses = tokio::net::lookup_host((host, port)).await?;
-    let connects: Vec<_> = addresses
-        .map(|address| TcpStream::connect(address).boxed())
-        .collect();
+    let connects = addresses.map(|address| TcpStream::connect(address).boxed());
+    let connects: Vec<_> = connects.collect();
     if connects.is_empty() {
         return Err(io::ErrorKind::NotFound.into()); // the name has no address
     }
@@ -383,10 +374,6 @@ async fn connect_tcp(host: &str, port: u16) -> io::Result<TcpStream> {
     stream.set_nodelay(true)?;
     SockRef::from(&stream).set_tcp_user_timeout(Some(UNACKNOWLEDGED))?;
     Ok(stream)
-}
-
-fn late() -> RedisError {
-    io::Error::from(io::ErrorKind::TimedOut).into()
 }
 
 fn wrong(text: &'static str) -> RedisError {

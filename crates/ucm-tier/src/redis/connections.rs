@@ -162,24 +162,20 @@ impl Connections {
             true => Some(self.tls.client_config()?),
             false => None,
         };
-        let nodes: Vec<_> = self
-            .addresses
-            .iter()
-            .map(|address| {
-                let (info, tls) = (address.info(), tls.clone());
-                (address.to_string(), Node { info, tls })
-            })
-            .collect();
-        let first = async move {
-            // All at once: one that does not answer does not delay the others.
-            let ask = |(at, node): (String, Node)| async move {
-                match tokio::time::timeout(CONNECT, node.ask_info()).await {
-                    Ok(Ok(info)) => Ok((node, info)),
-                    Ok(Err(error)) => Err(error.with("address", at)),
-                    Err(_) => Err(late().with("address", at)),
+        // All at once: one that does not answer does not delay the others.
+        let ask = |address: &Address| {
+            let (info, tls, at) = (address.info(), tls.clone(), address.to_string());
+            async move {
+                let node = Node { info, tls };
+                let asked = tokio::time::timeout(CONNECT, node.ask_info()).await;
+                match asked.unwrap_or_else(|_| Err(late())) {
+                    Ok(info) => Ok((node, info)),
+                    Err(error) => Err(error.with("address", at)),
                 }
-            };
-            let mut asked: FuturesUnordered<_> = nodes.into_iter().map(ask).collect();
+            }
+        };
+        let mut asked: FuturesUnordered<_> = self.addresses.iter().map(ask).collect();
+        let first = async move {
             let mut failed = Error::internal("no address was given");
             while let Some(answer) = asked.next().await {
                 match answer {
@@ -211,11 +207,8 @@ impl Connections {
     }
 
     fn cluster(&self, tls: Option<Arc<ClientConfig>>) -> Result<Server> {
-        if let Some(other) = self
-            .addresses
-            .iter()
-            .find(|address| address.database() != 0)
-        {
+        let mut addresses = self.addresses.iter();
+        if let Some(other) = addresses.find(|address| address.database() != 0) {
             let text = "a cluster has no numbered databases; leave the number out of the address";
             return Err(Error::new(ErrorKind::Config, text).with("address", other));
         }
@@ -228,7 +221,8 @@ impl Connections {
             .response_timeout(Duration::from_secs(3600))
             .retries(3)
             .build();
-        let client = client.map_err(no_client)?;
+        let none = || Error::new(ErrorKind::Config, "no client can be made for this server");
+        let client = client.map_err(|error| none().caused_by(error))?;
         Ok(Server::Cluster(Box::new(Cluster { client, tls })))
     }
 
@@ -263,10 +257,8 @@ impl Connections {
 
     /// [`Connections::ask`] with one command.
     pub(super) fn ask_one(&self, io: &IoJob, traffic: Traffic, command: Cmd) -> Result<Value> {
-        let mut answers = self.ask(io, traffic, [command])?;
-        answers
-            .pop()
-            .unwrap_or_else(|| Err(Error::internal("a command has no answer")))
+        let answer = self.ask(io, traffic, [command])?.pop();
+        answer.unwrap_or_else(|| Err(Error::internal("a command has no answer")))
     }
 
     /// Sends short commands, each answered with a number; none for an answer that is no number,
@@ -302,8 +294,7 @@ impl Connections {
     }
 
     /// Sends over a connection, and once more over a new one if the server had closed it: it may
-    /// close idle connections, and every command here may be sent twice. `weight`: units of
-    /// [`IN_FLIGHT`] that this takes.
+    /// close idle ones, and every command here may be sent twice. `weight`: units of [`IN_FLIGHT`].
     fn with_link<T, F>(
         &self,
         io: &IoJob,
@@ -359,18 +350,14 @@ impl Line {
             return Ok(open);
         }
         let line = Arc::clone(self);
-        let connecting = tokio::spawn(async move { line.connect(server).await });
-        connecting
-            .await
-            .unwrap_or_else(|_| Err(Error::internal("making a connection panicked")))
+        let made = tokio::spawn(async move { line.connect(server).await }).await;
+        made.unwrap_or_else(|_| Err(Error::internal("making a connection panicked")))
     }
 
     fn usable(&self, state: &State) -> Option<(u64, Link)> {
         let fresh = state.number > self.given_up.load(Ordering::Acquire);
-        let link = state
-            .open
-            .clone()
-            .filter(|link| fresh && !link.is_retired())?;
+        let link = state.open.clone();
+        let link = link.filter(|link| fresh && !link.is_retired())?;
         Some((state.number, link))
     }
 
@@ -414,15 +401,11 @@ impl Line {
             if now.since(since) >= SILENCE {
                 *health = Health::default();
                 drop(health);
-                self.give_up();
+                // The next command uses a new connection. One that is being made is new anyway.
+                if let Ok(state) = self.state.try_lock() {
+                    self.given_up.fetch_max(state.number, Ordering::AcqRel);
+                }
             }
-        }
-    }
-
-    /// The next command uses a new connection. One that is being made is new anyway.
-    fn give_up(&self) {
-        if let Ok(state) = self.state.try_lock() {
-            self.given_up.fetch_max(state.number, Ordering::AcqRel);
         }
     }
 }
@@ -445,20 +428,17 @@ impl Server {
 
 impl Node {
     async fn connect(&self) -> Result<Bounded, RedisError> {
-        Bounded::connect(&self.info, self.tls.as_ref()).await
+        Bounded::connect(&self.info, self.tls.as_ref(), CONNECT).await
     }
 
     async fn ask_info(&self) -> Result<ServerInfo> {
         let mut connection = self.connect().await.map_err(no_answer)?;
         let info = connection.req_packed_command(&redis::cmd("INFO")).await;
-        let refused = |error: RedisError| match error.code() {
-            // an account without the right: it is taken for one server
-            Some("NOPERM") => Ok(ServerInfo::default()),
-            _ => Err(no_answer(error)),
-        };
         match info.and_then(Value::extract_error) {
             Ok(info) => Ok(ServerInfo::parse(&info)),
-            Err(error) => refused(error),
+            // an account without the right: it is taken for one server
+            Err(error) if error.code() == Some("NOPERM") => Ok(ServerInfo::default()),
+            Err(error) => Err(no_answer(error)),
         }
     }
 }
@@ -511,51 +491,36 @@ impl Link {
         answers.into_iter().map(settled).collect()
     }
 
+    /// The answer to `INFO`; of a cluster those of all primaries, by their addresses.
     async fn info(&mut self) -> Result<Value, RedisError> {
-        let command = redis::cmd("INFO");
-        match self {
+        let all = RoutingInfo::MultiNode((MultipleNodeRoutingInfo::AllMasters, None));
+        self.ask_one(redis::cmd("INFO"), all).await
+    }
+
+    /// Sends one command, in a cluster to these nodes.
+    async fn ask_one(&mut self, command: Cmd, to: RoutingInfo) -> Result<Value, RedisError> {
+        let answer = match self {
             Self::One(connection) => connection.req_packed_command(&command).await,
-            Self::Cluster { connection, .. } => {
-                let all = RoutingInfo::MultiNode((MultipleNodeRoutingInfo::AllMasters, None));
-                connection.route_command(command, all).await
-            }
-        }
-        .and_then(Value::extract_error)
+            Self::Cluster { connection, .. } => connection.route_command(command, to).await,
+        };
+        answer.and_then(Value::extract_error)
     }
 
     async fn scan(&mut self, pattern: &str) -> Result<Vec<Vec<u8>>, RedisError> {
         let nodes = match self {
-            Self::One(_) => vec![None],
-            Self::Cluster { connection, .. } => {
-                primaries(connection).await?.into_iter().map(Some).collect()
-            }
+            Self::One(_) => vec![SingleNodeRoutingInfo::Random],
+            Self::Cluster { .. } => nodes_of(self.info().await?),
         };
         let (mut found, mut named) = (Vec::new(), 0);
         for node in nodes {
             let mut cursor = "0".to_owned();
             loop {
                 let mut command = redis::cmd("SCAN");
-                command
-                    .arg(&cursor)
-                    .arg("MATCH")
-                    .arg(pattern)
-                    .arg("COUNT")
-                    .arg(SCAN);
-                let answer = match (&mut *self, &node) {
-                    (Self::Cluster { connection, .. }, Some((host, port))) => {
-                        let node = SingleNodeRoutingInfo::ByAddress {
-                            host: host.clone(),
-                            port: *port,
-                        };
-                        connection
-                            .route_command(command, RoutingInfo::SingleNode(node))
-                            .await
-                    }
-                    (Self::One(connection), _) => connection.req_packed_command(&command).await,
-                    (Self::Cluster { .. }, None) => break,
-                };
-                let (next, keys): (String, Vec<Vec<u8>>) =
-                    redis::from_redis_value(answer?.extract_error()?)?;
+                command.arg(&cursor).arg("MATCH").arg(pattern);
+                command.arg("COUNT").arg(SCAN);
+                let to = RoutingInfo::SingleNode(node.clone());
+                let answer = self.ask_one(command, to).await?;
+                let (next, keys): (String, Vec<Vec<u8>>) = redis::from_redis_value(answer)?;
                 named += keys.iter().map(|key| key.len() + OF_KEY).sum::<usize>();
                 found.extend(keys);
                 if next == "0" {
@@ -570,6 +535,20 @@ impl Link {
         found.sort_unstable();
         found.dedup(); // a step may name a key that another one named
         Ok(found)
+    }
+}
+
+/// The nodes of a cluster that answered.
+fn nodes_of(answers: Value) -> Vec<SingleNodeRoutingInfo> {
+    let node = |(at, _): (Value, Value)| {
+        let at: String = redis::from_redis_value(at).ok()?;
+        let (host, port) = at.rsplit_once(':')?;
+        let (host, port) = (host.to_owned(), port.parse().ok()?);
+        Some(SingleNodeRoutingInfo::ByAddress { host, port })
+    };
+    match answers {
+        Value::Map(answers) => answers.into_iter().filter_map(node).collect(),
+        _ => Vec::new(),
     }
 }
 
@@ -592,45 +571,12 @@ async fn ask_nodes(
     }
     let settled = |answer: Result<Result<Value, RedisError>, Elapsed>| match answer {
         Ok(answer) => answer.and_then(Value::extract_error).map_err(no_answer),
-        Err(_) => Err(Error::new(
-            ErrorKind::Timeout,
-            "this node of the cluster did not answer in time",
-        )),
+        Err(_) => {
+            let text = "this node of the cluster did not answer in time";
+            Err(Error::new(ErrorKind::Timeout, text))
+        }
     };
     answers.into_iter().map(settled).collect()
-}
-
-/// The primaries of a cluster: host and port of each.
-async fn primaries(
-    connection: &mut ClusterConnection<Bounded>,
-) -> Result<Vec<(String, u16)>, RedisError> {
-    let mut command = redis::cmd("CLUSTER");
-    command.arg("SLOTS");
-    let any = RoutingInfo::SingleNode(SingleNodeRoutingInfo::Random);
-    let ranges = connection
-        .route_command(command, any)
-        .await?
-        .extract_error()?;
-    let mut nodes = Vec::new();
-    let Value::Array(ranges) = ranges else {
-        return Ok(nodes);
-    };
-    for range in ranges {
-        // First slot, last slot, the primary (host, port, ...), replicas.
-        let Value::Array(range) = range else { continue };
-        if let Some(Value::Array(primary)) = range.into_iter().nth(2) {
-            let mut primary = primary.into_iter();
-            if let (Some(host), Some(port)) = (primary.next(), primary.next()) {
-                nodes.push((
-                    redis::from_redis_value(host)?,
-                    redis::from_redis_value(port)?,
-                ));
-            }
-        }
-    }
-    nodes.sort_unstable();
-    nodes.dedup();
-    Ok(nodes)
 }
 
 /// A listing that does not advance, or is too long.
@@ -641,10 +587,6 @@ fn endless() -> RedisError {
 
 fn late() -> Error {
     Error::new(ErrorKind::Timeout, "the server took no connection in time")
-}
-
-fn no_client(error: RedisError) -> Error {
-    Error::new(ErrorKind::Config, "no client can be made for this server").caused_by(error)
 }
 
 /// Why nothing was answered.

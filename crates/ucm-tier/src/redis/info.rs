@@ -1,6 +1,6 @@
 //! The fields of `INFO` that are used here.
 
-use redis::Value;
+use redis::{InfoDict, Value};
 use ucm_core::in_units;
 
 /// Of a cluster, sizes are those of all its nodes together.
@@ -37,22 +37,16 @@ impl ServerInfo {
     }
 
     fn read(text: &str) -> Self {
-        let mut info = Self::default();
-        for (name, value) in text
-            .lines()
-            .filter_map(|line| line.trim_end().split_once(':'))
-        {
-            match name {
-                "redis_version" => info.version = value.to_owned(),
-                "cluster_enabled" => info.is_cluster = value == "1",
-                "role" => info.is_replica = value == "slave",
-                "used_memory" => info.used = value.parse().unwrap_or(0),
-                "maxmemory" => info.limit = value.parse().ok().filter(|&limit| limit > 0),
-                "maxmemory_policy" => info.policy = value.to_owned(),
-                _ => {}
-            }
+        let info = InfoDict::new(text);
+        let text = |key| info.get::<String>(key).unwrap_or_default();
+        Self {
+            version: text("redis_version"),
+            is_cluster: text("cluster_enabled") == "1",
+            is_replica: text("role") == "slave",
+            used: info.get("used_memory").unwrap_or(0),
+            limit: info.get("maxmemory").filter(|&limit| limit > 0),
+            policy: text("maxmemory_policy"),
         }
-        info
     }
 
     /// How much the server keeps, as a text.

@@ -87,10 +87,9 @@ impl RedisValues {
     /// What is used and why, for the log.
     fn describe(&self, info: &ServerInfo) -> String {
         let (version, bound) = (&info.version, info.bound());
-        let what = if info.is_cluster {
-            "a cluster"
-        } else {
-            "one server"
+        let what = match info.is_cluster {
+            true => "a cluster",
+            false => "one server",
         };
         let (connections, expire) = (self.config.connections, self.config.expire_after.as_secs());
         format!(
@@ -137,11 +136,8 @@ impl RedisValues {
         // With room for what follows the value, which would otherwise be copied once more to make
         // some.
         let mut set = Cmd::with_capacity(6, key.len() + value.len() + OF_SET);
-        set.arg("SET")
-            .arg(key)
-            .arg(value)
-            .arg("EX")
-            .arg(expire.as_secs().max(1));
+        set.arg("SET").arg(key).arg(value);
+        set.arg("EX").arg(expire.as_secs().max(1));
         if !replace {
             set.arg("NX");
         }
@@ -211,10 +207,8 @@ impl Values for RedisValues {
     fn start(&self, io: &IoJob, id: BlockId, len: usize) -> Result<Option<(u64, Vec<u8>)>> {
         let key = self.keys.record(id);
         let commands = [command("STRLEN", &key), start_of(&key, len)];
-        let mut answers = self
-            .connections
-            .ask(io, Traffic::Record, commands)?
-            .into_iter();
+        let answers = self.connections.ask(io, Traffic::Record, commands)?;
+        let mut answers = answers.into_iter();
         match (answers.next().transpose()?, answers.next().transpose()?) {
             (Some(Value::Int(len)), Some(Value::BulkString(start))) if len > 0 => {
                 Ok(Some((u64::try_from(len).unwrap_or(0), start)))
@@ -266,10 +260,8 @@ impl Values for RedisValues {
             expire.arg(seconds);
             expire
         })?;
-        touched
-            .into_iter()
-            .map(|touched| Ok(touched? == Some(1)))
-            .collect()
+        let is_there = |touched: Result<_>| Ok(touched? == Some(1));
+        touched.into_iter().map(is_there).collect()
     }
 
     fn manifest(&self, io: &IoJob, part: Part) -> Result<Option<Vec<u8>>> {

@@ -59,9 +59,8 @@ impl RedisPlace {
     fn used_ns(&self, left: i64) -> u64 {
         let left = Duration::from_millis(u64::try_from(left).unwrap_or(0));
         let unused = self.config.expire_after.saturating_sub(left).as_nanos();
-        self.clock
-            .wall_ns()
-            .saturating_sub(u64::try_from(unused).unwrap_or(u64::MAX))
+        let unused = u64::try_from(unused).unwrap_or(u64::MAX);
+        self.clock.wall_ns().saturating_sub(unused)
     }
 }
 
@@ -77,13 +76,10 @@ impl Place for RedisPlace {
 
     fn list(&self) -> Result<Vec<Item>> {
         let io = self.job();
-        let keys = self
-            .connections
-            .scan(&io, &format!("{}:*", self.config.prefix))?;
-        let keys: Vec<String> = keys
-            .into_iter()
-            .filter_map(|key| String::from_utf8(key).ok())
-            .collect();
+        let pattern = format!("{}:*", self.config.prefix);
+        let keys = self.connections.scan(&io, &pattern)?.into_iter();
+        let keys = keys.filter_map(|key| String::from_utf8(key).ok());
+        let keys: Vec<String> = keys.collect();
         let mut items = Vec::with_capacity(keys.len());
         for keys in keys.chunks(TOGETHER) {
             let left = self.numbers(&io, keys, "PTTL")?;
@@ -105,15 +101,12 @@ impl Place for RedisPlace {
 
     fn read(&self, name: &str, start: u64, len: u64) -> Result<Option<Vec<u8>>> {
         let len = len.min(LONGEST_RECORD); // the server may have reported a false length
-        let mut range = command("GETRANGE", name);
-        range
-            .arg(start)
-            .arg(start.saturating_add(len).saturating_sub(1));
-        let answers = self.connections.ask(
-            &self.job(),
-            Traffic::Record,
-            vec![command("STRLEN", name), range],
-        )?;
+        let (mut range, end) = (command("GETRANGE", name), start.saturating_add(len));
+        range.arg(start).arg(end.saturating_sub(1));
+        let commands = [command("STRLEN", name), range];
+        let answers = self
+            .connections
+            .ask(&self.job(), Traffic::Record, commands)?;
         match <[Result<Value>; 2]>::try_from(answers) {
             Ok([Ok(Value::Int(0)), _]) => Ok(None),
             Ok([Ok(_), Ok(Value::BulkString(bytes))]) => Ok(Some(bytes)),
@@ -130,10 +123,8 @@ impl Place for RedisPlace {
             return Err(Error::new(ErrorKind::InvalidInput, text).with("key", &item.name));
         }
         let (io, key) = (self.job(), [item.name.clone()]);
-        let used = self
-            .numbers(&io, &key, "PTTL")?
-            .first()
-            .map_or(0, |left| self.used_ns(*left));
+        let left = self.numbers(&io, &key, "PTTL")?;
+        let used = left.first().map_or(0, |left| self.used_ns(*left));
         if used > item.used_ns.saturating_add(USED_SINCE_NS) {
             return Ok(false);
         }

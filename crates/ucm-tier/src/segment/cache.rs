@@ -190,9 +190,11 @@ impl<B: Blobs> SegmentCache<B> {
         let _ = entries.all(|entry| self.lengths.is_ours(entry.len));
     }
 
-    /// Logs, once in a while, that the index is full. `place`: where the segments lie.
-    pub(crate) fn log_if_full(&self, store: u64, place: &dyn Display, now: MonotonicTime) {
-        let (no_room, most) = self.index.no_room();
+    /// A turn of discovery ends: blocks of removed segments leave, and it is logged, once in a
+    /// while, that the index is full. `place`: where the segments lie.
+    pub(crate) fn after_listing(&self, store: u64, place: &dyn Display) {
+        self.index.sweep_if_due();
+        let (now, (no_room, most)) = (self.clock.now(), self.index.no_room());
         let mut logged = self.logged_full.lock();
         let again = logged.is_none_or(|(at, count)| no_room > count && now.since(at) >= LOG_AGAIN);
         if no_room == 0 || !again {

@@ -91,7 +91,7 @@ impl SegmentDiscovery {
             self.log_unreadable(meta.blob.name, error);
         }
         self.learn_lengths(deadline);
-        let more = state.unread.len() > 0;
+        let more = !state.unread.queue.is_empty();
         let looked = self.cache.looks.looked();
         drop(state);
         looked.tell(&listed);
@@ -99,10 +99,8 @@ impl SegmentDiscovery {
         if !shared.config.scope.lookup_only {
             self.recheck.turn(&self.cache, deadline);
         }
-        self.cache.index.sweep_if_due();
-        let root = shared.layout.root().display();
-        self.cache
-            .log_if_full(shared.config.scope.writer, &root, shared.clock.now());
+        let (store, root) = (shared.config.scope.writer, shared.layout.root().display());
+        self.cache.after_listing(store, &root);
         more
     }
 
@@ -192,7 +190,7 @@ impl SegmentDiscovery {
                 found.push(BlobMeta::of_file(name, &meta));
             }
         }
-        state.unread.clear();
+        state.unread.queue.clear(); // this listing shows them again
         all.take(&self.cache, &mut state.unread, &found);
         if whole {
             let gone = all.end(&self.cache, &mut state.unread).into_iter();

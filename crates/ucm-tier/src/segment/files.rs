@@ -14,7 +14,9 @@ use ucm_quota::layout::SegmentName;
 
 use super::writer::SHARE;
 use crate::backend::Done;
-use crate::blobs::{AppendBlobs, BlobMeta, BlobName, BlobPiece, Blobs, Filled, ReadAt, Seal};
+use crate::blobs::{
+    AppendBlobs, BlobMeta, BlobName, BlobPiece, Blobs, Buffers, Filled, ReadAt, Seal,
+};
 use crate::reading::explain;
 use crate::shared::Shared;
 
@@ -117,13 +119,7 @@ impl Blobs for SegmentFiles {
     /// processor when the thread that has read them verifies them.
     const RUN: (usize, usize) = (256 << 10, 5 << 18);
 
-    fn read(
-        &self,
-        io: &IoJob,
-        at: ReadAt,
-        mut into: Vec<(&mut [u8], usize)>,
-        mode: ReadMode,
-    ) -> Filled {
+    fn read(&self, io: &IoJob, at: ReadAt, mut into: Buffers<'_>, mode: ReadMode) -> Filled {
         let mut open = at.open;
         loop {
             let path = self.path(at.blob.name, open);
@@ -177,7 +173,7 @@ impl Blobs for SegmentFiles {
     }
 }
 
-/// A segment that grows is a private file, which is renamed when it is sealed. Not in the lane of
+/// A segment that grows is a private file, which is renamed when it is sealed; not in the lane of
 /// dumps, whose threads may all wait for room that this gives back.
 impl AppendBlobs for SegmentFiles {
     type Room = Reservation;

@@ -45,13 +45,10 @@ impl Footer {
         if trailer.owner.name != name {
             return Err(MissReason::ForeignId);
         }
-        let len = trailer.footer.end - trailer.footer.start;
-        if len <= tail.len() as u64 {
-            Self::of(&trailer, &tail[tail.len() - len as usize..], lengths).map(Tail::Whole)
-        } else if len <= LONGEST {
-            Ok(Tail::Longer(trailer))
-        } else {
-            Err(MissReason::BadHeader)
+        match trailer.footer_in(tail) {
+            Ok(footer) => Self::of(&trailer, footer, lengths).map(Tail::Whole),
+            Err(len) if len <= LONGEST => Ok(Tail::Longer(trailer)),
+            Err(_) => Err(MissReason::BadHeader),
         }
     }
 

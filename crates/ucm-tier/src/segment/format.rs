@@ -233,6 +233,13 @@ impl Trailer {
         })
     }
 
+    /// The footer in the last bytes of the file; its length where it begins before them.
+    pub(crate) fn footer_in<'a>(&self, tail: &'a [u8]) -> Result<&'a [u8], u64> {
+        let len = self.footer.end - self.footer.start;
+        let start = (tail.len() as u64).checked_sub(len).ok_or(len)?;
+        Ok(&tail[start as usize..])
+    }
+
     /// Verifies the whole footer and gives its entries: records of at most `longest` bytes that lie
     /// side by side.
     pub(crate) fn entries(&self, footer: &[u8], longest: u64) -> Result<Vec<Entry>, MissReason> {

@@ -67,10 +67,9 @@ pub(crate) struct Known {
     pub(crate) part: Part,
     /// Whether only its writer knows it yet.
     pub(crate) private: bool,
-    /// The time it was sealed, by its writer's clock, ns of Unix time: of two copies the later one
-    /// is the newer.
+    /// When it was sealed, as of [`Hit::sealed_ns`]: of two copies the later one is the newer.
     pub(crate) sealed_ns: u64,
-    /// Time of the last use of any of its records, ns of Unix time, as far as is known here.
+    /// Last use of any of its records, ns of Unix time, as far as is known here.
     pub(crate) used_ns: i64,
     /// Length of the file, bytes; 0 while it is private.
     pub(crate) len: u64,

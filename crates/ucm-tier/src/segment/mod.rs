@@ -34,8 +34,8 @@ mod timer;
 pub(crate) mod unread;
 pub(crate) mod writer;
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use ucm_core::{BlockId, Error, ErrorKind, Result, in_units};
@@ -108,7 +108,7 @@ pub(crate) struct Segments {
     recovered_at: RecoveredAt,
     reclaim: Reclaim,
     pool: Arc<WorkerPool>,
-    started: AtomicBool,
+    started: Once,
 }
 
 impl SegmentBackend {
@@ -159,7 +159,7 @@ impl SegmentBackend {
             discovery,
             cache,
             pool,
-            started: AtomicBool::new(false),
+            started: Once::new(),
         });
         Ok(Self { segments })
     }
@@ -240,8 +240,7 @@ impl Backend for SegmentBackend {
         let _ = self.segments.shared.on_sealed.set(hook); // it is set once
     }
 
-    /// Who only looks up tells nothing: whether a use is one of the whole segment is known where
-    /// segments are merged.
+    /// Only who merges segments knows whether a use is one of the whole segment.
     fn touch(&self, ids: &[(BlockId, u32)], deadline: MonotonicTime) {
         if !self.segments.shared.config.scope.lookup_only {
             let segments = &self.segments;
@@ -249,9 +248,8 @@ impl Backend for SegmentBackend {
         }
     }
 
-    /// Forgets records in this process. Their bytes stay until their segment goes, or until this
-    /// process gathers it, which it does where most of it was removed: others may be using the
-    /// rest.
+    /// Forgets records in this process. Their bytes stay until their segment goes, or this process
+    /// gathers it because most of it was removed: others may be using the rest.
     fn delete(&self, _io: &IoJob, ids: &[BlockId]) -> Result<usize> {
         Ok(self.segments.cache.delete(ids))
     }

@@ -40,6 +40,7 @@ pub(super) struct OpenSegment<R> {
     inner: Mutex<Inner>,
 }
 
+#[derive(Default)]
 struct Inner {
     /// Where the next record goes.
     end: u64,
@@ -113,14 +114,8 @@ impl<R> OpenSegment<R> {
             reserved,
             inner: Mutex::new(Inner {
                 end: HEAD_LEN,
-                in_flight: 0,
-                members: Vec::new(),
-                closed: false,
-                taken: false,
-                oldest: None,
-                flush_due: None,
                 first_ordinal: u32::MAX,
-                trouble: None,
+                ..Inner::default()
             }),
         }
     }
@@ -209,10 +204,10 @@ impl<R> OpenSegment<R> {
             let members = inner.members.iter().enumerate();
             members.filter(lost).map(|(number, _)| number).collect()
         };
-        let hangs = || Error::new(ErrorKind::Timeout, "a write did not return in time");
+        let hangs = Error::new(ErrorKind::Timeout, "a write did not return in time");
         let mut next = Next::Wait;
         for number in lost {
-            if let Next::Seal = self.failed(number, &hangs(), false) {
+            if let Next::Seal = self.failed(number, &hangs, false) {
                 next = Next::Seal;
             }
         }
@@ -242,10 +237,8 @@ impl<R> OpenSegment<R> {
         let awaited = inner.members.iter().filter(|member| member.is_awaited());
         let first = awaited.map(|member| member.deadline).min();
         let in_time = first.map(|deadline| oldest.after(deadline.since(oldest) / 4 * quarters));
-        [Some(oldest.after(age)), in_time, inner.flush_due]
-            .into_iter()
-            .flatten()
-            .min()
+        let sooner = in_time.into_iter().chain(inner.flush_due);
+        sooner.chain([oldest.after(age)]).min()
     }
 
     /// The receipts whose deadline has passed, and when the next deadline of a record passes.
@@ -270,13 +263,11 @@ impl<R> OpenSegment<R> {
         let inner = self.inner.lock();
         let written = |member: &&Member| matches!(member.stage, Stage::Written(_));
         let written = inner.members.iter().filter(written);
+        let deadline = written.clone().map(|member| member.deadline).max();
         Contents {
             end: inner.end,
-            entries: written.clone().map(|member| member.entry).collect(),
-            deadline: written
-                .map(|member| member.deadline)
-                .max()
-                .unwrap_or_default(),
+            entries: written.map(|member| member.entry).collect(),
+            deadline: deadline.unwrap_or_default(),
             first_ordinal: inner.first_ordinal,
             trouble: inner.trouble.clone(),
         }
@@ -285,11 +276,10 @@ impl<R> OpenSegment<R> {
     /// The receipts whose outcome was not reported yet.
     pub(super) fn awaited(&self) -> Vec<Receipt> {
         let mut inner = self.inner.lock();
-        let receipts = inner.members.iter_mut().filter_map(|member| {
-            let Stage::Written(receipt) = &mut member.stage else {
-                return None;
-            };
-            receipt.take()
+        let receipts = inner.members.iter_mut();
+        let receipts = receipts.filter_map(|member| match &mut member.stage {
+            Stage::Written(receipt) => receipt.take(),
+            Stage::Writing(_) | Stage::Failed => None,
         });
         receipts.collect()
     }

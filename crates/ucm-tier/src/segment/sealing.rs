@@ -95,14 +95,16 @@ impl<B: AppendBlobs> SegmentWriter<B> {
     /// what is old enough, and reports the records whose time is over. None once the store closes,
     /// when every segment has ended.
     pub(crate) fn turn(self: &Arc<Self>) -> Option<NextTurn> {
-        let (seen, now) = (self.changed.seen(), self.clock.now());
-        let looks = &self.cache.looks;
+        let (looks, now) = (&self.cache.looks, self.clock.now());
         let mut next: Vec<_> = looks.end_late(now).into_iter().collect();
         for open in self.living() {
             let after = open.write_off_lost();
             self.go_on(&open, after);
             match open.due(self.config.age, B::QUARTERS) {
-                Some(due) if due <= now => self.close_due(&open, now),
+                Some(due) if due <= now => {
+                    self.state.lock().closed = Some(now);
+                    self.close(&open);
+                }
                 due => next.extend(due),
             }
             let (late, next_late) = open.late(now);
@@ -115,6 +117,6 @@ impl<B: AppendBlobs> SegmentWriter<B> {
         if looks.is_closed() && !self.is_writing() {
             return None;
         }
-        Some((self.changed.clone(), seen, next.into_iter().min()))
+        Some(next.into_iter().min())
     }
 }

@@ -3,7 +3,6 @@
 //! clock, once a second at the time of one directory, and twice a minute at a few footers.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ucm_infra::MonotonicTime;
@@ -18,37 +17,36 @@ const LOOK: Duration = Duration::from_secs(1);
 impl Segments {
     /// Starts the threads, once.
     pub(super) fn start(self: &Arc<Self>) {
-        if self.started.swap(true, Ordering::AcqRel) {
-            return;
-        }
-        let (pool, clock) = (&self.pool, &self.shared.clock);
-        run(pool, LANE_TIMER, clock, self, |segments| {
-            segments.writer.turn()
+        self.started.call_once(|| {
+            let (pool, clock, looks) = (&self.pool, &self.shared.clock, &self.cache.looks);
+            run(pool, LANE_TIMER, clock, &looks.timer, self, |segments| {
+                segments.writer.turn()
+            });
+            run(pool, LANE_DISCOVERY, clock, &looks.due, self, Self::find);
+            run(
+                pool,
+                LANE_MERGER,
+                clock,
+                &self.reclaim.notify,
+                self,
+                Self::merge,
+            );
         });
-        run(pool, LANE_DISCOVERY, clock, self, Self::find);
-        run(pool, LANE_MERGER, clock, self, Self::merge);
     }
 
     fn find(self: &Arc<Self>) -> Option<NextTurn> {
-        let (notify, now) = (self.cache.looks.due.clone(), self.shared.clock.now());
-        let seen = notify.seen();
-        if self.cache.looks.is_closed() {
-            return None;
-        }
+        self.cache.looks.unless_closed().ok()?;
+        let now = self.shared.clock.now();
         if self.discovery.find(now.after(TURN)) {
-            return Some((notify, seen, Some(now))); // there is more
+            return Some(Some(now)); // there is more
         }
         self.recover(u64::MAX, MonotonicTime::NEVER); // every step of it has a deadline
-        Some((notify, seen, Some(now.after(LOOK))))
+        Some(Some(now.after(LOOK)))
     }
 
     fn merge(self: &Arc<Self>) -> Option<NextTurn> {
-        let notify = self.reclaim.notify.clone();
-        let seen = notify.seen();
-        if self.cache.looks.is_closed() {
-            return None;
-        }
-        let next = self.reclaim.turn(self.shared.clock.now(), self.room());
-        Some((notify, seen, Some(next)))
+        self.cache.looks.unless_closed().ok()?;
+        let now = self.shared.clock.now();
+        Some(Some(self.reclaim.turn(now, self.room())))
     }
 }

@@ -26,8 +26,8 @@ const MOST: usize = 1 << 20;
 /// See the module.
 #[derive(Default)]
 pub(crate) struct UnreadSegments {
-    /// By the time of their last use.
-    queue: BTreeMap<(i64, SegmentName), BlobMeta>,
+    /// Those that wait, by the time of their last use.
+    pub(crate) queue: BTreeMap<(i64, SegmentName), BlobMeta>,
     /// Those that cannot be used, as they were listed, and how often they were read.
     odd: HashMap<SegmentName, (BlobMeta, u8)>,
 }
@@ -43,16 +43,6 @@ impl UnreadSegments {
         if !is_known_odd && !self.is_full() && !cache.index.knows(name) {
             self.queue.insert((meta.used_ns, name), meta);
         }
-    }
-
-    /// Forgets those that wait: the next listing shows them again.
-    pub(crate) fn clear(&mut self) {
-        self.queue.clear();
-    }
-
-    /// How many wait.
-    pub(crate) fn len(&self) -> usize {
-        self.queue.len()
     }
 
     /// Nothing more can be added.

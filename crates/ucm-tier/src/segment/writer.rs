@@ -46,14 +46,14 @@ pub(crate) struct SegmentWriter<B: AppendBlobs> {
     pub(super) clock: Arc<dyn Clock>,
     pub(crate) config: WriterConfig,
     pub(super) cache: Arc<SegmentCache<B>>,
-    state: Mutex<State<B::Room>>,
+    pub(super) state: Mutex<State<B::Room>>,
     /// Held while a record goes into the index in place of copies in segments beside it.
     adding: Mutex<()>,
     /// Notified when a segment was opened, may have to be sealed, or has ended.
     pub(crate) changed: Notify,
 }
 
-struct State<R> {
+pub(super) struct State<R> {
     /// Those that take records, the last written to last.
     open: Vec<Arc<OpenSegment<R>>>,
     /// The jobs that open one, each with a number.
@@ -65,7 +65,7 @@ struct State<R> {
     /// Nothing waits for more records any more.
     last: bool,
     /// When a segment was last closed for its age or because a caller waited.
-    closed: Option<MonotonicTime>,
+    pub(super) closed: Option<MonotonicTime>,
 }
 
 /// A record that is to be written.
@@ -192,8 +192,7 @@ impl<B: AppendBlobs> SegmentWriter<B> {
         self.room().max(least_room(record.len() as u64))
     }
 
-    /// Writes a record into a segment, and opens one for it if need be; unless it is present, or
-    /// the index has no room for it.
+    /// Writes a record into a segment, unless it is present, or the index has no room for it.
     pub(crate) fn write(
         self: &Arc<Self>,
         io: &IoJob,
@@ -209,7 +208,12 @@ impl<B: AppendBlobs> SegmentWriter<B> {
             record,
             ordinal: options.ordinal,
         };
-        let (job, mut beside) = (io.watch(), self.stripes(self.room_for(record)));
+        // One where they are sealed at once anyway.
+        let mut beside = match self.seals_at_once() {
+            true => 1,
+            false => self.cache.blobs.side_by_side(self.room_for(record)),
+        };
+        let job = io.watch();
         loop {
             io.still_wanted()?;
             let seen = self.changed.seen();
@@ -227,15 +231,6 @@ impl<B: AppendBlobs> SegmentWriter<B> {
                 Step::Wait => self.clock.sleep(&self.changed, seen, Some(io.deadline())),
             }
         }
-    }
-
-    /// How many segments of that room may take records side by side: one where they are sealed at
-    /// once anyway.
-    fn stripes(&self, room: u64) -> usize {
-        if self.seals_at_once() {
-            return 1;
-        }
-        self.cache.blobs.side_by_side(room)
     }
 
     /// Opens a segment for a record, which has its place there. `None` where none is needed and no
@@ -394,8 +389,7 @@ impl<B: AppendBlobs> SegmentWriter<B> {
         state.open.retain(|other| !Arc::ptr_eq(other, open));
     }
 
-    /// Whether nothing waits for more any more, so that a segment is sealed as soon as nothing is
-    /// written to it.
+    /// Whether a segment is sealed as soon as nothing is written to it.
     fn seals_at_once(&self) -> bool {
         self.config.age.is_zero() || self.state.lock().last
     }
@@ -419,16 +413,6 @@ impl<B: AppendBlobs> SegmentWriter<B> {
                 self.go_on(open, next);
             });
         }
-    }
-
-    /// Closes a segment that is due.
-    pub(super) fn close_due(
-        self: &Arc<Self>,
-        open: &Arc<OpenSegment<B::Room>>,
-        now: MonotonicTime,
-    ) {
-        self.state.lock().closed = Some(now);
-        self.close(open);
     }
 
     /// Closes what is open now, or soon if that was done a moment ago: a caller waits for it.

@@ -53,11 +53,8 @@ impl Eviction for Lru {
     }
 
     fn used(&mut self, slot: u32, ordinal: u32) {
-        if self
-            .keys
-            .get(slot as usize)
-            .is_some_and(|&key| key != EMPTY)
-        {
+        let key = self.keys.get(slot as usize);
+        if key.is_some_and(|&key| key != EMPTY) {
             self.place(slot, ordinal);
         }
     }

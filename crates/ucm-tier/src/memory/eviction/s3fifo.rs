@@ -90,10 +90,8 @@ impl S3Fifo {
         let Some(entry) = self.slots.get_mut(slot as usize) else {
             return;
         };
-        let (place, key) = (
-            std::mem::replace(&mut entry.place, Place::Nowhere),
-            entry.key,
-        );
+        let place = std::mem::replace(&mut entry.place, Place::Nowhere);
+        let key = entry.key;
         if let Some(queue) = self.queue(place) {
             queue.remove(&(key, slot));
         }
@@ -105,10 +103,9 @@ impl S3Fifo {
         match entry.place {
             Place::Small | Place::Main if entry.uses > 0 => {
                 self.pop(slot);
-                self.slots[slot as usize].uses = if entry.place == Place::Small {
-                    0
-                } else {
-                    entry.uses - 1
+                self.slots[slot as usize].uses = match entry.place {
+                    Place::Small => 0,
+                    _ => entry.uses - 1,
                 };
                 self.push(slot, Place::Main);
                 false
@@ -129,17 +126,11 @@ impl Eviction for S3Fifo {
     fn inserted(&mut self, slot: u32, id: BlockId, ordinal: u32) {
         self.pop(slot);
         self.steps.inserted();
-        let (low, high) = id.0.split_at(8);
-        let word = |bytes: &[u8]| {
-            bytes
-                .iter()
-                .fold(0u64, |word, &byte| word << 8 | u64::from(byte))
-        };
-        let hash = word(low) ^ word(high).rotate_left(32);
-        let place = if self.ghosts.remove(&hash) {
-            Place::Main
-        } else {
-            Place::Small
+        let number = u128::from_be_bytes(id.0);
+        let hash = (number >> 64) as u64 ^ (number as u64).rotate_left(32);
+        let place = match self.ghosts.remove(&hash) {
+            true => Place::Main,
+            false => Place::Small,
         };
         if let Some(entry) = self.slots.get_mut(slot as usize) {
             (entry.uses, entry.ordinal, entry.hash) = (0, ordinal, hash);
@@ -159,10 +150,8 @@ impl Eviction for S3Fifo {
 
     fn victim(&mut self, held: &dyn Fn(u32) -> bool) -> Option<u32> {
         let first = |queue: &BTreeSet<(u64, u32)>| {
-            queue
-                .iter()
-                .map(|&(_, slot)| slot)
-                .find(|&slot| !held(slot))
+            let mut slots = queue.iter().map(|&(_, slot)| slot);
+            slots.find(|&slot| !held(slot))
         };
         // Each check moves a record or takes a use away, of which there are few.
         for _ in 0..LOOKS.min((usize::from(MOST_USES) + 2) * self.slots.len()) {

@@ -15,7 +15,7 @@ use super::super::format::{Entry, Owner, encode_footer};
 use super::super::unread::{ListingAll, UnreadSegments};
 use super::*;
 use crate::backend::{BlockRead, Outcome};
-use crate::blobs::{BlobName, BlobPiece, Filled, ReadAt};
+use crate::blobs::{BlobName, BlobPiece, Buffers, Filled, ReadAt};
 
 const NAMESPACE: [u8; 32] = [7; 32];
 
@@ -36,13 +36,7 @@ fn error(kind: ErrorKind) -> Error {
 impl Blobs for Shelf {
     const RUN: (usize, usize) = (0, 1 << 20);
 
-    fn read(
-        &self,
-        _io: &IoJob,
-        at: ReadAt,
-        into: Vec<(&mut [u8], usize)>,
-        _mode: ReadMode,
-    ) -> Filled {
+    fn read(&self, _io: &IoJob, at: ReadAt, into: Buffers<'_>, _mode: ReadMode) -> Filled {
         self.reads.lock().0 += 1;
         let blobs = self.blobs.lock();
         let (mut bytes, mut start) = (0, at.offset as usize);

@@ -15,9 +15,8 @@ pub(crate) struct SegmentStats {
     pub(crate) number: SegmentNumber,
     pub(crate) name: SegmentName,
     pub(crate) part: Part,
-    /// Length of the file, bytes.
+    /// As of [`Known`](super::Known).
     pub(crate) len: u64,
-    /// Time of the last use of any of its records, ns of Unix time, as far as is known here.
     pub(crate) used_ns: i64,
     pub(crate) blocks: u64,
     /// Blocks of it of which another copy counts, or that were dropped here.

@@ -23,11 +23,8 @@ pub(super) fn is_small(segment: &SegmentStats, room: u64) -> bool {
 /// The segments to merge into one of `room` bytes at the most, of those that are small or sparse;
 /// none where that gains nothing. The youngest come first: the oldest will be removed soon.
 pub(super) fn choose(candidates: &[SegmentStats], room: u64) -> Vec<SegmentStats> {
-    let newest = candidates
-        .iter()
-        .map(|segment| segment.used_ns)
-        .max()
-        .unwrap_or(0);
+    let newest = candidates.iter().map(|segment| segment.used_ns).max();
+    let newest = newest.unwrap_or(0);
     let band = |segment: &SegmentStats| {
         let age = newest.saturating_sub(segment.used_ns).max(0);
         (age / BAND_NS + 1).ilog2()
@@ -59,12 +56,8 @@ fn of_one_age(band: &[SegmentStats], room: u64) -> Vec<SegmentStats> {
     }
     if best == 0 {
         // No group is worth it; a sparse segment is gathered alone.
-        return band
-            .iter()
-            .find(|segment| segment.is_sparse())
-            .copied()
-            .into_iter()
-            .collect();
+        let sparse = band.iter().find(|segment| segment.is_sparse());
+        return sparse.into_iter().copied().collect();
     }
     band[..best].to_vec()
 }

@@ -152,10 +152,8 @@ impl Reclaim {
             return MonotonicTime::NEVER;
         }
         let mut state = self.state.lock();
-        for retiring in state
-            .retiring
-            .extract_if(.., |retiring| retiring.due <= now)
-        {
+        let is_due = |retiring: &mut Retiring| retiring.due <= now;
+        for retiring in state.retiring.extract_if(.., is_due) {
             let _ = retiring.remove(self); // a later turn finds the rest again
         }
         let reclaim = self;
@@ -171,8 +169,8 @@ impl Reclaim {
         now.after((merging.look / TURNS).max(Duration::from_millis(1)))
     }
 
-    /// Adds a segment to those that are removed. `keep`: whether a record of it is appended again,
-    /// and can be found then.
+    /// Adds a segment to those that are removed. `keep`: whether a record can be found when it is
+    /// appended again; none: it is not.
     fn add_source(
         &self,
         sources: &mut Sources,

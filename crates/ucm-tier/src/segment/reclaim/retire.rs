@@ -68,10 +68,7 @@ impl Retiring {
         }
         let older = relied.into_iter().zip(times);
         let older = older.filter(|(_, time)| **time < used);
-        reclaim.note_used(
-            &older
-                .map(|(segment, _)| (segment, used))
-                .collect::<Vec<_>>(),
-        )
+        let older: Vec<_> = older.map(|(segment, _)| (segment, used)).collect();
+        reclaim.note_used(&older)
     }
 }
