@@ -21,7 +21,6 @@
 #![forbid(unsafe_code)]
 
 mod agent;
-mod capacity;
 mod count;
 mod documents;
 mod documents_io;
@@ -51,10 +50,9 @@ use layout::{BLOCKS, Modes, record_name, shard_name};
 use state::SpaceState;
 use writer_quota::{PATIENCE, WriterQuota};
 
-pub use capacity::Capacity;
 pub use grant_table::Snapshot;
 pub use pause::Pause;
-pub use remove::Rules;
+pub use remove::{Capacity, Rules};
 pub use writer_quota::{FIRST, Reservation, is_unsure};
 
 /// What a medium holds, in bytes.

@@ -1,16 +1,40 @@
-//! Which records a count removes, and in which order.
+//! Limits as a user writes them; which records a count removes, and in which order.
 
+use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use ucm_core::BlockId;
 
-use super::capacity::Capacity;
 use crate::layout::{BLOCKS, SEGMENTS, SegmentName};
 
 /// Share of the limit above which records are removed, and down to which.
 const HIGH: f64 = 0.95;
 const LOW: f64 = 0.85;
+
+/// A limit as configured.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Capacity {
+    /// A number of bytes.
+    Bytes(NonZeroU64),
+    /// A share of the file system, in percent.
+    Percent(f64),
+}
+
+impl Capacity {
+    /// The limit in bytes on a file system of `total` bytes.
+    pub fn bytes(self, total: u64) -> u64 {
+        match self {
+            Self::Bytes(bytes) => bytes.get(),
+            Self::Percent(percent) => (total as f64 * percent.clamp(0.0, 100.0) / 100.0) as u64,
+        }
+    }
+
+    /// The default: 20 % of the file system, at most 80 % of what is free at the first start.
+    pub fn default_bytes(total: u64, free: u64) -> u64 {
+        (total / 5).min(free / 5 * 4)
+    }
+}
 
 /// Rules of eviction for one root, beside its limit.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -215,5 +239,12 @@ mod tests {
             [4],
             "nothing else goes for room that a quota makes"
         );
+    }
+
+    #[test]
+    fn limits_in_bytes_and_percent() {
+        assert_eq!(Capacity::Percent(50.0).bytes(1000), 500);
+        assert_eq!(Capacity::default_bytes(1000, 1000), 200);
+        assert_eq!(Capacity::default_bytes(1000, 100), 80);
     }
 }

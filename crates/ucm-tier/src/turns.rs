@@ -2,11 +2,19 @@
 //! wait, so a medium that nobody uses costs no more than a look at its clock.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use ucm_infra::{Clock, MonotonicTime, Notify, WorkerPool};
 
 /// When the next turn is due; none: after a notification.
 pub(crate) type NextTurn = Option<MonotonicTime>;
+
+/// Whether something that is done once in this time is due; then it counts as done now.
+pub(crate) fn is_due(last: &mut Option<MonotonicTime>, now: MonotonicTime, each: Duration) -> bool {
+    let due = last.is_none_or(|at| now.since(at) >= each);
+    *last = if due { Some(now) } else { *last };
+    due
+}
 
 /// Makes turns on a thread of this lane as long as `parts` are in use and a turn names the next,
 /// which is made sooner after a notification.

@@ -150,7 +150,7 @@ impl Client {
             ("s3", file) => {
                 let mut builder = credentials::of_s3(file.as_deref())?
                     .with_bucket_name(url.bucket)
-                    .with_client_options(connector.options())
+                    .with_client_options(connector.options.clone())
                     .with_http_connector(connector)
                     .with_retry(retry)
                     .with_conditional_put(S3ConditionalPut::ETagMatch)
@@ -172,7 +172,7 @@ impl Client {
             ("az", None) => {
                 let mut builder = MicrosoftAzureBuilder::from_env()
                     .with_container_name(url.bucket)
-                    .with_client_options(connector.options())
+                    .with_client_options(connector.options.clone())
                     .with_http_connector(connector)
                     .with_retry(retry);
                 if let Some(endpoint) = &place.endpoint {
@@ -188,7 +188,7 @@ impl Client {
             (_, file) => {
                 let mut builder = GoogleCloudStorageBuilder::from_env()
                     .with_bucket_name(url.bucket)
-                    .with_client_options(connector.options())
+                    .with_client_options(connector.options.clone())
                     .with_http_connector(connector)
                     .with_retry(retry);
                 if let Some(endpoint) = &place.endpoint {

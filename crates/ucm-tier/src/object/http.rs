@@ -75,7 +75,8 @@ impl Most {
 /// Makes the clients of one store: that of the bucket, and those that ask for keys.
 #[derive(Debug, Clone)]
 pub(super) struct Connector {
-    options: ClientOptions,
+    /// What builders of clients vary and pass to [`HttpConnector::connect`].
+    pub(super) options: ClientOptions,
     connections: usize,
     authorities: Vec<Certificate>,
     room: Arc<Semaphore>,
@@ -94,11 +95,6 @@ impl Connector {
             authorities,
             room: Arc::new(Semaphore::new((IN_FLIGHT / UNIT) as usize)),
         }
-    }
-
-    /// What builders of clients vary and pass to [`HttpConnector::connect`].
-    pub(super) fn options(&self) -> ClientOptions {
-        self.options.clone()
     }
 }
 
@@ -385,7 +381,7 @@ mod tests {
     #[test]
     fn a_client_for_keys_has_the_same_limits_and_follows_nowhere() {
         let connector = Connector::new(false, 1, Vec::new());
-        let metadata = connector.options().with_allow_http(true);
+        let metadata = connector.options.clone().with_allow_http(true);
         let client = connector
             .connect(&metadata.with_connect_timeout(CONNECT_METADATA))
             .unwrap();

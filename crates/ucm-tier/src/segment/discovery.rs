@@ -21,6 +21,7 @@ use super::recheck::Recheck;
 use super::unread::{ListingAll, UnreadSegments};
 use crate::blobs::BlobMeta;
 use crate::shared::{Shared, is_link};
+use crate::turns::is_due;
 
 /// How long one turn may take; a hanging root costs no more.
 pub(super) const TURN: Duration = Duration::from_secs(5);
@@ -39,10 +40,6 @@ pub(crate) struct SegmentDiscovery {
     shared: Arc<Shared>,
     cache: Arc<SegmentCache<SegmentFiles>>,
     state: Mutex<State>,
-    /// When the log last said that the end of a segment cannot be read.
-    logged_unreadable: Mutex<Option<MonotonicTime>>,
-    /// When unused segments were last closed.
-    closed: Mutex<Option<MonotonicTime>>,
     recheck: Recheck,
 }
 
@@ -53,6 +50,10 @@ struct State {
     settled: bool,
     listed: Option<MonotonicTime>,
     unread: UnreadSegments,
+    /// When it was last logged that the end of a segment cannot be read.
+    logged_unreadable: Option<MonotonicTime>,
+    /// When unused segments were last closed.
+    closed: Option<MonotonicTime>,
 }
 
 impl SegmentDiscovery {
@@ -61,8 +62,6 @@ impl SegmentDiscovery {
             shared: Arc::clone(&cache.blobs.shared),
             cache: Arc::clone(cache),
             state: Mutex::default(),
-            logged_unreadable: Mutex::default(),
-            closed: Mutex::default(),
             recheck: Recheck::default(),
         }
     }
@@ -88,14 +87,19 @@ impl SegmentDiscovery {
         let listed = self.list_if_changed(&mut state, asked, deadline);
         let failed = state.unread.read(&self.cache, &*shared.clock, deadline);
         if let Some((meta, error)) = failed.first() {
-            self.log_unreadable(meta.blob.name, error);
+            self.log_unreadable(&mut state, meta.blob.name, error);
         }
         self.learn_lengths(deadline);
         let more = !state.unread.queue.is_empty();
+        let closes = is_due(&mut state.closed, shared.clock.now(), CLOSE_UNUSED);
         let looked = self.cache.looks.looked();
         drop(state);
         looked.tell(&listed);
-        self.close_unused();
+        // One that was removed by another process must not hold its space, and a share can be
+        // unmounted then.
+        if closes {
+            shared.io.close_kept(Close::Unused);
+        }
         if !shared.config.scope.lookup_only {
             self.recheck.turn(&self.cache, deadline);
         }
@@ -119,35 +123,17 @@ impl SegmentDiscovery {
 
     /// Logs, once in a while, that the records of a segment are misses because its end cannot be
     /// read.
-    fn log_unreadable(&self, name: SegmentName, error: &Error) {
-        if error.kind() != ErrorKind::Io && !is_link(error) {
-            return;
-        }
-        let shared = &self.shared;
-        let now = shared.clock.now();
-        let mut logged = self.logged_unreadable.lock();
-        if logged.is_some_and(|at| now.since(at) < LOG_AGAIN) {
-            return;
-        }
-        *logged = Some(now);
-        let path = shared.layout.segment(name);
-        warn!(
-            store = shared.config.scope.writer,
-            path = %path.display(),
-            error = %error,
-            "a segment cannot be read, so its blocks are misses here: {error}"
-        );
-    }
-
-    /// Closes segments that were not read for a while: one that was removed by another process must
-    /// not hold its space, and a share can be unmounted then.
-    fn close_unused(&self) {
-        let now = self.shared.clock.now();
-        let mut closed = self.closed.lock();
-        if closed.is_none_or(|at| now.since(at) >= CLOSE_UNUSED) {
-            *closed = Some(now);
-            drop(closed);
-            self.shared.io.close_kept(Close::Unused);
+    fn log_unreadable(&self, state: &mut State, name: SegmentName, error: &Error) {
+        let (shared, logged) = (&self.shared, &mut state.logged_unreadable);
+        let matters = error.kind() == ErrorKind::Io || is_link(error);
+        if matters && is_due(logged, shared.clock.now(), LOG_AGAIN) {
+            let path = shared.layout.segment(name);
+            warn!(
+                store = shared.config.scope.writer,
+                path = %path.display(),
+                error = %error,
+                "a segment cannot be read, so its blocks are misses here: {error}"
+            );
         }
     }
 

@@ -26,6 +26,7 @@ use super::format::{Entry, HEAD_LEN, MAX_ENTRIES, decode_head};
 use super::reclaim::reinsert::{Piece, Reinsertion};
 use super::reclaim::uses::Uses;
 use crate::blobs::AppendBlobs;
+use crate::turns::is_due;
 
 /// Time between two searches for private segments.
 const LOOK_AGAIN: Duration = Duration::from_secs(60);
@@ -56,14 +57,9 @@ impl Recovery<'_> {
     /// discovery thread does the rest.
     pub(super) fn run(&self, last: &RecoveredAt, most: u64) {
         let shared = &self.cache.blobs.shared;
-        let now = shared.clock.now();
-        {
-            let mut last = last.lock();
-            if shared.config.scope.lookup_only || last.is_some_and(|at| now.since(at) < LOOK_AGAIN)
-            {
-                return;
-            }
-            *last = Some(now);
+        let (writes, now) = (!shared.config.scope.lookup_only, shared.clock.now());
+        if !(writes && is_due(&mut last.lock(), now, LOOK_AGAIN)) {
+            return;
         }
         if !self.turn(most).unwrap_or(false) {
             *last.lock() = None;
