@@ -131,6 +131,7 @@ impl PendingLooks {
 
     /// The listing has failed, and none is made before this time: all callers, to be called back
     /// without a lock. Those that come until then get the error too.
+    #[cfg(feature = "object")]
     pub(crate) fn failed(&self, error: Error, until: MonotonicTime) -> Looked {
         let mut waiting = self.waiting.lock();
         waiting.failed = Some((until, error));
