@@ -131,7 +131,7 @@ impl Discovery {
         let listed = self.list(&mut state, deadline);
         let read = listed.and_then(|()| self.read_footers(&mut state, deadline));
         self.remote.learn_lengths(&self.cache.lengths, deadline);
-        let read = read.map(|()| state.unread.queue.len() > 0 || state.all.is_some());
+        let read = read.map(|()| !state.unread.queue.is_empty() || state.all.is_some());
         let next = {
             let mut pace = self.pace.lock();
             pace.ended(&read);
