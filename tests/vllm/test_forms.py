@@ -11,7 +11,7 @@ from typing import Any
 import matrix
 import pytest
 from cases import STORED
-from checks import assert_same
+from checks import ask_until_reused, assert_same
 from harness import EngineHost, wait_until
 from lives import new_disk
 from models import CONFIGS, GROUPS, write_model
@@ -90,12 +90,8 @@ def test_a_prompt_that_comes_again_is_a_hit(
         stored = disk.files()
         if again:
             engine = host.get(spec.but(label=f"{label}-again"))
-        else:
-            engine.reset()
         for one, case in asked.items():
-            answer = engine.generate(case.ask())[0]
-            assert_same(answer, computed[one])
-            assert answer.cached_blocks == case.full_blocks
+            ask_until_reused(engine, case, computed[one])
         engine.wait_idle()
         assert disk.files() == stored, "nothing was stored again"
 
