@@ -66,14 +66,6 @@ impl ErrorKind {
             Self::Internal => -1,
         }
     }
-
-    /// True if the same call may succeed later with the same arguments.
-    pub fn retryable(self) -> bool {
-        matches!(
-            self,
-            Self::Busy | Self::Timeout | Self::Io | Self::NoSpace | Self::Unhealthy
-        )
-    }
 }
 
 /// An error: kind, message, context pairs (where), and the cause. Cheap to clone, so that one
@@ -84,7 +76,6 @@ impl ErrorKind {
 ///
 /// let full = Error::new(ErrorKind::NoSpace, "the medium is full; make room on it").with("free", 512);
 /// assert_eq!(full.kind(), ErrorKind::NoSpace);
-/// assert!(full.retryable(), "it may be better a moment later");
 /// assert!(full.to_string().contains("free=512"));
 /// ```
 #[derive(Clone)]
@@ -162,11 +153,6 @@ impl Error {
         &self.0.context
     }
 
-    /// True if a later attempt may succeed.
-    pub fn retryable(&self) -> bool {
-        self.0.kind.retryable()
-    }
-
     /// The error number of the operating system, if the cause is one.
     pub fn os_code(&self) -> Option<i32> {
         let source = self.0.source.as_deref()?;
@@ -221,7 +207,6 @@ mod tests {
         .with("path", "/x/y.bin");
         assert_eq!(error.kind(), ErrorKind::NoSpace);
         assert_eq!(error.os_code(), Some(28));
-        assert!(error.retryable());
         let text = error.to_string();
         assert!(
             text.starts_with("cannot write the block [path=/x/y.bin]: "),

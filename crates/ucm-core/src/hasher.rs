@@ -58,21 +58,11 @@ impl HashMethod {
 pub struct ExtraKey<'a> {
     /// Index of the block in the whole token list.
     pub block: usize,
-    /// Kind of the bytes; see the `TAG_` constants.
+    /// Kind of the bytes: 1 the digest of an adapter's content, 2 that of a multimodal item and its
+    /// offset, 3 the caller's cache salt, 4 the digest of prompt embeddings.
     pub tag: u8,
     /// The bytes, at most [`limits::MAX_EXTRA_KEY_BYTES`].
     pub bytes: &'a [u8],
-}
-
-impl ExtraKey<'_> {
-    /// Digest of the content of a LoRA adapter.
-    pub const TAG_LORA: u8 = 1;
-    /// Digest of a multimodal item and its offset.
-    pub const TAG_MULTIMODAL: u8 = 2;
-    /// The caller's cache salt.
-    pub const TAG_SALT: u8 = 3;
-    /// Digest of prompt embeddings.
-    pub const TAG_EMBEDDINGS: u8 = 4;
 }
 
 /// Computes block keys for one identity, block size and method. Cheap to share; holds no buffer.

@@ -112,7 +112,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::clock::ManualClock;
+    use crate::tests_clock::ManualClock;
 
     #[test]
     fn the_first_value_wins() {

@@ -1,7 +1,7 @@
 //! The concurrency parts of ucm: everything that passes work or signals between threads.
 //!
-//! * [`Clock`] ([`SystemClock`], [`ManualClock`]): every wait in ucm sleeps on one, so that tests
-//!   control time;
+//! * [`Clock`] ([`SystemClock`]; in tests `ManualClock`): every wait in ucm sleeps on one, so that
+//!   tests control time;
 //! * [`Notify`]: the one way in which a thread sleeps until it is signalled; [`Clock::sleep`] adds
 //!   the deadline;
 //! * [`WorkerPool`]: named threads with lanes, bounded queues, deadlines and a monitor that writes
@@ -22,11 +22,11 @@
 //! # Concurrency models
 //!
 //! Loom checks the hand-written atomics: it runs every interleaving of a small model. The locks and
-//! atomics of [`Notify`], [`ManualClock`], [`Completion`], [`LoadState`], [`seqlock`] and the ends
+//! atomics of [`Notify`], `ManualClock`, [`Completion`], [`LoadState`], [`seqlock`] and the ends
 //! of the ring come from one shim module, which `--cfg loom` switches to loom's types. In that
 //! build a stand-in with the same memory order replaces the ring's queue (rtrb). The worker pool is
 //! not part of that build: its jobs pass through crossbeam's queue, and one lock protects the rest
-//! of its state. A property test runs random histories of the pool under a [`ManualClock`]; another
+//! of its state. A property test runs random histories of the pool under a `ManualClock`; another
 //! test submits from many threads, also during a shutdown.
 //!
 //! The models run for about 15 seconds. Give them a target directory of their own; otherwise every
@@ -39,7 +39,6 @@
 
 mod clock;
 mod completion;
-mod ids;
 #[cfg(not(loom))]
 mod lanes;
 mod load_state;
@@ -57,17 +56,20 @@ mod ring;
 mod runtime;
 pub mod seqlock;
 mod sync;
+#[cfg(any(test, loom, feature = "test-utils"))]
+mod tests_clock;
 #[cfg(not(loom))]
 mod threads;
 mod ticket;
 
-pub use clock::{Clock, ManualClock, MonotonicTime, SystemClock};
+pub use clock::{Clock, MonotonicTime, SystemClock};
 pub use completion::Completion;
-pub use ids::IdSet;
 #[cfg(not(loom))]
 pub use lanes::{LANE_DUMP, LANE_LOAD, LANE_LOOKUP, LANE_SPACE};
 pub use load_state::{BlockState, LoadState};
 pub use notify::Notify;
+/// A set that many threads use at once, whose readers never wait.
+pub use papaya::HashSet as IdSet;
 #[cfg(not(loom))]
 pub use pool::{
     Lane, LaneStats, MAX_LANES, MAX_QUEUE, MAX_WORKERS, PoolStats, Refused, WorkerPool,
@@ -75,9 +77,11 @@ pub use pool::{
 };
 #[cfg(not(loom))]
 pub use random::random_u64;
-pub use ring::{PopError, PushError, RingConsumer, RingProducer, SpscRing};
+pub use ring::{PushError, RingConsumer, RingProducer, SpscRing};
 #[cfg(all(feature = "runtime", not(loom)))]
 pub use runtime::Runtime;
+#[cfg(any(test, loom, feature = "test-utils"))]
+pub use tests_clock::ManualClock;
 #[cfg(not(loom))]
 pub use threads::{begin_thread, is_own_thread, run_threads_on, threads_begin_with};
 pub use ticket::{Ticket, Visit};

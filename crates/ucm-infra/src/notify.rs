@@ -60,6 +60,7 @@ impl Notify {
     }
 
     /// True if both share one counter.
+    #[cfg(any(test, loom, feature = "test-utils"))]
     pub(crate) fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }

@@ -144,7 +144,8 @@ mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
 
     use super::*;
-    use crate::clock::{ManualClock, SystemClock};
+    use crate::clock::SystemClock;
+    use crate::tests_clock::ManualClock;
 
     /// Records its drop.
     struct Owned(Arc<AtomicBool>);

@@ -10,8 +10,8 @@ use loom::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use loom::thread;
 use ucm_infra::seqlock::{self, AtomicU64};
 use ucm_infra::{
-    BlockState, Clock, Completion, LoadState, ManualClock, MonotonicTime, Notify, PopError,
-    PushError, SpscRing,
+    BlockState, Clock, Completion, LoadState, ManualClock, MonotonicTime, Notify, PushError,
+    SpscRing,
 };
 
 /// A clock on which nothing times out. If a sleeper is never rung, loom reports a deadlock.
@@ -144,7 +144,7 @@ fn ring_a_parked_consumer_is_woken_by_an_item() {
             producer.try_push(1).unwrap();
             producer
         });
-        assert_eq!(consumer.recv(&Still, None), Ok(1));
+        assert_eq!(consumer.recv(&Still), Some(1));
         pusher.join().unwrap();
     });
 }
@@ -155,11 +155,11 @@ fn ring_a_parked_producer_is_woken_by_room() {
         let (mut producer, mut consumer) = SpscRing::bounded(1).unwrap();
         producer.try_push(1).unwrap();
         let popper = thread::spawn(move || {
-            assert_eq!(consumer.try_pop(), Ok(1));
+            assert_eq!(consumer.recv(&Still), Some(1));
             consumer
         });
         assert_eq!(producer.push(2, &Still, None), Ok(()));
-        assert_eq!(popper.join().unwrap().try_pop(), Ok(2));
+        assert_eq!(popper.join().unwrap().recv(&Still), Some(2));
     });
 }
 
@@ -167,11 +167,8 @@ fn ring_a_parked_producer_is_woken_by_room() {
 fn ring_a_parked_consumer_sees_the_producer_go() {
     loom::model(|| {
         let (producer, mut consumer) = SpscRing::<u32>::bounded(1).unwrap();
-        let closer = thread::spawn(move || {
-            producer.close();
-            producer
-        });
-        assert_eq!(consumer.recv(&Still, None), Err(PopError::Closed));
+        let closer = thread::spawn(move || drop(producer));
+        assert_eq!(consumer.recv(&Still), None);
         closer.join().unwrap();
     });
 }
@@ -185,8 +182,8 @@ fn ring_both_ends_park_more_than_once() {
             producer.push(2, &Still, None).unwrap();
             producer
         });
-        assert_eq!(consumer.recv(&Still, None), Ok(1));
-        assert_eq!(consumer.recv(&Still, None), Ok(2));
+        assert_eq!(consumer.recv(&Still), Some(1));
+        assert_eq!(consumer.recv(&Still), Some(2));
         pusher.join().unwrap();
     });
 }
@@ -197,14 +194,12 @@ fn ring_items_pushed_before_closing_arrive() {
         let (mut producer, mut consumer) = SpscRing::bounded(2).unwrap();
         let pusher = thread::spawn(move || {
             producer.try_push(1).unwrap();
-            producer.close();
-            producer
+            drop(producer);
         });
         let mut taken = Vec::new();
         consumer.run(&Still, |item| taken.push(item));
         assert_eq!(taken, [1]);
-        let mut producer = pusher.join().unwrap();
-        assert_eq!(producer.try_push(2), Err(PushError::Closed(2)));
+        pusher.join().unwrap();
     });
 }
 
@@ -226,26 +221,29 @@ fn ring_a_parked_producer_sees_the_consumer_go() {
 }
 
 #[test]
-fn ring_a_deadline_and_an_item_do_not_lose_each_other() {
+fn ring_a_deadline_and_room_do_not_lose_each_other() {
     loom::model(|| {
         let clock = ManualClock::new();
         let (mut producer, mut consumer) = SpscRing::bounded(1).unwrap();
-        let pusher = thread::spawn({
+        producer.try_push(1).unwrap();
+        let popper = thread::spawn({
             let clock = Arc::clone(&clock);
             move || {
                 clock.advance(Duration::from_nanos(1));
-                producer.try_push(1).unwrap();
+                assert_eq!(consumer.recv(&*clock), Some(1));
+                consumer
             }
         });
-        let first = consumer.recv(&*clock, Some(MonotonicTime(1)));
+        let second = producer.push(2, &*clock, Some(MonotonicTime(1)));
         assert!(
-            matches!(first, Ok(1) | Err(PopError::TimedOut)),
-            "{first:?}"
+            matches!(second, Ok(()) | Err(PushError::TimedOut(2))),
+            "{second:?}"
         );
-        if first.is_err() {
-            assert_eq!(consumer.recv(&*clock, None), Ok(1));
+        let mut consumer = popper.join().unwrap();
+        if second.is_err() {
+            producer.push(2, &*clock, None).unwrap();
         }
-        pusher.join().unwrap();
+        assert_eq!(consumer.recv(&*clock), Some(2));
     });
 }
 

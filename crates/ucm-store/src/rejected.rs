@@ -36,6 +36,7 @@ impl RejectedRecords {
 
     fn insert(&self, ids: &IdSet<BlockId>, id: BlockId) {
         self.any.store(true, Ordering::Release);
+        let ids = ids.pin();
         if ids.insert(id) && ids.len() > REMEMBERED {
             ids.clear();
         }
@@ -55,16 +56,18 @@ impl RejectedRecords {
 
     pub(crate) fn contains(&self, id: BlockId) -> bool {
         self.any.load(Ordering::Acquire)
-            && (self.bad.contains(&id) || self.newer.contains(&id) || self.locked.contains(&id))
+            && (self.bad.pin().contains(&id)
+                || self.newer.pin().contains(&id)
+                || self.locked.pin().contains(&id))
     }
 
     /// Why no dump replaces this record, if none does.
     pub(crate) fn kept_for(&self, id: BlockId) -> Option<MissReason> {
         if !self.any.load(Ordering::Acquire) {
             None
-        } else if self.newer.contains(&id) {
+        } else if self.newer.pin().contains(&id) {
             Some(MissReason::NewerVersion)
-        } else if self.locked.contains(&id) {
+        } else if self.locked.pin().contains(&id) {
             Some(MissReason::WrongKey)
         } else {
             None
@@ -81,20 +84,21 @@ impl RejectedRecords {
 
     /// Whether the next record of this id replaces the one that is there.
     pub(crate) fn replaces(&self, id: BlockId) -> bool {
-        self.any.load(Ordering::Acquire) && (self.bad.contains(&id) || self.unread.contains(&id))
+        self.any.load(Ordering::Acquire)
+            && (self.bad.pin().contains(&id) || self.unread.pin().contains(&id))
     }
 
     /// A dump replaced the record; true if it had been refused.
     pub(crate) fn clear_bad(&self, id: BlockId) -> bool {
-        self.unread.remove(&id);
-        self.bad.remove(&id)
+        self.unread.pin().remove(&id);
+        self.bad.pin().remove(&id)
     }
 
     /// A dump found no record of this id and published one: a record that was kept is not there any
     /// more.
     pub(crate) fn published(&self, id: BlockId) {
-        self.newer.remove(&id);
-        self.locked.remove(&id);
+        self.newer.pin().remove(&id);
+        self.locked.pin().remove(&id);
     }
 
     /// Another record took the place of one that may have been refused.
@@ -106,7 +110,7 @@ impl RejectedRecords {
     }
 
     pub(crate) fn len(&self) -> usize {
-        self.bad.len() + self.newer.len() + self.locked.len()
+        self.bad.pin().len() + self.newer.pin().len() + self.locked.pin().len()
     }
 }
 
@@ -169,7 +173,7 @@ mod tests {
         for n in 0..=REMEMBERED as u128 {
             refused.add(BlockId(n.to_le_bytes()), MissReason::BadChecksum);
             refused.add_unread(BlockId(n.to_le_bytes()));
-            assert!(refused.len() <= REMEMBERED && refused.unread.len() <= REMEMBERED);
+            assert!(refused.len() <= REMEMBERED && refused.unread.pin().len() <= REMEMBERED);
         }
     }
 }

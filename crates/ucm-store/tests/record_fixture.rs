@@ -71,7 +71,7 @@ fn meta() -> RecordMeta {
     let tokens: Vec<u32> = (0..40u32).map(|i| i.wrapping_mul(2_654_435_761)).collect();
     let salt = ExtraKey {
         block: 0,
-        tag: ExtraKey::TAG_SALT,
+        tag: 3,
         bytes: b"salt",
     };
     let keys = hasher.hash_tail(&tokens, None, 0, &[salt]).unwrap();

@@ -28,13 +28,15 @@ const MAX_CAPACITY: usize = 1 << 24;
 /// Makes rings; see [`bounded`](Self::bounded).
 pub struct SpscRing<T>(PhantomData<T>);
 
-/// The sending end. Dropping it closes the ring.
+/// The sending end. Dropping it closes the ring: the consumer takes the remaining items and then sees
+/// the end.
 pub struct RingProducer<T> {
     tail: Tail<T>,
     shared: Arc<RingState>,
 }
 
-/// The receiving end. Dropping it closes the ring and drops the items in it.
+/// The receiving end. Dropping it closes the ring and drops the items in it: the producer's next push
+/// fails, and an item whose push overlaps with the drop may be accepted and dropped.
 pub struct RingConsumer<T> {
     head: Head<T>,
     shared: Arc<RingState>,
@@ -69,17 +71,6 @@ pub enum PushError<T> {
     Closed(T),
     /// The ring was still full at the deadline.
     TimedOut(T),
-}
-
-/// Why no item was returned.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum PopError {
-    /// The ring is empty, for now.
-    Empty,
-    /// The ring is empty and one of the ends closed it: no further item will arrive.
-    Closed,
-    /// The ring was still empty at the deadline.
-    TimedOut,
 }
 
 impl<T> SpscRing<T> {
@@ -145,17 +136,6 @@ impl<T> RingProducer<T> {
             }
         }
     }
-
-    /// Closes the ring: nothing can be pushed any more; the consumer takes the remaining items and
-    /// then sees the end.
-    pub fn close(&self) {
-        self.shared.close();
-    }
-
-    /// True if one of the ends closed the ring.
-    pub fn is_closed(&self) -> bool {
-        self.shared.is_closed()
-    }
 }
 
 impl<T> Drop for RingProducer<T> {
@@ -165,54 +145,27 @@ impl<T> Drop for RingProducer<T> {
 }
 
 impl<T> RingConsumer<T> {
-    /// Takes the oldest item without waiting.
-    ///
-    /// # Errors
-    /// `Empty`, or `Closed` if the ring is empty for good.
-    pub fn try_pop(&mut self) -> Result<T, PopError> {
-        let closed = self.shared.is_closed();
-        match self.head.pop() {
-            Some(item) => {
+    /// Takes the oldest item, waiting for one: spins, yields, parks. `None` if the ring is closed
+    /// and empty.
+    pub fn recv(&mut self, clock: &dyn Clock) -> Option<T> {
+        let look = || {
+            // Read before the ring is found empty, so items pushed before the close are seen.
+            let closed = self.shared.is_closed();
+            let item = self.head.pop();
+            if item.is_some() {
                 self.shared.producer.wake();
-                Ok(item)
             }
-            // The flag was read before the ring was found empty, so items pushed before the close
-            // were seen.
-            None if closed => Err(PopError::Closed),
-            None => Err(PopError::Empty),
-        }
-    }
-
-    /// Takes the oldest item, waiting for one until `deadline` on `clock` (`None`: for ever):
-    /// spins, yields, parks.
-    ///
-    /// # Errors
-    /// `TimedOut`, or `Closed` if the ring is empty for good.
-    pub fn recv(
-        &mut self,
-        clock: &dyn Clock,
-        deadline: Option<MonotonicTime>,
-    ) -> Result<T, PopError> {
-        let shared = Arc::clone(&self.shared);
-        let look = || match self.try_pop() {
-            Err(PopError::Empty) => None,
-            found => Some(found),
+            (closed || item.is_some()).then_some(item)
         };
-        wait(&shared.consumer, clock, deadline, look).unwrap_or(Err(PopError::TimedOut))
+        wait(&self.shared.consumer, clock, None, look).flatten()
     }
 
     /// The consumer loop: passes every item to `take`, in order, until the ring is closed and
     /// empty.
     pub fn run(&mut self, clock: &dyn Clock, mut take: impl FnMut(T)) {
-        while let Ok(item) = self.recv(clock, None) {
+        while let Some(item) = self.recv(clock) {
             take(item);
         }
-    }
-
-    /// Closes the ring: the producer's next push fails. Items in the ring can still be taken. An
-    /// item whose push overlaps with this call may be accepted and then dropped with the ring.
-    pub fn close(&self) {
-        self.shared.close();
     }
 }
 

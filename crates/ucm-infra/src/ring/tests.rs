@@ -4,19 +4,21 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::*;
-use crate::clock::{ManualClock, SystemClock};
+use crate::clock::SystemClock;
+use crate::tests_clock::ManualClock;
 
 #[test]
 fn items_come_in_order_and_no_more_than_fit() {
     let (mut producer, mut consumer) = SpscRing::bounded(2).unwrap();
-    assert_eq!(consumer.try_pop(), Err(PopError::Empty));
     producer.try_push(1).unwrap();
     producer.try_push(2).unwrap();
     assert_eq!(producer.try_push(3), Err(PushError::Full(3)));
-    assert_eq!(consumer.try_pop(), Ok(1));
+    assert_eq!(consumer.recv(&SystemClock), Some(1));
     producer.try_push(3).unwrap();
-    assert_eq!([consumer.try_pop(), consumer.try_pop()], [Ok(2), Ok(3)]);
-    assert_eq!(consumer.try_pop(), Err(PopError::Empty));
+    drop(producer);
+    let mut rest = Vec::new();
+    consumer.run(&SystemClock, |item| rest.push(item));
+    assert_eq!(rest, [2, 3]);
 }
 
 #[test]
@@ -24,10 +26,10 @@ fn a_parked_consumer_is_woken_by_an_item() {
     let clock = ManualClock::new();
     let (mut producer, mut consumer) = SpscRing::bounded(2).unwrap();
     std::thread::scope(|scope| {
-        let taken = scope.spawn(|| consumer.recv(&*clock, None));
+        let taken = scope.spawn(|| consumer.recv(&*clock));
         clock.await_sleepers(1);
         producer.try_push(5).unwrap();
-        assert_eq!(taken.join().unwrap(), Ok(5));
+        assert_eq!(taken.join().unwrap(), Some(5));
     });
 }
 
@@ -39,31 +41,26 @@ fn a_parked_producer_is_woken_by_room() {
     std::thread::scope(|scope| {
         let pushed = scope.spawn(|| producer.push(2, &*clock, None));
         clock.await_sleepers(1);
-        assert_eq!(consumer.try_pop(), Ok(1));
+        assert_eq!(consumer.recv(&*clock), Some(1));
         assert_eq!(pushed.join().unwrap(), Ok(()));
     });
-    assert_eq!(consumer.try_pop(), Ok(2));
+    assert_eq!(consumer.recv(&*clock), Some(2));
 }
 
 #[test]
-fn waits_end_at_their_deadlines() {
+fn a_push_ends_at_its_deadline() {
     let clock = ManualClock::new();
     let (mut producer, mut consumer) = SpscRing::bounded(1).unwrap();
-    std::thread::scope(|scope| {
-        let taken = scope.spawn(|| consumer.recv(&*clock, Some(MonotonicTime(10))));
-        clock.await_sleepers(1);
-        clock.advance(Duration::from_nanos(10));
-        assert_eq!(taken.join().unwrap(), Err(PopError::TimedOut));
-    });
     producer.try_push(1).unwrap();
     std::thread::scope(|scope| {
-        let pushed = scope.spawn(|| producer.push(2, &*clock, Some(MonotonicTime(20))));
+        let pushed = scope.spawn(|| producer.push(2, &*clock, Some(MonotonicTime(10))));
         clock.await_sleepers(1);
         clock.advance(Duration::from_nanos(10));
         assert_eq!(pushed.join().unwrap(), Err(PushError::TimedOut(2)));
     });
-    // An existing item is returned even if the deadline has passed.
-    assert_eq!(consumer.recv(&*clock, Some(MonotonicTime(0))), Ok(1));
+    assert_eq!(consumer.recv(&*clock), Some(1));
+    // An item that finds room is accepted even if the deadline has passed.
+    assert_eq!(producer.push(2, &*clock, Some(MonotonicTime(0))), Ok(()));
 }
 
 #[test]
@@ -71,8 +68,8 @@ fn a_closed_producer_leaves_its_items() {
     let (mut producer, mut consumer) = SpscRing::bounded(4).unwrap();
     producer.try_push(1).unwrap();
     drop(producer);
-    assert_eq!(consumer.recv(&SystemClock, None), Ok(1));
-    assert_eq!(consumer.recv(&SystemClock, None), Err(PopError::Closed));
+    assert_eq!(consumer.recv(&SystemClock), Some(1));
+    assert_eq!(consumer.recv(&SystemClock), None);
 }
 
 #[test]
@@ -80,17 +77,17 @@ fn closing_wakes_the_other_end() {
     let clock = ManualClock::new();
     let (producer, mut consumer) = SpscRing::<u32>::bounded(1).unwrap();
     std::thread::scope(|scope| {
-        let taken = scope.spawn(|| consumer.recv(&*clock, None));
+        let taken = scope.spawn(|| consumer.recv(&*clock));
         clock.await_sleepers(1);
-        producer.close();
-        assert_eq!(taken.join().unwrap(), Err(PopError::Closed));
+        drop(producer);
+        assert_eq!(taken.join().unwrap(), None);
     });
     let (mut producer, consumer) = SpscRing::bounded(1).unwrap();
     producer.try_push(1).unwrap();
     std::thread::scope(|scope| {
         let pushed = scope.spawn(|| producer.push(2, &*clock, None));
         clock.await_sleepers(1);
-        consumer.close();
+        drop(consumer);
         assert_eq!(pushed.join().unwrap(), Err(PushError::Closed(2)));
     });
 }

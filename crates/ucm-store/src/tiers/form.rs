@@ -184,19 +184,20 @@ impl StoredForm {
 
     /// One of the keys fits this record: it was written or decrypted here.
     pub(super) fn note_key_fits(&self, id: BlockId) {
-        if self.keys.is_some() && self.key_fits.insert(id) && self.key_fits.len() > REMEMBERED {
-            self.key_fits.clear();
+        let key_fits = self.key_fits.pin();
+        if self.keys.is_some() && key_fits.insert(id) && key_fits.len() > REMEMBERED {
+            key_fits.clear();
         }
     }
 
     /// A record was refused: another may take its place, of any key.
     pub(super) fn forget_key(&self, id: BlockId) {
-        self.key_fits.remove(&id);
+        self.key_fits.pin().remove(&id);
     }
 
     /// Whether a record that is present may be of a key that this store has not.
     pub(super) fn may_be_of_another_key(&self, id: BlockId) -> bool {
-        self.keys.is_some() && !self.key_fits.contains(&id)
+        self.keys.is_some() && !self.key_fits.pin().contains(&id)
     }
 
     /// The outcome of a dump that found a record present: `InTheWay` where none of the keys has

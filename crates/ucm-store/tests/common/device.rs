@@ -388,7 +388,7 @@ impl SlowDevice {
 
     fn made(copies: usize, failing: bool) -> Arc<Self> {
         Arc::new(Self {
-            inner: HostDevice::new(),
+            inner: HostDevice::default(),
             failing,
             state: Mutex::new((copies, 0)),
             news: Condvar::new(),

@@ -14,7 +14,7 @@ use std::time::Duration;
 use ucm_core::{ErrorKind, Result};
 
 use super::*;
-use crate::clock::ManualClock;
+use crate::tests_clock::ManualClock;
 
 const SECOND: Duration = Duration::from_secs(1);
 /// Only a failing test waits this long.
