@@ -7,17 +7,15 @@
 
 use std::path::Path;
 
-use rustix::fs::{Advice, AtFlags, FallocateFlags, OFlags};
+use rustix::fs::{FallocateFlags, OFlags};
 use rustix::io::Errno;
-use ucm_core::{Error, ErrorKind, PAGE, Result};
+use ucm_core::{Error, Result};
 
-use crate::below::{At, Roots};
-use crate::file::{CANNOT_NAME, Files, is_named, name_once, on_a_page};
-use crate::meta::{dated, failed, is_absent, stat_one, to_meta};
-use crate::op::StillWanted;
-use crate::op::{FileMeta, Finish};
-use crate::probe::stated_align;
-use crate::sys::{File, SECTOR, read_full, retry, write_full};
+use crate::below::Roots;
+use crate::file::{CANNOT_CLOSE, CANNOT_CREATE, CANNOT_NAME, CANNOT_WRITE, Files, look, name};
+use crate::meta::{failed, is_absent};
+use crate::op::{FileMeta, Finish, StillWanted};
+use crate::sys::{File, read_full, retry, write_full};
 
 /// Flags for opening a file for writing. They never create a file and never wait for the other end
 /// if the name is a pipe.
@@ -30,7 +28,7 @@ const WRITE_FLAGS: OFlags = OFlags::WRONLY
 impl Files {
     /// Creates a private file, preallocates space for it, and writes its first bytes.
     pub(crate) fn create(&self, path: &Path, head: &[u8], room: u64, mode: u32) -> Result<()> {
-        let fail = |e| failed(e, "cannot create the private file", path);
+        let fail = |e| failed(e, CANNOT_CREATE, path);
         let at = self.roots.walk().at(path).map_err(fail)?;
         // If this fails, a file of that name is not ours and must stay.
         let fd = at.create(mode).map_err(fail)?;
@@ -73,38 +71,14 @@ impl Files {
                 .with("offset", offset)
                 .with("len", len));
         }
-        let fail = |e| failed(e, "cannot write the file", path);
+        let fail = |e| failed(e, CANNOT_WRITE, path);
         let opened = match keep {
             true => self.roots.open_often(path, WRITE_FLAGS),
             false => self.roots.walk().open(path, WRITE_FLAGS),
         };
         let mut file = self.with_ring(File::new(opened.map_err(fail)?, false));
-        let fits = on_a_page(bytes) && offset.is_multiple_of(PAGE) && len.is_multiple_of(SECTOR);
-        let mut through_cache = true;
-        let written = if self.direct {
-            let dev = to_meta(&retry(|| rustix::fs::fstat(file.fd())).map_err(fail)?).dev;
-            if fits && self.usable(dev, || stated_align(file.fd())) {
-                through_cache = !file.set_direct(true);
-            }
-            let written = write_full(&mut file, bytes, offset);
-            self.note(&file, dev, true);
-            written
-        } else {
-            write_full(&mut file, bytes, offset)
-        };
-        written.map_err(fail)?;
-        if through_cache && self.dirty.write(len as u64) {
-            // Starts writing dirty pages back; best effort, the kernel would do it later anyway.
-            let _ = rustix::fs::fadvise(
-                file.fd(),
-                offset,
-                std::num::NonZeroU64::new(len as u64),
-                Advice::DontNeed,
-            );
-        }
-        file.close()
-            .map_err(|e| failed(e, "closing the written file failed", path))?;
-        Ok(())
+        self.write_open(&mut file, bytes, offset).map_err(fail)?;
+        file.close().map_err(|e| failed(e, CANNOT_CLOSE, path))
     }
 
     /// Writes the end of a private file and renames it to its final name.
@@ -120,7 +94,9 @@ impl Files {
             Err(e) => return Err(no_private(e)),
         };
         let private = walk.at(job.private).map_err(no_private)?;
-        let named = end_and_name(file, job, &private, &target, wanted);
+        let named = end(file, job)
+            .and_then(|len| name(&private, &target, (len, false), Some(job.mtime_ns), wanted))
+            .and_then(|meta| meta.ok_or_else(|| failed(Errno::EXIST, CANNOT_NAME, job.target)));
         if named.is_err() {
             let _ = private.unlink(); // best effort: swept by its age
         }
@@ -128,38 +104,15 @@ impl Files {
     }
 }
 
-fn end_and_name(
-    mut file: File,
-    job: &Finish<'_>,
-    private: &At<'_>,
-    target: &At<'_>,
-    wanted: StillWanted<'_>,
-) -> Result<FileMeta> {
+/// Writes the end of a filled file and closes it; returns its length.
+fn end(mut file: File, job: &Finish<'_>) -> Result<u64> {
     let fail = |e| failed(e, "cannot write the end of the file", job.private);
     let len = job.offset + job.footer.len() as u64;
     write_full(&mut file, job.footer, job.offset).map_err(fail)?;
     retry(|| rustix::fs::ftruncate(file.fd(), len)).map_err(fail)?;
-    file.close()
-        .map_err(|e| failed(e, "closing the written file failed", job.private))?;
-    // After the close, because only then a network file system has final length and time.
-    let meta = look(private)?;
-    if meta.len != len {
-        let text = "the length of the file differs from the bytes written";
-        return Err(Error::new(ErrorKind::Io, text)
-            .with("path", job.private.display())
-            .with("written", len)
-            .with("found", meta.len));
-    }
-    if !wanted() {
-        let text = "the file was finished after its deadline and is not published";
-        return Err(Error::new(ErrorKind::Timeout, text).with("path", job.target.display()));
-    }
-    let named = name_once(private, target);
-    if is_named(named, private, target, &meta) {
-        return Ok(dated(target, meta, job.mtime_ns));
-    }
-    let errno = named.err().unwrap_or(Errno::IO);
-    Err(failed(errno, CANNOT_NAME, job.target))
+    let closed = file.close();
+    closed.map_err(|e| failed(e, CANNOT_CLOSE, job.private))?;
+    Ok(len)
 }
 
 /// True if an earlier call did everything: the file has its name, its length and its last bytes.
@@ -178,13 +131,10 @@ fn is_finished(roots: &Roots, job: &Finish<'_>) -> bool {
     read == Ok(job.footer.len()) && tail[..job.footer.len()] == *job.footer
 }
 
-fn look(at: &At<'_>) -> Result<FileMeta> {
-    stat_one(at, AtFlags::SYMLINK_NOFOLLOW)
-        .map_err(|e| failed(e, "cannot stat the written file", at.path))
-}
-
 #[cfg(test)]
 mod tests {
+    use ucm_core::ErrorKind;
+
     use super::*;
 
     struct Place {

@@ -1,14 +1,13 @@
 //! The interface between a backend and files: execution of single operations.
 
 use std::ffi::OsString;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ucm_core::Result;
 
 use crate::fd_cache::KeptFile;
-use crate::op::{FileMeta, Finish, Publish, Read, ReadMode, SpaceInfo, StillWanted};
+use crate::op::{FileMeta, Finish, Publish, Read, ReadMode, ReadPiece, SpaceInfo, StillWanted};
 use crate::probe::Probe;
 
 /// The caller of an operation.
@@ -62,18 +61,7 @@ pub trait IoEngine: Send + Sync {
         &self,
         by: &Caller<'_>,
         path: &Path,
-        offset: u64,
-        into: &mut [(&mut [u8], usize)],
-        keep: bool,
-    ) -> Result<usize>;
-
-    fn read_parts(
-        &self,
-        by: &Caller<'_>,
-        path: &Path,
-        offset: u64,
-        parts: &[Range<usize>],
-        buf: &mut [u8],
+        pieces: &mut [ReadPiece<'_>],
         keep: bool,
     ) -> Result<usize>;
 

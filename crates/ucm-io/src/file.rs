@@ -1,5 +1,6 @@
 //! Reading and publishing files: open, transfer, checked close, rename.
 
+use std::num::NonZeroU64;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,8 +14,7 @@ use crate::below::{At, Roots};
 use crate::bounce_buffer::BounceBuffer;
 use crate::fd_cache::FdCache;
 use crate::meta::{dated, failed, is_absent, stat_one, to_meta};
-use crate::op::StillWanted;
-use crate::op::{FileMeta, Publish, Read, ReadMode};
+use crate::op::{FileMeta, Publish, Read, ReadMode, StillWanted};
 use crate::probe::{Stated, stated_align};
 use crate::sys::{File, SECTOR, read_full, retry, write_full};
 use crate::usrbio::Rings;
@@ -28,10 +28,10 @@ const READ_FLAGS: OFlags = OFlags::RDONLY
 
 // What went wrong.
 pub(crate) const CANNOT_READ: &str = "cannot read the file";
-const CANNOT_CREATE: &str = "cannot create the private file";
-const CANNOT_WRITE: &str = "cannot write the file";
+pub(crate) const CANNOT_CREATE: &str = "cannot create the private file";
+pub(crate) const CANNOT_WRITE: &str = "cannot write the file";
 pub(crate) const CANNOT_NAME: &str = "cannot give the file its name";
-const CANNOT_CLOSE: &str = "closing the written file failed";
+pub(crate) const CANNOT_CLOSE: &str = "closing the written file failed";
 
 /// Most devices remembered as refusing direct I/O.
 const MAX_REFUSING: usize = 64;
@@ -138,7 +138,8 @@ impl Files {
             .create(job.mode)
             .map_err(|e| failed(e, CANNOT_CREATE, job.private))?;
         let filled = self.fill(self.with_ring(File::new(fd, false)), job);
-        let named = filled.and_then(|()| name(job, &private, &target, wanted));
+        let how = (job.bytes.len() as u64, job.replace);
+        let named = filled.and_then(|()| name(&private, &target, how, job.mtime_ns, wanted));
         if !matches!(named, Ok(Some(_))) {
             // Best effort: a remaining private file is removed later by its age.
             let _ = private.unlink();
@@ -149,32 +150,43 @@ impl Files {
     /// Writes the private file and closes it.
     fn fill(&self, mut file: File, job: &Publish<'_>) -> Result<()> {
         let written = |e| failed(e, CANNOT_WRITE, job.private);
-        let mut through_cache = true;
-        if self.direct {
-            let dev = to_meta(&retry(|| rustix::fs::fstat(file.fd())).map_err(written)?).dev;
-            // Turned on after the open, because an open with O_DIRECT may create the file and then
-            // fail.
-            if fits_direct_write(job.bytes) && self.usable(dev, || stated_align(file.fd())) {
-                file.set_direct(true);
-                through_cache = false;
-            }
-            let result = write_full(&mut file, job.bytes, 0);
-            self.note(&file, dev, true);
-            result
-        } else {
-            write_full(&mut file, job.bytes, 0)
-        }
-        .map_err(written)?;
-        if through_cache && self.dirty.write(job.bytes.len() as u64) {
-            // Starts writing dirty pages of this file back; best effort, the kernel would do it
-            // later anyway.
-            let _ = rustix::fs::fadvise(file.fd(), 0, None, Advice::DontNeed);
-        }
+        self.write_open(&mut file, job.bytes, 0).map_err(written)?;
         if job.durable {
             retry(|| rustix::fs::fsync(file.fd())).map_err(written)?;
         }
         file.close()
             .map_err(|e| failed(e, CANNOT_CLOSE, job.private))
+    }
+
+    /// Writes at an offset of an open file, past the page cache if wanted and possible.
+    pub(crate) fn write_open(
+        &self,
+        file: &mut File,
+        bytes: &[u8],
+        offset: u64,
+    ) -> rustix::io::Result<()> {
+        let len = bytes.len();
+        let fits = on_a_page(bytes) && offset.is_multiple_of(PAGE) && len.is_multiple_of(SECTOR);
+        let mut through_cache = true;
+        if self.direct {
+            let dev = to_meta(&retry(|| rustix::fs::fstat(file.fd()))?).dev;
+            // Turned on after the open, because an open with O_DIRECT may create the file and then
+            // fail.
+            if fits && self.usable(dev, || stated_align(file.fd())) {
+                through_cache = !file.set_direct(true);
+            }
+            let written = write_full(file, bytes, offset);
+            self.note(file, dev, true);
+            written?;
+        } else {
+            write_full(file, bytes, offset)?;
+        }
+        if through_cache && self.dirty.write(len as u64) {
+            // Starts writing dirty pages back; best effort, the kernel would do it later anyway.
+            let len = NonZeroU64::new(len as u64);
+            let _ = rustix::fs::fadvise(file.fd(), offset, len, Advice::DontNeed);
+        }
+        Ok(())
     }
 
     /// Opens for reading, past the page cache if wanted and supported. Never waits for the other
@@ -237,50 +249,50 @@ impl Files {
     }
 }
 
-/// Renames the closed file to its name and then sets its time; `None` if the name is taken. Under
-/// its private name it keeps the time of its last write, by which others see that its writer is
-/// alive.
-fn name(
-    job: &Publish<'_>,
+/// Metadata of a file after its close, because only then a network file system has final length and
+/// time.
+pub(crate) fn look(at: &At<'_>) -> Result<FileMeta> {
+    stat_one(at, AtFlags::SYMLINK_NOFOLLOW)
+        .map_err(|e| failed(e, "cannot stat the written file", at.path))
+}
+
+/// Renames the closed file of `len` bytes to its name and then sets its time; `None` if the name is
+/// taken and is not to be replaced. Under its private name it keeps the time of its last write, by
+/// which others see that its writer is alive.
+pub(crate) fn name(
     private: &At<'_>,
     target: &At<'_>,
+    (len, replace): (u64, bool),
+    mtime_ns: Option<i64>,
     wanted: StillWanted<'_>,
 ) -> Result<Option<FileMeta>> {
-    // After the close, because only then a network file system has final length and time.
-    let meta = stat_one(private, AtFlags::SYMLINK_NOFOLLOW)
-        .map_err(|e| failed(e, "cannot stat the written file", job.private))?;
-    if meta.len != job.bytes.len() as u64 {
-        return Err(Error::new(
-            ErrorKind::Io,
-            "the length of the file differs from the bytes written",
-        )
-        .with("path", job.private.display())
-        .with("written", job.bytes.len())
-        .with("found", meta.len));
+    let meta = look(private)?;
+    if meta.len != len {
+        let text = "the length of the file differs from the bytes written";
+        return Err(Error::new(ErrorKind::Io, text)
+            .with("path", private.path.display())
+            .with("written", len)
+            .with("found", meta.len));
     }
     if !wanted() {
-        return Err(Error::new(
-            ErrorKind::Timeout,
-            "the file was written after its deadline and is not published",
-        )
-        .with("path", job.target.display()));
+        let text = "the file was written after its deadline and is not published";
+        return Err(Error::new(ErrorKind::Timeout, text).with("path", target.path.display()));
     }
-    let named = if job.replace {
-        private.rename(target)
-    } else {
-        name_once(private, target)
+    let named = match replace {
+        true => private.rename(target),
+        false => name_once(private, target),
     };
     if is_named(named, private, target, &meta) {
-        return Ok(Some(match job.mtime_ns {
+        return Ok(Some(match mtime_ns {
             Some(mtime_ns) => dated(target, meta, mtime_ns),
             None => meta,
         }));
     }
     let errno = named.err().unwrap_or(Errno::IO);
-    if !job.replace && errno == Errno::EXIST {
+    if !replace && errno == Errno::EXIST {
         return Ok(None);
     }
-    Err(failed(errno, CANNOT_NAME, job.target))
+    Err(failed(errno, CANNOT_NAME, target.path))
 }
 
 /// A read must fit its buffer and the range of file offsets.
@@ -299,7 +311,7 @@ pub(crate) fn check_read(path: &Path, offset: u64, len: usize, room: usize) -> R
 }
 
 /// True if memory is aligned for direct I/O, as slots are.
-pub(crate) fn on_a_page(bytes: &[u8]) -> bool {
+fn on_a_page(bytes: &[u8]) -> bool {
     bytes.as_ptr().addr().is_multiple_of(PAGE as usize)
 }
 
@@ -312,11 +324,6 @@ pub(crate) fn fits_direct_read(buf: &[u8], len: usize, offset: u64) -> bool {
     room && on_a_page(buf) && offset.is_multiple_of(PAGE)
 }
 
-/// True if direct I/O can write these bytes as they are.
-fn fits_direct_write(bytes: &[u8]) -> bool {
-    on_a_page(bytes) && bytes.len().is_multiple_of(SECTOR)
-}
-
 /// The name is not a regular file. That is no fault of the medium.
 pub(crate) fn not_regular(path: &Path) -> Error {
     Error::new(ErrorKind::Foreign, "not a regular file").with("path", path.display())
@@ -324,7 +331,7 @@ pub(crate) fn not_regular(path: &Path) -> Error {
 
 /// Renames a file to a free name (EXIST otherwise). On a local file system this is a rename. On
 /// others it makes a hard link, which is exclusive on a server too, and removes the first name.
-pub(crate) fn name_once(private: &At<'_>, target: &At<'_>) -> rustix::io::Result<()> {
+fn name_once(private: &At<'_>, target: &At<'_>) -> rustix::io::Result<()> {
     match retry(|| {
         rustix::fs::renameat_with(
             private.dir(),
@@ -365,7 +372,7 @@ pub(crate) fn name_once(private: &At<'_>, target: &At<'_>) -> rustix::io::Result
 /// True if the private file with this metadata has its final name now. A network file system may
 /// repeat a call whose reply was lost, and then find the private name missing or the target
 /// existing. The call has succeeded if the target is our file.
-pub(crate) fn is_named(
+fn is_named(
     renamed: rustix::io::Result<()>,
     private: &At<'_>,
     target: &At<'_>,

@@ -9,7 +9,7 @@ use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{Clock, MonotonicTime, Ticket, Visit};
 
 use crate::engine::{Caller, IoEngine};
-use crate::op::{FileMeta, Finish, Publish, Read, ReadMode, SpaceInfo};
+use crate::op::{FileMeta, Finish, Publish, Read, ReadMode, ReadPiece, SpaceInfo};
 use crate::probe::Probe;
 
 /// The file interface of a job, which is straight-line code on one thread. Every operation runs on
@@ -160,10 +160,11 @@ impl IoJob {
         &self,
         path: &Path,
         offset: u64,
-        mut into: Vec<(&mut [u8], usize)>,
+        into: Vec<(&mut [u8], usize)>,
         keep: bool,
     ) -> Result<usize> {
-        self.run(|io, by| io.read_into(by, path, offset, &mut into, keep))
+        let mut pieces = ReadPiece::adjacent(offset, into);
+        self.run(|io, by| io.read_into(by, path, &mut pieces, keep))
     }
 
     /// Reads parts of one range of a file to their positions: byte `n` of `buf` is byte `offset +
@@ -178,7 +179,9 @@ impl IoJob {
         buf: &mut [u8],
         keep: bool,
     ) -> Result<usize> {
-        self.run(|io, by| io.read_parts(by, path, offset, parts, buf, keep))
+        let mut pieces = ReadPiece::of_parts(offset, parts, buf)
+            .map_err(|error| error.with("path", path.display()))?;
+        self.run(|io, by| io.read_into(by, path, &mut pieces, keep))
     }
 
     /// Publishes a file. Returns its metadata at the close, or `None` if a file of that name

@@ -32,7 +32,9 @@ pub const ELOOP: i32 = 40;
 
 pub use engine::{Caller, Close, Closed, IoEngine};
 pub use job::{IoJob, JobWatch};
-pub use op::{FileMeta, Finish, MAX_LIST, Publish, Read, ReadMode, SpaceInfo, StillWanted};
+pub use op::{
+    FileMeta, Finish, MAX_LIST, Publish, Read, ReadMode, ReadPiece, SpaceInfo, StillWanted,
+};
 pub use policy::use_batch_policy;
 pub use pool::{IoOptions, IoPool, Pending};
 pub use probe::{DirectAlign, FsType, Probe};

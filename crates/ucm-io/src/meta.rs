@@ -10,8 +10,7 @@ use rustix::io::Errno;
 use ucm_core::{Error, ErrorKind, Result};
 
 use crate::below::{At, Roots, link_on};
-use crate::op::StillWanted;
-use crate::op::{FileMeta, MAX_LIST, SpaceInfo};
+use crate::op::{FileMeta, MAX_LIST, SpaceInfo, StillWanted};
 use crate::sys::retry;
 
 /// Stats between two checks whether the job is still wanted. A stat changes nothing, and a check

@@ -1,6 +1,9 @@
 //! Arguments and results of the engine's operations.
 
+use std::ops::Range;
 use std::path::Path;
+
+use ucm_core::{Error, Result};
 
 /// Whether the result of an operation is still wanted. Checked between its steps and before every
 /// irreversible one.
@@ -31,6 +34,52 @@ pub struct Read {
     pub bytes: usize,
     /// Length of the whole file when it was opened.
     pub file_len: u64,
+}
+
+/// One of the pieces that a read brings: `len` bytes from `offset` of the file on, to the start of
+/// `buf`.
+#[derive(Debug)]
+pub struct ReadPiece<'a> {
+    /// Where they begin in the file.
+    pub offset: u64,
+    /// Where they go.
+    pub buf: &'a mut [u8],
+    /// How many.
+    pub len: usize,
+}
+
+impl<'a> ReadPiece<'a> {
+    /// One range of a file, from `offset` on, for several buffers.
+    pub(crate) fn adjacent(mut offset: u64, into: Vec<(&'a mut [u8], usize)>) -> Vec<Self> {
+        let mut pieces = Vec::with_capacity(into.len());
+        for (buf, len) in into {
+            pieces.push(Self { offset, buf, len });
+            offset = offset.saturating_add(len as u64);
+        }
+        pieces
+    }
+
+    /// Parts of one buffer, whose first byte is at `offset` of the file.
+    pub(crate) fn of_parts(
+        offset: u64,
+        parts: &[Range<usize>],
+        buf: &'a mut [u8],
+    ) -> Result<Vec<Self>> {
+        let (mut pieces, mut rest, mut before) = (Vec::with_capacity(parts.len()), buf, 0);
+        for part in parts {
+            let gap = part.start.checked_sub(before);
+            let found = gap.and_then(|gap| rest.split_at_mut_checked(gap));
+            let found = found.and_then(|(_, rest)| rest.split_at_mut_checked(part.len()));
+            let Some((buf, behind)) = found.filter(|_| part.start <= part.end) else {
+                let wrong = "the parts of a read come in order and fit its buffer";
+                return Err(Error::invalid(wrong));
+            };
+            let (offset, len) = (offset.saturating_add(part.start as u64), part.len());
+            pieces.push(Self { offset, buf, len });
+            (rest, before) = (behind, part.end);
+        }
+        Ok(pieces)
+    }
 }
 
 /// How a file is opened for reading.

@@ -2,7 +2,6 @@
 //! mounts.
 
 use std::ffi::OsString;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -11,7 +10,7 @@ use ucm_core::Result;
 use crate::engine::{Caller, Close, Closed, IoEngine};
 use crate::file::Files;
 use crate::meta;
-use crate::op::{FileMeta, Finish, Publish, Read, ReadMode, SpaceInfo};
+use crate::op::{FileMeta, Finish, Publish, Read, ReadMode, ReadPiece, SpaceInfo};
 use crate::probe::{Probe, probe};
 use crate::usrbio::{Rings, UsrbioOptions};
 
@@ -71,23 +70,10 @@ impl IoEngine for PsyncEngine {
         &self,
         _by: &Caller<'_>,
         path: &Path,
-        offset: u64,
-        into: &mut [(&mut [u8], usize)],
+        pieces: &mut [ReadPiece<'_>],
         keep: bool,
     ) -> Result<usize> {
-        self.files.read_into(path, offset, into, keep)
-    }
-
-    fn read_parts(
-        &self,
-        _by: &Caller<'_>,
-        path: &Path,
-        offset: u64,
-        parts: &[Range<usize>],
-        buf: &mut [u8],
-        keep: bool,
-    ) -> Result<usize> {
-        self.files.read_parts(path, offset, parts, buf, keep)
+        self.files.read_into(path, pieces, keep)
     }
 
     fn publish(&self, by: &Caller<'_>, publish: &Publish<'_>) -> Result<Option<FileMeta>> {

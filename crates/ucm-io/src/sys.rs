@@ -35,28 +35,20 @@ pub(crate) enum GiveUp {
 
 /// Raw positional I/O on one file, as the loops below need it.
 pub(crate) trait Port {
-    /// As pread(2).
-    fn read(&mut self, buf: &mut [u8], at: u64) -> rustix::io::Result<usize>;
+    /// As preadv(2).
+    fn read(&mut self, bufs: &mut [IoSliceMut<'_>], at: u64) -> rustix::io::Result<usize>;
     /// As pwrite(2).
     fn write(&mut self, buf: &[u8], at: u64) -> rustix::io::Result<usize>;
     /// Switches to the page cache; `false` if it is in use already or not possible.
     fn give_up_direct(&mut self, why: GiveUp) -> bool;
 }
 
-/// Raw positional reads into several buffers at once, as [`read_into_full`] needs them.
-pub(crate) trait PortInto {
-    /// As preadv(2).
-    fn read_into(&mut self, bufs: &mut [IoSliceMut<'_>], at: u64) -> rustix::io::Result<usize>;
-    /// As [`Port::give_up_direct`].
-    fn give_up_direct(&mut self, why: GiveUp) -> bool;
-}
-
 /// Most buffers of one call: the minimum that any system accepts.
 pub(crate) const MOST_BUFFERS: usize = 1024;
 
-/// As [`read_full`] into several buffers, one after another.
+/// As [`read_full`], into several buffers, one after another.
 pub(crate) fn read_into_full(
-    port: &mut impl PortInto,
+    port: &mut impl Port,
     bufs: &mut [&mut [u8]],
     offset: u64,
     need: usize,
@@ -72,7 +64,7 @@ pub(crate) fn read_into_full(
                 left.push(IoSliceMut::new(&mut buf[from..]));
             }
         }
-        match port.read_into(&mut left, offset + got as u64) {
+        match port.read(&mut left, offset + got as u64) {
             Ok(0) => break,
             Ok(n) => {
                 got += n;
@@ -97,22 +89,7 @@ pub(crate) fn read_full(
     offset: u64,
     need: usize,
 ) -> rustix::io::Result<usize> {
-    let mut got = 0;
-    while got < need {
-        match port.read(&mut buf[got..], offset + got as u64) {
-            Ok(0) => break,
-            Ok(n) => {
-                got += n;
-                if got < need && !got.is_multiple_of(SECTOR) {
-                    port.give_up_direct(GiveUp::InsideSector);
-                }
-            }
-            Err(Errno::INTR) => {}
-            Err(Errno::INVAL) if port.give_up_direct(GiveUp::Refused) => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(got)
+    read_into_full(port, &mut [buf], offset, need)
 }
 
 /// Writes all of `buf` at `offset`. A call that writes nothing is an error (EIO), which avoids an
@@ -227,14 +204,10 @@ impl File {
 }
 
 impl Port for File {
-    fn read(&mut self, buf: &mut [u8], at: u64) -> rustix::io::Result<usize> {
-        match self
-            .ring
-            .as_ref()
-            .and_then(|ring| ring.read(&mut [IoSliceMut::new(buf)], at))
-        {
+    fn read(&mut self, bufs: &mut [IoSliceMut<'_>], at: u64) -> rustix::io::Result<usize> {
+        match self.ring.as_ref().and_then(|ring| ring.read(bufs, at)) {
             Some(read) => read,
-            None => rustix::io::pread(&self.fd, buf, at),
+            None => rustix::io::preadv(&self.fd, bufs, at),
         }
     }
 
@@ -254,19 +227,6 @@ impl Port for File {
         }
         self.refused |= why == GiveUp::Refused;
         self.set_direct(false)
-    }
-}
-
-impl PortInto for File {
-    fn read_into(&mut self, bufs: &mut [IoSliceMut<'_>], at: u64) -> rustix::io::Result<usize> {
-        match self.ring.as_ref().and_then(|ring| ring.read(bufs, at)) {
-            Some(read) => read,
-            None => rustix::io::preadv(&self.fd, bufs, at),
-        }
-    }
-
-    fn give_up_direct(&mut self, why: GiveUp) -> bool {
-        Port::give_up_direct(self, why)
     }
 }
 
@@ -313,8 +273,9 @@ mod tests {
     }
 
     impl Port for Script {
-        fn read(&mut self, buf: &mut [u8], at: u64) -> rustix::io::Result<usize> {
-            self.call(at, buf.len())
+        fn read(&mut self, bufs: &mut [IoSliceMut<'_>], at: u64) -> rustix::io::Result<usize> {
+            self.pieces.push(bufs.iter().map(|buf| buf.len()).collect());
+            self.call(at, bufs.iter().map(|buf| buf.len()).sum())
         }
 
         fn write(&mut self, buf: &[u8], at: u64) -> rustix::io::Result<usize> {
@@ -338,17 +299,6 @@ mod tests {
             port.calls,
             [(100, 10), (100, 10), (103, 7), (103, 7), (105, 5)]
         );
-    }
-
-    impl PortInto for Script {
-        fn read_into(&mut self, bufs: &mut [IoSliceMut<'_>], at: u64) -> rustix::io::Result<usize> {
-            self.pieces.push(bufs.iter().map(|buf| buf.len()).collect());
-            self.call(at, bufs.iter().map(|buf| buf.len()).sum())
-        }
-
-        fn give_up_direct(&mut self, why: GiveUp) -> bool {
-            Port::give_up_direct(self, why)
-        }
     }
 
     fn into(port: &mut Script, lens: &[usize], need: usize) -> rustix::io::Result<usize> {

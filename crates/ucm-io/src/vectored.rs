@@ -1,8 +1,6 @@
-//! Reads one range of a file into several buffers, or parts of it into one, over a kept descriptor
-//! if the file never changes.
+//! Reads pieces of a file, over a kept descriptor if the file never changes.
 
 use std::io::IoSliceMut;
-use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -13,95 +11,51 @@ use ucm_core::{Error, Result};
 use crate::fd_cache::KeptFile;
 use crate::file::{CANNOT_READ, Files, check_read, fits_direct_read, not_regular};
 use crate::meta::{failed, to_meta};
+use crate::op::ReadPiece;
 use crate::probe::stated_align;
-use crate::sys::{File, GiveUp, PortInto, SECTOR, read_into_full, retry};
+use crate::sys::{File, GiveUp, Port, SECTOR, read_into_full, retry};
 
 /// One such read, checked.
 struct Stretch<'a, 'b> {
     path: &'a Path,
-    offset: u64,
-    goes: Goes<'a, 'b>,
-    /// Bytes wanted.
-    need: usize,
+    pieces: &'a mut [ReadPiece<'b>],
     /// True if direct I/O accepts it as it is.
     fits: bool,
 }
 
-/// Where the bytes go.
-enum Goes<'a, 'b> {
-    /// Into these buffers in turn, with the bytes for each.
-    Row(&'a mut [(&'b mut [u8], usize)]),
-    /// These parts to their positions in one buffer.
-    Parts(&'a mut [u8], &'a [Range<usize>]),
-}
-
-/// Result of a read over a kept descriptor.
-enum Brought {
-    /// So many bytes.
-    Read(usize),
-    /// Its file was removed.
-    Gone,
-    /// It cannot be used any more; a new open will return the reason.
-    Useless,
-}
-
 impl Files {
-    /// As [`IoJob::read_into`](crate::IoJob::read_into).
+    /// Reads pieces of a file, in their order, until one is short; see
+    /// [`IoJob::read_into`](crate::IoJob::read_into).
     pub(crate) fn read_into(
         &self,
         path: &Path,
-        offset: u64,
-        into: &mut [(&mut [u8], usize)],
+        pieces: &mut [ReadPiece<'_>],
         keep: bool,
     ) -> Result<usize> {
-        let (need, fits) = check_into(path, offset, into)?;
-        let mut stretch = Stretch {
-            path,
-            offset,
-            goes: Goes::Row(into),
-            need,
-            fits,
-        };
-        self.read_stretch(&mut stretch, keep)
-    }
-
-    /// As [`IoJob::read_parts`](crate::IoJob::read_parts).
-    pub(crate) fn read_parts(
-        &self,
-        path: &Path,
-        offset: u64,
-        parts: &[Range<usize>],
-        buf: &mut [u8],
-        keep: bool,
-    ) -> Result<usize> {
-        let (need, fits) = check_parts(path, offset, parts, buf)?;
-        let mut stretch = Stretch {
-            path,
-            offset,
-            goes: Goes::Parts(buf, parts),
-            need,
-            fits,
-        };
-        self.read_stretch(&mut stretch, keep)
-    }
-
-    fn read_stretch(&self, stretch: &mut Stretch<'_, '_>, keep: bool) -> Result<usize> {
+        let mut fits = true;
+        for piece in pieces.iter() {
+            check_read(path, piece.offset, piece.len, piece.buf.len())?;
+            fits &= fits_direct_read(piece.buf, piece.len, piece.offset);
+        }
+        let mut stretch = Stretch { path, pieces, fits };
         // A descriptor opened for direct I/O does not serve buffered reads, and vice versa.
-        let keep = keep && (stretch.fits || !self.direct);
-        if keep && let Some(file) = self.kept.get(stretch.path) {
+        let keep = keep && (fits || !self.direct);
+        if keep && let Some(file) = self.kept.get(path) {
             match stretch.read_kept(&file) {
-                Brought::Read(read) => {
+                Ok(read) => {
                     self.count_fallback(self.direct && !file.direct);
                     return Ok(read);
                 }
-                Brought::Gone => {
-                    self.kept.drop_file(stretch.path, &file);
-                    return Err(stretch.failed(Errno::NOENT));
+                Err(errno) => {
+                    self.kept.drop_file(path, &file);
+                    if errno == Errno::STALE {
+                        return Err(stretch.failed(Errno::NOENT));
+                    }
+                    // A new open returns the reason.
                 }
-                Brought::Useless => self.kept.drop_file(stretch.path, &file),
             }
         }
-        self.read_anew(stretch, keep)
+        self.read_anew(&mut stretch, keep)
     }
 
     fn read_anew(&self, stretch: &mut Stretch<'_, '_>, keep: bool) -> Result<usize> {
@@ -149,110 +103,55 @@ impl Files {
     }
 }
 
-/// Such a read must fit its buffers. Returns the total bytes, and whether direct I/O accepts it as
-/// it is.
-fn check_into(path: &Path, offset: u64, into: &[(&mut [u8], usize)]) -> Result<(usize, bool)> {
-    let long = || Error::invalid("a read is too long").with("path", path.display());
-    let (mut need, mut fits): (usize, bool) = (0, true);
-    for &(ref buf, len) in into {
-        let at = offset.checked_add(need as u64).ok_or_else(long)?;
-        check_read(path, at, len, buf.len())?;
-        fits &= fits_direct_read(buf, len, at); // whole sectors before it, then
-        need = need.checked_add(len).ok_or_else(long)?;
-    }
-    Ok((need, fits))
-}
-
-/// The same of parts of one buffer.
-fn check_parts(
-    path: &Path,
-    offset: u64,
-    parts: &[Range<usize>],
-    buf: &[u8],
-) -> Result<(usize, bool)> {
-    let (mut need, mut fits, mut end) = (
-        0,
-        fits_direct_read(buf, parts.last().map_or(0, |part| part.end), offset),
-        0,
-    );
-    for part in parts {
-        if part.start < end || part.end < part.start {
-            return Err(
-                Error::invalid("parts of a read come in order").with("path", path.display())
-            );
-        }
-        check_read(path, offset, part.end, buf.len())?;
-        fits &= part.start.is_multiple_of(SECTOR) && part.end.is_multiple_of(SECTOR);
-        need += part.len();
-        end = part.end;
-    }
-    Ok((need, fits))
-}
-
 impl Stretch<'_, '_> {
     fn failed(&self, errno: Errno) -> Error {
         failed(errno, CANNOT_READ, self.path)
     }
 
-    /// Reads through an open file; fewer bytes than wanted only at its end.
-    fn read(&mut self, port: &mut impl PortInto, direct: bool) -> rustix::io::Result<usize> {
-        let into = match &mut self.goes {
-            Goes::Parts(buf, parts) => return read_each(port, buf, parts, self.offset),
-            Goes::Row(into) => into,
-        };
-        let last = into.len().saturating_sub(1);
-        let mut pieces: Vec<&mut [u8]> = Vec::with_capacity(into.len());
-        for (number, (buf, len)) in into.iter_mut().enumerate() {
-            let len = *len;
-            // Whole sectors for direct I/O.
-            let ask = if direct && number == last {
-                len.next_multiple_of(SECTOR)
-            } else {
-                len
-            };
-            pieces.push(&mut buf[..ask]);
+    /// Reads through an open file, adjacent pieces together; fewer bytes than wanted only at its
+    /// end.
+    fn read(&mut self, port: &mut impl Port, direct: bool) -> rustix::io::Result<usize> {
+        let adjacent = |a: &ReadPiece<'_>, b: &ReadPiece<'_>| a.offset + a.len as u64 == b.offset;
+        let mut read = 0;
+        for run in self.pieces.chunk_by_mut(adjacent) {
+            let (offset, last) = (run[0].offset, run.len() - 1);
+            let (mut need, mut bufs) = (0, Vec::with_capacity(run.len()));
+            for (number, piece) in run.iter_mut().enumerate() {
+                need += piece.len;
+                // Whole sectors for direct I/O.
+                let ask = match direct && number == last {
+                    true => piece.len.next_multiple_of(SECTOR),
+                    false => piece.len,
+                };
+                bufs.push(&mut piece.buf[..ask]);
+            }
+            let got = read_into_full(port, &mut bufs, offset, need)?.min(need);
+            read += got;
+            if got < need {
+                break;
+            }
         }
-        read_into_full(port, &mut pieces, self.offset, self.need).map(|read| read.min(self.need))
+        Ok(read)
     }
 
-    fn read_kept(&mut self, file: &Arc<KeptFile>) -> Brought {
-        match retry(|| rustix::fs::fstat(file.fd())) {
-            Ok(stat) if stat.st_nlink == 0 => return Brought::Gone,
-            Ok(_) => {}
-            Err(Errno::STALE) => return Brought::Gone,
-            Err(_) => return Brought::Useless,
+    /// Reads through a kept descriptor. `STALE` if its file was removed; after any other error the
+    /// descriptor cannot be used any more.
+    fn read_kept(&mut self, file: &Arc<KeptFile>) -> rustix::io::Result<usize> {
+        if retry(|| rustix::fs::fstat(file.fd()))?.st_nlink == 0 {
+            return Err(Errno::STALE);
         }
-        let direct = file.direct;
-        match self.read(&mut &**file, direct) {
-            Ok(read) => Brought::Read(read),
-            Err(Errno::STALE) => Brought::Gone,
-            Err(_) => Brought::Useless,
-        }
+        self.read(&mut &**file, file.direct)
     }
 }
 
-/// Reads parts to their positions; returns the number of bytes.
-fn read_each(
-    port: &mut impl PortInto,
-    buf: &mut [u8],
-    parts: &[Range<usize>],
-    offset: u64,
-) -> rustix::io::Result<usize> {
-    let mut read = 0;
-    for part in parts {
-        let piece = &mut buf[part.clone()];
-        let got = read_into_full(port, &mut [piece], offset + part.start as u64, part.len())?;
-        read += got;
-        if got < part.len() {
-            break;
-        }
+impl Port for &KeptFile {
+    fn read(&mut self, bufs: &mut [IoSliceMut<'_>], at: u64) -> rustix::io::Result<usize> {
+        KeptFile::read(self, bufs, at)
     }
-    Ok(read)
-}
 
-impl PortInto for &KeptFile {
-    fn read_into(&mut self, bufs: &mut [IoSliceMut<'_>], at: u64) -> rustix::io::Result<usize> {
-        self.read(bufs, at)
+    /// It was opened for reading.
+    fn write(&mut self, _buf: &[u8], _at: u64) -> rustix::io::Result<usize> {
+        Err(Errno::BADF)
     }
 
     /// Other threads read it at the same time, so reads that do not fit it open the file
@@ -264,6 +163,7 @@ impl PortInto for &KeptFile {
 
 #[cfg(test)]
 mod tests {
+    use std::ops::Range;
     use std::path::PathBuf;
 
     use ucm_core::ErrorKind;
@@ -297,11 +197,10 @@ mod tests {
         /// Reads three pieces from the second on and compares the bytes.
         fn read(&self, keep: bool) -> Result<usize> {
             let mut slots: [_; 3] = page_slots(PIECE).unwrap();
-            let mut into: Vec<_> = slots
-                .iter_mut()
-                .map(|slot| (slot.as_mut_slice(), PIECE))
-                .collect();
-            let read = self.files.read_into(&self.path, 8192, &mut into, keep);
+            let into = slots.iter_mut().map(|slot| (slot.as_mut_slice(), PIECE));
+            let into = into.collect();
+            let mut pieces = ReadPiece::adjacent(8192, into);
+            let read = self.files.read_into(&self.path, &mut pieces, keep);
             let got: Vec<u8> = slots
                 .iter()
                 .flat_map(|slot| slot.as_slice()[..PIECE].to_vec())
@@ -381,14 +280,11 @@ mod tests {
         place.read(true).unwrap();
         for (offset, lens) in [(0, [100, 200]), (5, [4096, 4096]), (4096, [4096, 77])] {
             let mut slots: [_; 2] = page_slots(PIECE).unwrap();
-            let mut into: Vec<_> = slots
-                .iter_mut()
-                .map(|slot| slot.as_mut_slice())
-                .zip(lens)
-                .collect();
+            let into = slots.iter_mut().map(|slot| slot.as_mut_slice()).zip(lens);
+            let mut pieces = ReadPiece::adjacent(offset, into.collect());
             let got = place
                 .files
-                .read_into(&place.path, offset, &mut into, true)
+                .read_into(&place.path, &mut pieces, true)
                 .unwrap();
             let at = offset as usize;
             assert_eq!(got, lens[0] + lens[1]);
@@ -414,10 +310,9 @@ mod tests {
             ] {
                 let [mut slot] = page_slots(2 * PIECE).unwrap();
                 slot.as_mut_slice().fill(0xee);
-                let read =
-                    place
-                        .files
-                        .read_parts(&place.path, 4096, &parts, slot.as_mut_slice(), keep);
+                let buf = slot.as_mut_slice();
+                let mut pieces = ReadPiece::of_parts(4096, &parts, buf).unwrap();
+                let read = place.files.read_into(&place.path, &mut pieces, keep);
                 assert_eq!(read.unwrap(), parts.iter().map(Range::len).sum::<usize>());
                 let mut expected = vec![0xee; 2 * PIECE];
                 for part in &parts {
@@ -434,9 +329,9 @@ mod tests {
         let place = Place::new(false);
         let read = |parts: &[Range<usize>]| {
             let mut buf = vec![0; 4 * PIECE];
-            let read = place
-                .files
-                .read_parts(&place.path, PIECE as u64, parts, &mut buf, true);
+            let pieces = ReadPiece::of_parts(PIECE as u64, parts, &mut buf);
+            let read =
+                pieces.and_then(|mut pieces| place.files.read_into(&place.path, &mut pieces, true));
             read.map_err(|error| error.kind())
         };
         assert_eq!(read(&[0..10, 3 * PIECE..3 * PIECE + 200]), Ok(110));
@@ -450,8 +345,9 @@ mod tests {
         let place = Place::new(false);
         let read = |path: &Path, offset, len| {
             let (mut one, mut other) = ([0; 10], [0; 10]);
-            let mut into = [(&mut one[..], 10), (&mut other[..], len)];
-            let read = place.files.read_into(path, offset, &mut into, true);
+            let into = vec![(&mut one[..], 10), (&mut other[..], len)];
+            let mut pieces = ReadPiece::adjacent(offset, into);
+            let read = place.files.read_into(path, &mut pieces, true);
             read.map_err(|error| error.kind())
         };
         assert_eq!(read(&place.path, 0, 10), Ok(20));

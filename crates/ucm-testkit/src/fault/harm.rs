@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 
 use ucm_core::{Error, Result};
+use ucm_io::ReadPiece;
 
 use super::rule::draw;
 use super::{Fault, Tail, errno};
@@ -48,19 +49,23 @@ impl Harm {
         }
     }
 
-    /// As above for `read` bytes in several buffers, treated as one.
-    pub(super) fn flip_all(&self, into: &mut [(&mut [u8], usize)], read: usize) {
-        if !matches!(self.0, Some(Fault::Flip(_) | Fault::FlipRandom(_))) {
+    /// As above for pieces of which `read` bytes were read, by the offset behind the first one's.
+    pub(super) fn flip_all(&self, pieces: &mut [ReadPiece<'_>], read: usize) {
+        let flips = matches!(self.0, Some(Fault::Flip(_) | Fault::FlipRandom(_)));
+        let Some(first) = pieces.first().map(|piece| piece.offset).filter(|_| flips) else {
             return;
+        };
+        let place = |piece: &ReadPiece<'_>| (piece.offset - first) as usize;
+        let wanted: usize = pieces.iter().map(|piece| piece.len).sum();
+        let end = pieces.last().map_or(0, |piece| place(piece) + piece.len);
+        let mut bytes = vec![0; end];
+        for piece in pieces.iter() {
+            bytes[place(piece)..][..piece.len].copy_from_slice(&piece.buf[..piece.len]);
         }
-        let pieces = into.iter().flat_map(|(buf, len)| &buf[..*len]);
-        let mut bytes: Vec<u8> = pieces.copied().collect();
-        self.flip(&mut bytes[..read]);
-        let mut rest = bytes.as_slice();
-        for (buf, len) in into {
-            let (piece, others) = rest.split_at(*len);
-            buf[..*len].copy_from_slice(piece);
-            rest = others;
+        self.flip(&mut bytes[..end - (wanted - read)]);
+        for piece in pieces {
+            let flipped = &bytes[place(piece)..][..piece.len];
+            piece.buf[..piece.len].copy_from_slice(flipped);
         }
     }
 

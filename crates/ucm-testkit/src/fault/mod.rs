@@ -11,14 +11,14 @@ mod rule;
 use std::backtrace::Backtrace;
 use std::collections::VecDeque;
 use std::ffi::OsString;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_io::{
-    Caller, Close, Closed, FileMeta, Finish, IoEngine, Probe, Publish, Read, ReadMode, SpaceInfo,
+    Caller, Close, Closed, FileMeta, Finish, IoEngine, Probe, Publish, Read, ReadMode, ReadPiece,
+    SpaceInfo,
 };
 
 pub use gate::Gate;
@@ -241,31 +241,12 @@ impl IoEngine for FaultyEngine {
         &self,
         by: &Caller<'_>,
         path: &Path,
-        offset: u64,
-        into: &mut [(&mut [u8], usize)],
+        pieces: &mut [ReadPiece<'_>],
         keep: bool,
     ) -> Result<usize> {
         self.befall(by, OpKind::Read, &[path], |harm| {
-            let read = self.see(path, || self.inner.read_into(by, path, offset, into, keep))?;
-            harm.flip_all(into, read);
-            Ok(harm.arriving(read))
-        })
-    }
-
-    fn read_parts(
-        &self,
-        by: &Caller<'_>,
-        path: &Path,
-        offset: u64,
-        parts: &[Range<usize>],
-        buf: &mut [u8],
-        keep: bool,
-    ) -> Result<usize> {
-        self.befall(by, OpKind::Read, &[path], |harm| {
-            let read = self.see(path, || {
-                self.inner.read_parts(by, path, offset, parts, buf, keep)
-            })?;
-            harm.flip(&mut buf[..parts.last().map_or(0, |part| part.end)]);
+            let read = self.see(path, || self.inner.read_into(by, path, pieces, keep))?;
+            harm.flip_all(pieces, read);
             Ok(harm.arriving(read))
         })
     }
