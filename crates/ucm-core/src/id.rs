@@ -8,6 +8,7 @@ use serde::Deserialize;
 use sha2::{Digest, Sha256};
 
 use crate::error::{Error, Result};
+use crate::units::from_hex;
 
 /// Sixteen bytes that name a block: a *block key* (the hash chain over tokens) or a *record id*
 /// (the key of one part of it). Stores use record ids only.
@@ -78,22 +79,10 @@ impl FromStr for BlockId {
 
     /// From 32 lower-case hex digits (the exact pattern of our file names).
     fn from_str(text: &str) -> Result<Self> {
-        let bad =
-            || Error::invalid("a block id in text is 32 lower-case hex digits").with("text", text);
-        let digit = |c: u8| match c {
-            b'0'..=b'9' => Ok(c - b'0'),
-            b'a'..=b'f' => Ok(c - b'a' + 10),
-            _ => Err(bad()),
-        };
-        let text = text.as_bytes();
-        if text.len() != 32 {
-            return Err(bad());
-        }
-        let mut id = [0; 16];
-        for (byte, pair) in id.iter_mut().zip(text.chunks_exact(2)) {
-            *byte = digit(pair[0])? << 4 | digit(pair[1])?;
-        }
-        Ok(Self(id))
+        let lower = !text.bytes().any(|digit| digit.is_ascii_uppercase());
+        from_hex(text).filter(|_| lower).map(Self).ok_or_else(|| {
+            Error::invalid("a block id in text is 32 lower-case hex digits").with("text", text)
+        })
     }
 }
 

@@ -14,6 +14,7 @@ use sha2::{Digest, Sha256};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::limits;
+use crate::units::hex;
 
 /// Top-level keys of the identity, in order; all must be there.
 pub const IDENTITY_KEYS: [&str; 16] = [
@@ -100,10 +101,7 @@ impl fmt::Debug for Identity {
 
 /// Name of a namespace's directory: the first 32 hex digits of the identity's digest.
 pub fn namespace_of(digest: &[u8; 32]) -> String {
-    digest[..16]
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect()
+    hex(&digest[..16])
 }
 
 /// ASCII only, and no white space outside strings.

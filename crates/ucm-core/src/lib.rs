@@ -23,4 +23,4 @@ pub use hasher::{BlockHasher, ExtraKey, HashMethod};
 pub use id::{BlockId, IdMask, Part};
 pub use identity::{IDENTITY_KEYS, Identity, namespace_of};
 pub use miss::MissReason;
-pub use units::in_units;
+pub use units::{from_hex, hex, in_units};

@@ -2,7 +2,7 @@
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use ucm_core::{BlockId, DType, Geometry, IdMask};
+use ucm_core::{BlockId, DType, Geometry, IdMask, hex};
 use ucm_record::{Keys, KnownRecord, RecordHeader, RecordLayout, Refusal, verify_whole};
 use ucm_tier::place::{SegmentTail, list_segment};
 
@@ -135,20 +135,16 @@ fn fields<'py>(py: Python<'py>, header: &RecordHeader) -> PyResult<Bound<'py, Py
     said.set_item("parent", meta.parent.to_hex())?;
     said.set_item("header_bytes", header.header_len)?;
     said.set_item("kv_bytes", header.raw_len)?;
-    let codec = if header.codec.is_as_is() {
-        "as is".to_owned()
-    } else {
-        format!("{:#x}", header.codec.code())
+    let codec = match header.codec.is_as_is() {
+        true => "as is".to_owned(),
+        false => format!("{:#x}", header.codec.code()),
     };
     said.set_item("codec", codec)?;
     let key = header.key.map(|key| hex(&key));
-    said.set_item("key", key.unwrap_or_else(|| "not encrypted".to_owned()))?;
-    let tenant = if meta.tenant == [0; 32] {
-        "none".to_owned()
-    } else {
-        hex(&meta.tenant)
-    };
-    said.set_item("tenant", tenant)?;
+    said.set_item("key", key.as_deref().unwrap_or("not encrypted"))?;
+    let tenant = Some(meta.tenant).filter(|tag| *tag != [0; 32]);
+    let tenant = tenant.map(|tag| hex(&tag));
+    said.set_item("tenant", tenant.as_deref().unwrap_or("none"))?;
     said.set_item("stored_bytes", header.stored_len)?;
     said.set_item("record_bytes", header.record_len)?;
     said.set_item("time", meta.time_ns / 1_000_000_000)?;
@@ -163,8 +159,4 @@ fn fields<'py>(py: Python<'py>, header: &RecordHeader) -> PyResult<Bound<'py, Py
     }
     said.set_item("sides", sides)?;
     Ok(said)
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

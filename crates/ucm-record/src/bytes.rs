@@ -1,5 +1,5 @@
-//! Reads little-endian numbers at an offset of records and segments. The caller has checked the
-//! length.
+//! Reads and writes at an offset of records and segments; numbers are little-endian. The caller has
+//! checked the length.
 
 use ucm_core::Part;
 
@@ -27,4 +27,9 @@ pub fn part_at(bytes: &[u8], offset: usize) -> Part {
         pipeline_rank: u32_at(bytes, offset + 4),
         tensor_rank: u32_at(bytes, offset + 8),
     }
+}
+
+/// Writes bytes at an offset.
+pub fn put(out: &mut [u8], offset: usize, bytes: &[u8]) {
+    out[offset..offset + bytes.len()].copy_from_slice(bytes);
 }

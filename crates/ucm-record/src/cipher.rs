@@ -22,14 +22,14 @@ use std::ops::Range;
 use ring::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, Tag, UnboundKey};
 use ring::hmac;
 use ring::rand::{SecureRandom, SystemRandom};
-use ucm_core::{Error, ErrorKind, MissReason, Result};
+use ucm_core::{Error, ErrorKind, MissReason, Result, from_hex, hex};
 use ucm_device::crc32c;
 
 use super::header::{RecordHeader, seal_header};
 use super::layout::SideSpec;
 use super::refusal::Refusal;
 use super::{ENCRYPTED, PREAMBLE_LEN, at};
-use crate::bytes::{array, u32_at};
+use crate::bytes::{array, put, u32_at};
 
 /// Bytes of a configured key.
 const KEY: usize = 32;
@@ -73,7 +73,7 @@ impl fmt::Debug for Keys {
         f.write_str("Keys(")?;
         for (i, key) in self.0.iter().enumerate() {
             f.write_str(if i == 0 { "" } else { ", " })?;
-            key.id.iter().try_for_each(|byte| write!(f, "{byte:02x}"))?;
+            f.write_str(&hex(&key.id))?;
         }
         f.write_str(")")
     }
@@ -127,11 +127,8 @@ impl Keys {
             .ok_or_else(|| cannot("its key"))?;
 
         let (head, body) = record.split_at_mut(header.header_len as usize);
-        put(
-            head,
-            at::FLAGS,
-            &(u32_at(head, at::FLAGS) | ENCRYPTED).to_le_bytes(),
-        );
+        let flags = u32_at(head, at::FLAGS) | ENCRYPTED;
+        put(head, at::FLAGS, &flags.to_le_bytes());
         put(head, at::KEY_ID, &key.id);
         put(head, at::SALT, &salt);
         let mut secret = Vec::with_capacity(4 * (shards + header.sides.len()));
@@ -213,13 +210,8 @@ impl Keys {
         let (head, body) = record.split_at_mut(header.header_len as usize);
         let shards = header.table.len();
         let forged = || {
-            let field = "tag of the header";
-            Refusal::new(
-                MissReason::BadChecksum,
-                field,
-                "another",
-                "that of its bytes under this key",
-            )
+            let (field, expected) = ("tag of the header", "that of its bytes under this key");
+            Refusal::new(MissReason::BadChecksum, field, "another", expected)
         };
         let cipher = key
             .of_record(&array(head, at::SALT), &header.meta.id.0)
@@ -227,16 +219,15 @@ impl Keys {
         let mut secret: Vec<u8> = pieces(header)
             .flat_map(|piece| array::<4>(head, piece.secret_crc))
             .collect();
-        let tag = Tag::from(array::<{ at::SEAL }>(head, at::seals(shards)));
+        let opens = |number, aad: &[u8], tag, bytes: &mut [u8]| {
+            let (aad, tag) = (Aad::from(aad), Tag::from(array::<{ at::SEAL }>(head, tag)));
+            let opened = cipher.open_in_place_separate_tag(nonce(number), aad, tag, bytes, 0..);
+            opened.is_ok()
+        };
         let aad = authenticated(header, head);
-        let opened = cipher.open_in_place_separate_tag(
-            nonce(HEADER),
-            Aad::from(&aad),
-            tag,
-            &mut secret,
-            0..,
-        );
-        opened.map_err(|_| forged())?;
+        if !opens(HEADER, &aad, at::seals(shards), &mut secret) {
+            return Err(forged());
+        }
 
         let (mut whole, mut used_head) = (true, head.to_vec());
         for (number, (piece, used)) in pieces(header).zip(secret.chunks_exact(4)).enumerate() {
@@ -246,15 +237,7 @@ impl Keys {
                 let Some(stretch) = body.get_mut(piece.in_body(header)) else {
                     return Ok(Opened::Left);
                 };
-                let tag = Tag::from(array::<{ at::SEAL }>(head, piece.tag));
-                let opened = cipher.open_in_place_separate_tag(
-                    nonce(piece.nonce),
-                    Aad::empty(),
-                    tag,
-                    stretch,
-                    0..,
-                );
-                if opened.is_err() {
+                if !opens(piece.nonce, &[], piece.tag, stretch) {
                     stretch.fill(0);
                     whole &= is_side; // a side shard has its own checksum
                 }
@@ -378,19 +361,4 @@ fn nonce(number: u32) -> Nonce {
     let mut bytes = [0; 12];
     bytes[..4].copy_from_slice(&number.to_le_bytes());
     Nonce::assume_unique_for_key(bytes)
-}
-
-fn put(head: &mut [u8], offset: usize, bytes: &[u8]) {
-    head[offset..offset + bytes.len()].copy_from_slice(bytes);
-}
-
-fn from_hex(digits: &str) -> Option<[u8; KEY]> {
-    let mut key = [0; KEY];
-    if digits.len() != 2 * KEY || !digits.bytes().all(|digit| digit.is_ascii_hexdigit()) {
-        return None;
-    }
-    for (byte, at) in key.iter_mut().zip((0..).step_by(2)) {
-        *byte = u8::from_str_radix(&digits[at..at + 2], 16).ok()?;
-    }
-    Some(key)
 }

@@ -13,6 +13,7 @@ use super::at;
 use super::codec::Codec;
 use super::header::{RecordHeader, seal_header};
 use super::layout::RecordLayout;
+use crate::bytes::{put, u32_at};
 
 /// Finishes a stored form. `out` contains, from the end of the header on, the stored layers of
 /// `lens` bytes each, and has space up to the end of the padded payload; `raw` is the header of the
@@ -45,11 +46,8 @@ pub(super) fn seal_stored(
         let entry = at::SHARD_TABLE + i * at::SHARD_ENTRY;
         put(header, entry, &((header_len + start) as u64).to_le_bytes());
         put(header, entry + 8, &(stored_len as u64).to_le_bytes());
-        put(
-            header,
-            entry + 16,
-            &crc32c(&stored[start..end]).to_le_bytes(),
-        );
+        let crc = crc32c(&stored[start..end]);
+        put(header, entry + 16, &crc.to_le_bytes());
         put(header, entry + 20, &layer.crc.to_le_bytes());
         start += stored_len;
     }
@@ -68,11 +66,8 @@ fn put_sides(before: &RecordHeader, kv_len: u64, header: &mut [u8]) {
         let offset = kv_len + (side.offset - before.kv_len());
         put(header, entry + 24, &offset.to_le_bytes());
     }
-    put(
-        header,
-        at::RECORD_LEN,
-        &(kv_len + before.sides_len()).to_le_bytes(),
-    );
+    let record_len = kv_len + before.sides_len();
+    put(header, at::RECORD_LEN, &record_len.to_le_bytes());
 }
 
 /// Turns the header of a stored form, at the start of `record`, back into that of the record.
@@ -87,11 +82,7 @@ pub(super) fn restore_header(stored: &RecordHeader, layout: &RecordLayout, recor
         put(header, entry + 20, &[0; 4]);
     }
     put(header, at::CODEC, &Codec::AS_IS.code().to_le_bytes());
-    put(
-        header,
-        at::STORED_LEN,
-        &(layout.payload_len() as u64).to_le_bytes(),
-    );
+    put(header, at::STORED_LEN, &layout.payload_len.to_le_bytes());
     put_sides(stored, layout.kv_len() as u64, header);
     seal_header(header);
 }
@@ -99,9 +90,5 @@ pub(super) fn restore_header(stored: &RecordHeader, layout: &RecordLayout, recor
 /// The form of a record by its first bytes, if present; not verified yet.
 pub(super) fn claimed_codec(bytes: &[u8]) -> Option<Codec> {
     let code = bytes.get(at::CODEC..at::CODEC + 4)?;
-    Codec::from_code(crate::bytes::u32_at(code, 0))
-}
-
-fn put(header: &mut [u8], offset: usize, bytes: &[u8]) {
-    header[offset..offset + bytes.len()].copy_from_slice(bytes);
+    Codec::from_code(u32_at(code, 0))
 }

@@ -11,7 +11,7 @@ use super::refusal::{Refusal, same};
 use super::{
     ENCRYPTED, LONGEST_HEADER, MAGIC, MARK, MAX_SIDES, PREAMBLE_LEN, VERSION, WITHOUT_KV, at,
 };
-use crate::bytes::{array, part_at, u32_at, u64_at};
+use crate::bytes::{self, array, part_at, u32_at, u64_at};
 
 /// A writer's fields of one record; the rest of the header follows from the layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -215,8 +215,7 @@ fn write_header(
     }
     let out = &mut record[..contents.header_len];
     out.fill(0);
-    let mut put =
-        |offset: usize, bytes: &[u8]| out[offset..offset + bytes.len()].copy_from_slice(bytes);
+    let mut put = |offset, bytes: &[u8]| bytes::put(out, offset, bytes);
     put(at::MAGIC, &MAGIC);
     put(at::VERSION, &VERSION.to_le_bytes());
     put(at::ID, &meta.id.0);
@@ -265,10 +264,10 @@ fn write_header(
 /// Sets the checksums of a header; `out` is all of it.
 pub(super) fn seal_header(out: &mut [u8]) {
     let preamble = crc32c(&out[..at::PREAMBLE_CRC]);
-    out[at::PREAMBLE_CRC..PREAMBLE_LEN].copy_from_slice(&preamble.to_le_bytes());
+    bytes::put(out, at::PREAMBLE_CRC, &preamble.to_le_bytes());
     let end = out.len() - at::CRC_LEN;
     let whole = crc32c(&out[..end]);
-    out[end..].copy_from_slice(&whole.to_le_bytes());
+    bytes::put(out, end, &whole.to_le_bytes());
 }
 
 /// Refusal of an impossible header.
@@ -276,17 +275,27 @@ fn bad(field: &'static str, found: impl Display, expected: impl Display) -> Refu
     Refusal::new(MissReason::BadHeader, field, found, expected)
 }
 
+/// Refusal of a header that a newer version wrote.
+fn newer(field: &'static str, found: u32, expected: impl Display) -> Refusal {
+    Refusal::new(MissReason::NewerVersion, field, found, expected)
+}
+
+/// Checks that a field has its only possible value.
+fn sound<T: PartialEq + Display>(
+    field: &'static str,
+    found: T,
+    expected: T,
+) -> Result<(), Refusal> {
+    same(MissReason::BadHeader, field, found, expected)
+}
+
 /// Verifies the preamble: magic, form, its checksum, version. Returns the header's length.
 fn check_preamble(bytes: &[u8]) -> Result<usize, Refusal> {
     let seen = bytes.len().min(MAGIC.len());
     if bytes[..seen] != MAGIC[..seen] {
         let (found, expected) = (bytes[..seen].escape_ascii(), MAGIC.escape_ascii());
-        return Err(Refusal::new(
-            MissReason::NotARecord,
-            "magic",
-            found,
-            expected,
-        ));
+        let reason = MissReason::NotARecord;
+        return Err(Refusal::new(reason, "magic", found, expected));
     }
     if bytes.len() < PREAMBLE_LEN {
         return Err(Refusal::truncated(bytes.len() as u64, PREAMBLE_LEN as u64));
@@ -302,25 +311,12 @@ fn check_preamble(bytes: &[u8]) -> Result<usize, Refusal> {
     }
     // Checked before the version: a flipped bit must not turn a record into one that is never
     // replaced.
-    let (found, expected) = (
-        crc32c(&bytes[..at::PREAMBLE_CRC]),
-        u32_at(bytes, at::PREAMBLE_CRC),
-    );
-    same(
-        MissReason::BadHeader,
-        "checksum of the preamble",
-        found,
-        expected,
-    )?;
+    let (found, end) = (crc32c(&bytes[..at::PREAMBLE_CRC]), at::PREAMBLE_CRC);
+    sound("checksum of the preamble", found, u32_at(bytes, end))?;
     match u32_at(bytes, at::VERSION) {
         0 => Err(bad("version", 0, VERSION)),
         VERSION => Ok(u32_at(bytes, at::HEADER_LEN) as usize),
-        newer => Err(Refusal::new(
-            MissReason::NewerVersion,
-            "version",
-            newer,
-            VERSION,
-        )),
+        version => Err(newer("version", version, VERSION)),
     }
 }
 
@@ -358,21 +354,13 @@ impl RecordHeader {
         let short = || Refusal::truncated(bytes.len() as u64, header_len as u64);
         let bytes = bytes.get(..header_len).ok_or_else(short)?;
         let end = header_len - at::CRC_LEN;
-        let (found, expected) = (crc32c(&bytes[..end]), u32_at(bytes, end));
-        same(
-            MissReason::BadHeader,
-            "checksum of the header",
-            found,
-            expected,
-        )?;
+        let found = crc32c(&bytes[..end]);
+        sound("checksum of the header", found, u32_at(bytes, end))?;
         // Unknown flags or an unknown codec come from a newer version.
         let (shards, sides) = (
             u32_at(bytes, at::SHARDS) as usize,
             u32_at(bytes, at::SIDES) as usize,
         );
-        let newer = |field, found, expected: &str| {
-            Refusal::new(MissReason::NewerVersion, field, found, expected)
-        };
         let code = u32_at(bytes, at::CODEC);
         let codec = Codec::from_code(code).ok_or_else(|| newer("codec", code, "a known one"))?;
         let flags = u32_at(bytes, at::FLAGS);
@@ -384,18 +372,12 @@ impl RecordHeader {
             return Err(newer("codec", code, "0 of a record without KV"));
         }
         if !codec.is_readable() {
-            let expected = "0, or one of zstd";
-            return Err(Refusal::new(
-                MissReason::ForeignShape,
-                "codec",
-                code,
-                expected,
-            ));
+            let (reason, expected) = (MissReason::ForeignShape, "0, or one of zstd");
+            return Err(Refusal::new(reason, "codec", code, expected));
         }
-        let room = if without_kv {
-            0
-        } else {
-            (end - at::SHARD_TABLE) / at::SHARD_ENTRY
+        let room = match without_kv {
+            true => 0,
+            false => (end - at::SHARD_TABLE) / at::SHARD_ENTRY,
         };
         if shards > room || (shards == 0) != without_kv {
             let least = u32::from(!without_kv);
@@ -403,11 +385,8 @@ impl RecordHeader {
         }
         if sides > MAX_SIDES || (sides == 0 && without_kv) {
             let least = u32::from(without_kv);
-            return Err(bad(
-                "side shards",
-                sides,
-                format_args!("{least} to {MAX_SIDES}"),
-            ));
+            let range = format_args!("{least} to {MAX_SIDES}");
+            return Err(bad("side shards", sides, range));
         }
         let seals_end = at::side_seal(shards, sides);
         if encrypted && seals_end > end {
@@ -476,8 +455,8 @@ impl RecordHeader {
     /// cover every byte.
     fn check_whole(&self) -> Result<(), Refusal> {
         if self.without_kv {
-            same(MissReason::BadHeader, "stored_len", self.stored_len, 0)?;
-            same(MissReason::BadHeader, "raw_len", self.raw_len, 0)?;
+            sound("stored_len", self.stored_len, 0)?;
+            sound("raw_len", self.raw_len, 0)?;
         }
         let kv_end = self.kv_len(); // on overflow the largest number, which is no whole page
         let mut free = self.header_len;
@@ -503,13 +482,10 @@ impl RecordHeader {
             page = page.saturating_add(round_up(side.len, PAGE));
         }
         if !page.is_multiple_of(PAGE) {
-            return Err(bad(
-                "stored_len",
-                self.stored_len,
-                "whole pages with the header",
-            ));
+            let pages = "whole pages with the header";
+            return Err(bad("stored_len", self.stored_len, pages));
         }
-        same(MissReason::BadHeader, "record_len", self.record_len, page)
+        sound("record_len", self.record_len, page)
     }
 }
 

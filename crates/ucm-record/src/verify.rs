@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use ucm_core::{BlockId, MissReason, PAGE, Part, round_up};
+use ucm_core::{BlockId, MissReason, PAGE, Part, hex, round_up};
 use ucm_device::crc32c;
 
 use super::codec::Codec;
@@ -51,9 +51,7 @@ pub fn verify_rest(
     verified: u32,
 ) -> Result<RecordHeader, Refusal> {
     let header = verify_kv(bytes, stored_len, expected, verified)?;
-    readable(&header)?;
-    as_is(&header)?;
-    with_kv(&header)?;
+    plain_kv(&header)?;
     Ok(header)
 }
 
@@ -68,20 +66,13 @@ fn readable(header: &RecordHeader) -> Result<(), Refusal> {
     }
 }
 
-/// Checks that a record has KV.
-fn with_kv(header: &RecordHeader) -> Result<(), Refusal> {
+/// Checks that a record has KV, as plaintext and uncompressed.
+fn plain_kv(header: &RecordHeader) -> Result<(), Refusal> {
+    readable(header)?;
+    let (code, as_is) = (header.codec.code(), Codec::AS_IS.code());
+    same(MissReason::NewerVersion, "codec", code, as_is)?;
     let flags = if header.without_kv { WITHOUT_KV } else { 0 };
     same(MissReason::ForeignShape, "flags", flags, 0)
-}
-
-/// Checks that a record is uncompressed.
-fn as_is(header: &RecordHeader) -> Result<(), Refusal> {
-    same(
-        MissReason::NewerVersion,
-        "codec",
-        header.codec.code(),
-        Codec::AS_IS.code(),
-    )
 }
 
 /// [`verify`] for a reader that accepts any form of this version. A compressed record is verified
@@ -123,28 +114,36 @@ pub(crate) fn verify_stretches(
     header: &RecordHeader,
     verified: u32,
 ) -> Result<(), Refusal> {
-    let (len, kv_len) = (bytes.len() as u64, header.kv_len());
-    let longest = len.max(stored_len);
+    let len = bytes.len() as u64;
+    check_lengths(len, len.max(stored_len), header)?;
+    check_layers(bytes, header, verified as usize..header.table.len())
+}
+
+/// Checks that a record of `longest` bytes is no longer than its header states, and that the
+/// `present` ones have all of its KV.
+fn check_lengths(present: u64, longest: u64, header: &RecordHeader) -> Result<(), Refusal> {
     if longest > header.record_len {
-        let found = format_args!("{longest} bytes");
-        return Err(Refusal::new(
-            MissReason::WrongLength,
-            "length",
-            found,
-            header.record_len,
-        ));
+        let (reason, found) = (MissReason::WrongLength, format_args!("{longest} bytes"));
+        return Err(Refusal::new(reason, "length", found, header.record_len));
     }
-    if len < kv_len {
-        return Err(Refusal::truncated(len, kv_len));
+    if present < header.kv_len() {
+        return Err(Refusal::truncated(present, header.kv_len()));
     }
-    let ends = header
-        .table
-        .iter()
-        .skip(1)
-        .map(|entry| entry.offset)
-        .chain([kv_len]);
-    for (entry, end) in header.table.iter().zip(ends).skip(verified as usize) {
-        check(bytes, entry.offset, end, entry.crc)?;
+    Ok(())
+}
+
+/// Verifies layers, each with the padding behind it.
+fn check_layers(bytes: &[u8], header: &RecordHeader, layers: Range<usize>) -> Result<(), Refusal> {
+    for at in layers {
+        let none = || Refusal::new(MissReason::ForeignShape, "layers", header.layers, at + 1);
+        let entry = header.table.get(at).ok_or_else(none)?;
+        let next = header.table.get(at + 1).map(|next| next.offset);
+        check(
+            bytes,
+            entry.offset,
+            next.unwrap_or(header.kv_len()),
+            entry.crc,
+        )?;
     }
     Ok(())
 }
@@ -158,38 +157,10 @@ pub fn verify_layers(
     expected: &Expect<'_>,
     layers: Range<u32>,
 ) -> Result<RecordHeader, Refusal> {
-    let header = verify_kv_header(bytes, expected)?;
-    readable(&header)?;
-    as_is(&header)?;
-    if stored_len > header.record_len {
-        let found = format_args!("{stored_len} bytes");
-        return Err(Refusal::new(
-            MissReason::WrongLength,
-            "length",
-            found,
-            header.record_len,
-        ));
-    }
-    if stored_len < header.kv_len() {
-        return Err(Refusal::truncated(stored_len, header.kv_len()));
-    }
-    for layer in layers {
-        let at = layer as usize;
-        let none = || Refusal::new(MissReason::ForeignShape, "layers", header.layers, at + 1);
-        let entry = header.table.get(at).ok_or_else(none)?;
-        let end = header
-            .table
-            .get(at + 1)
-            .map_or(header.kv_len(), |next| next.offset);
-        check(bytes, entry.offset, end, entry.crc)?;
-    }
-    Ok(header)
-}
-
-/// Checks that a header is sound and that of the requested record, with KV.
-fn verify_kv_header(bytes: &[u8], expected: &Expect<'_>) -> Result<RecordHeader, Refusal> {
     let header = verify_header(bytes, expected)?;
-    with_kv(&header)?;
+    plain_kv(&header)?;
+    check_lengths(stored_len, stored_len, &header)?;
+    check_layers(bytes, &header, layers.start as usize..layers.end as usize)?;
     Ok(header)
 }
 
@@ -198,26 +169,20 @@ fn verify_kv_header(bytes: &[u8], expected: &Expect<'_>) -> Result<RecordHeader,
 pub fn verify_header(bytes: &[u8], expected: &Expect<'_>) -> Result<RecordHeader, Refusal> {
     let header = RecordHeader::decode(bytes)?;
     let meta = &header.meta;
-    if meta.namespace != expected.namespace {
-        let (found, expected) = (hex(&meta.namespace), hex(&expected.namespace));
-        return Err(Refusal::new(
-            MissReason::ForeignIdentity,
-            "namespace",
-            found,
-            expected,
-        ));
-    }
-    if meta.part != expected.part {
-        return Err(Refusal::new(
-            MissReason::ForeignPart,
-            "part",
-            meta.part,
-            expected.part,
-        ));
-    }
+    check_namespace(&header, &expected.namespace)?;
+    same(MissReason::ForeignPart, "part", meta.part, expected.part)?;
     same(MissReason::ForeignId, "id", meta.id, expected.id)?;
     check_layout(&header, expected.layout)?;
     Ok(header)
+}
+
+/// Checks that a record is of the identity whose digest begins with these bytes.
+pub(crate) fn check_namespace(header: &RecordHeader, digest: &[u8]) -> Result<(), Refusal> {
+    if header.meta.namespace.starts_with(digest) {
+        return Ok(());
+    }
+    let (reason, found) = (MissReason::ForeignIdentity, hex(&header.meta.namespace));
+    Err(Refusal::new(reason, "namespace", found, hex(digest)))
 }
 
 /// The verified bytes of the requested side shard. `bytes` begins with the header of a record of
@@ -235,27 +200,18 @@ pub fn verify_side<'a>(
     let bytes = bytes.get(..stored).unwrap_or(bytes);
     let header = verify_header(bytes, expected)?;
     readable(&header)?;
-    let absent =
-        |field, found: u64, expected| Refusal::new(MissReason::Absent, field, found, expected);
-    let side = header
-        .side_of(wanted)
-        .ok_or_else(|| absent("side shards of this name", 0, "1".to_owned()))?;
-    let pages = side.pages();
-    if stored_len < pages.end as u64 {
-        return Err(absent(
-            "length",
-            stored_len,
-            format!("at least {}", pages.end),
-        ));
-    }
-    let short = || {
-        absent(
-            "room",
-            bytes.len() as u64,
-            format!("at least {}", pages.end),
-        )
+    let absent = |field, found: u64, expected: &str| {
+        Refusal::new(MissReason::Absent, field, found, expected)
     };
-    verify_side_bytes(side, bytes.get(pages.clone()).ok_or_else(short)?)
+    let none = || absent("side shards of this name", 0, "1");
+    let side = header.side_of(wanted).ok_or_else(none)?;
+    let pages = side.pages();
+    let least = format!("at least {}", pages.end);
+    if stored_len < pages.end as u64 {
+        return Err(absent("length", stored_len, &least));
+    }
+    let short = || absent("room", bytes.len() as u64, &least);
+    verify_side_bytes(side, bytes.get(pages).ok_or_else(short)?)
 }
 
 /// Verifies the bytes of one side shard, read alone from its offset up to the end of its last page.
@@ -281,17 +237,8 @@ fn check(bytes: &[u8], start: u64, end: u64, crc: u32) -> Result<(), Refusal> {
         return Ok(());
     }
     let found = format_args!("{found:#010x} from byte {start} to {end}");
-    let expected = format_args!("{crc:#010x}");
-    Err(Refusal::new(
-        MissReason::BadChecksum,
-        "checksum",
-        found,
-        expected,
-    ))
-}
-
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    let (reason, expected) = (MissReason::BadChecksum, format_args!("{crc:#010x}"));
+    Err(Refusal::new(reason, "checksum", found, expected))
 }
 
 /// Checks that the KV has the offsets and shapes of the layout.
@@ -302,81 +249,41 @@ pub fn has_layout(header: &RecordHeader, layout: &RecordLayout) -> bool {
 /// [`has_layout`] as a result, with the difference. A compressed form has offsets of its own but is
 /// never longer. A record without KV has the shapes of its blocks and no payload.
 pub(crate) fn check_layout(header: &RecordHeader, layout: &RecordLayout) -> Result<(), Refusal> {
+    let same =
+        |field, found: u64, expected: u64| same(MissReason::ForeignShape, field, found, expected);
+    let layers = (u64::from(header.layers), u64::from(layout.layers));
     if header.key.is_some() && !layout.room_for_seals {
         // Written with a key, verified without one.
-        let none = |_| {
-            Refusal::new(
-                MissReason::ForeignShape,
-                "layers",
-                header.layers,
-                layout.layers,
-            )
-        };
+        let none = |_| Refusal::new(MissReason::ForeignShape, "layers", layers.0, layers.1);
         return check_layout(header, &layout.clone().encrypted().map_err(none)?);
     }
-    for (field, found, expected) in [
-        ("layers", header.layers.into(), layout.layers.into()),
-        (
-            "block_tokens",
-            header.block_tokens.into(),
-            layout.block_tokens.into(),
-        ),
-        ("dtype", header.dtype.into(), layout.dtype.code().into()),
-        (
-            "tensors",
-            header.tensors.into(),
-            layout.tensors.len() as u64,
-        ),
-        ("layer_len", header.layer_len, layout.layer_len),
-        ("shape", header.shape.into(), layout.shape.into()),
-    ] {
-        same(MissReason::ForeignShape, field, found, expected)?;
-    }
+    same("layers", layers.0, layers.1)?;
+    let tokens = (header.block_tokens, layout.block_tokens);
+    same("block_tokens", tokens.0.into(), tokens.1.into())?;
+    same("dtype", header.dtype.into(), layout.dtype.code().into())?;
+    let tensors = layout.tensors.len() as u64;
+    same("tensors", header.tensors.into(), tensors)?;
+    same("layer_len", header.layer_len, layout.layer_len)?;
+    same("shape", header.shape.into(), layout.shape.into())?;
     if header.without_kv {
-        return same(
-            MissReason::ForeignShape,
-            "header_len",
-            header.header_len,
-            PAGE,
-        );
+        return same("header_len", header.header_len, PAGE);
     }
-    for (field, found, expected) in [
-        ("shards", header.table.len() as u64, layout.layers.into()),
-        ("raw_len", header.raw_len, layout.raw_len),
-        ("header_len", header.header_len, layout.header_len() as u64),
-    ] {
-        same(MissReason::ForeignShape, field, found, expected)?;
-    }
+    same("shards", header.table.len() as u64, layers.1)?;
+    same("raw_len", header.raw_len, layout.raw_len)?;
+    same("header_len", header.header_len, layout.header_len() as u64)?;
     if !header.codec.is_as_is() {
-        let fits = header.stored_len <= layout.payload_len && header.codec.fits(layout.layer_len);
-        let (found, most) = (
-            header.stored_len,
-            format_args!("at most {}", layout.payload_len),
-        );
-        let refusal = || Refusal::new(MissReason::ForeignShape, "stored_len", found, most);
-        return fits.then_some(()).ok_or_else(refusal);
+        if header.stored_len <= layout.payload_len && header.codec.fits(layout.layer_len) {
+            return Ok(());
+        }
+        let (reason, most) = (MissReason::ForeignShape, layout.payload_len);
+        let most = format_args!("at most {most}");
+        return Err(Refusal::new(reason, "stored_len", header.stored_len, most));
     }
-    same(
-        MissReason::ForeignShape,
-        "stored_len",
-        header.stored_len,
-        layout.payload_len,
-    )?;
+    same("stored_len", header.stored_len, layout.payload_len)?;
     for (layer, entry) in (0..).zip(&header.table) {
         let range = layout.layer_data(layer);
-        let (offset, len) = (range.start as u64, range.len() as u64);
-        same(
-            MissReason::ForeignShape,
-            "offset of a layer",
-            entry.offset,
-            offset,
-        )?;
-        same(
-            MissReason::ForeignShape,
-            "length of a layer",
-            entry.len,
-            len,
-        )?;
+        same("offset of a layer", entry.offset, range.start as u64)?;
+        same("length of a layer", entry.len, range.len() as u64)?;
     }
     Ok(())
 }

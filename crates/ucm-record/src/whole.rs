@@ -11,7 +11,7 @@ use crate::coder::LayerCoder;
 use crate::header::RecordHeader;
 use crate::layout::RecordLayout;
 use crate::refusal::{Refusal, same};
-use crate::verify::{check_layout, hex, verify_side_bytes, verify_stretches};
+use crate::verify::{check_layout, check_namespace, verify_side_bytes, verify_stretches};
 
 /// A tool's knowledge of a record. Only given fields are compared.
 #[derive(Debug, Clone, Copy, Default)]
@@ -60,13 +60,8 @@ pub fn verify_whole(
         let mut plain = bytes.to_vec();
         decrypted = keys.decrypt(&mut plain, bytes.len())? == Opened::Decrypted;
         // A modified layer is zeros now, so its checksum fails. The layout was compared above.
-        let used = verify_known(
-            &plain,
-            &KnownRecord {
-                layout: None,
-                ..*known
-            },
-        )?;
+        let layout = None;
+        let used = verify_known(&plain, &KnownRecord { layout, ..*known })?;
         if decrypted {
             decoded = verify_decoded(&plain, &used)?;
         }
@@ -82,15 +77,7 @@ pub fn verify_whole(
 /// Verifies the stored header and payload.
 fn verify_known(bytes: &[u8], known: &KnownRecord<'_>) -> Result<RecordHeader, Refusal> {
     let header = RecordHeader::decode(bytes)?;
-    if !header.meta.namespace.starts_with(known.namespace) {
-        let (found, expected) = (hex(&header.meta.namespace), hex(known.namespace));
-        return Err(Refusal::new(
-            MissReason::ForeignIdentity,
-            "namespace",
-            found,
-            expected,
-        ));
-    }
+    check_namespace(&header, known.namespace)?;
     if let Some(id) = known.id {
         same(MissReason::ForeignId, "id", header.meta.id, id)?;
     }

@@ -1,8 +1,6 @@
 //! The registry file by which others find a process's region.
 
-use std::fmt::Write as _;
-
-use ucm_core::{Error, ErrorKind, Result};
+use ucm_core::{Error, ErrorKind, Result, from_hex, hex};
 
 /// First line of a registry file.
 const FIRST: &str = "ucm region 1";
@@ -43,11 +41,7 @@ impl std::fmt::Display for Notice {
             self.pid, self.started, self.fd
         )?;
         writeln!(f, "nonce {:016x}", self.nonce)?;
-        let mut namespace = String::new();
-        self.namespace
-            .iter()
-            .try_for_each(|byte| write!(namespace, "{byte:02x}"))?;
-        writeln!(f, "namespace {namespace}")?;
+        writeln!(f, "namespace {}", hex(&self.namespace))?;
         writeln!(f, "record_len {}\nbytes {}", self.record_len, self.bytes)
     }
 }
@@ -75,7 +69,7 @@ impl Notice {
             started: field("started")?.parse().ok()?,
             fd: field("fd")?.parse().ok().filter(|&fd| fd >= 0)?,
             nonce: u64::from_str_radix(field("nonce")?, 16).ok()?,
-            namespace: digest(field("namespace")?)?,
+            namespace: from_hex(field("namespace")?)?,
             record_len: field("record_len")?.parse().ok()?,
             bytes: field("bytes")?
                 .parse()
@@ -83,16 +77,4 @@ impl Notice {
                 .filter(|&bytes| bytes <= isize::MAX as usize)?,
         })
     }
-}
-
-/// 64 hex digits as 32 bytes.
-fn digest(hex: &str) -> Option<[u8; 32]> {
-    let mut bytes = [0; 32];
-    if hex.len() != 64 || !hex.is_ascii() {
-        return None;
-    }
-    for (at, byte) in bytes.iter_mut().enumerate() {
-        *byte = u8::from_str_radix(hex.get(2 * at..2 * at + 2)?, 16).ok()?;
-    }
-    Some(bytes)
 }
