@@ -98,7 +98,17 @@ pub(crate) fn dot_scores(
         let (isa, team) = run.how()?;
         let element = reps.element("reps")?;
         let [_, count, heads, dim] = reps.sizes("reps")?;
-        let quest = words.1 == "quest";
+        let (metric, over_reps, over_heads) = (&*words.0, &*words.1, &*words.2);
+        let quest = over_reps == "quest";
+        let reps_of = if quest { "sum" } else { over_reps };
+        let metric = Metric::of_name(metric)
+            .ok_or_else(|| Error::invalid("metric is dot or l2").with("metric", metric))?;
+        let over_reps = Reps::of_name(reps_of).ok_or_else(|| {
+            Error::invalid("over_reps is max, mean or sum").with("over_reps", over_reps)
+        })?;
+        let over_heads = Heads::of_name(over_heads).ok_or_else(|| {
+            Error::invalid("over_heads is sum, mean, max or apart").with("over_heads", over_heads)
+        })?;
         let [_, rep_stride, head_stride, _] = reps.strides[..] else {
             return Err(reps.wrong("reps", "a tensor has another number of dimensions"));
         };
@@ -154,9 +164,9 @@ pub(crate) fn dot_scores(
             },
             queries: &queries,
             own_queries: quest,
-            metric: metric(&words.0)?,
-            over_reps: over_reps(&words.1)?,
-            over_heads: over_heads(&words.2)?,
+            metric,
+            over_reps,
+            over_heads,
             windows: run.windows(),
         };
         let [_, _, stride] = out.sizes("out")?;
@@ -179,33 +189,6 @@ unsafe fn mean_queries(query: &Tensor, rows: usize, heads: usize, dim: usize) ->
         return Err(error.with("rows", rows).with("dim", dim));
     }
     ucm_retrieval::group_mean(&queries, heads)
-}
-
-fn metric(word: &str) -> Result<Metric> {
-    match word {
-        "dot" => Ok(Metric::Dot),
-        "l2" => Ok(Metric::L2),
-        _ => Err(Error::invalid("metric is dot or l2").with("metric", word)),
-    }
-}
-
-fn over_reps(word: &str) -> Result<Reps> {
-    match word {
-        "max" => Ok(Reps::Max),
-        "mean" => Ok(Reps::Mean),
-        "sum" | "quest" => Ok(Reps::Sum),
-        _ => Err(Error::invalid("over_reps is max, mean or sum").with("over_reps", word)),
-    }
-}
-
-fn over_heads(word: &str) -> Result<Heads> {
-    match word {
-        "sum" => Ok(Heads::Sum),
-        "mean" => Ok(Heads::Mean),
-        "max" => Ok(Heads::Max),
-        "apart" => Ok(Heads::Apart),
-        _ => Err(Error::invalid("over_heads is sum, mean, max or apart").with("over_heads", word)),
-    }
 }
 
 /// Hash codes of vectors, into pages by slot or contiguous; see `ucm.sparse.retrieval.hash_encode`.

@@ -27,40 +27,46 @@ use crate::lanes::{Lanes, Load, kernel, reduce};
 use crate::rows::{Blocks, Rows, ScoreRows, Windows};
 use crate::team::Team;
 
-/// The measure between a query and a representation.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Metric {
-    /// Their product `q · r`.
-    #[default]
-    Dot,
-    /// Minus their distance, `-|q - r|`.
-    L2,
+ucm_core::named! {
+    /// The measure between a query and a representation.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+    pub enum Metric {
+        /// Their product `q · r`.
+        #[default]
+        Dot = "dot",
+        /// Minus their distance, `-|q - r|`.
+        L2 = "l2",
+    }
 }
 
-/// How the scores of a block's representations are combined for a head.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Reps {
-    /// The largest.
-    #[default]
-    Max,
-    /// The mean.
-    Mean,
-    /// The sum.
-    Sum,
+ucm_core::named! {
+    /// How the scores of a block's representations are combined for a head.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+    pub enum Reps {
+        /// The largest.
+        #[default]
+        Max = "max",
+        /// The mean.
+        Mean = "mean",
+        /// The sum.
+        Sum = "sum",
+    }
 }
 
-/// How the heads' scores are combined.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Heads {
-    /// The sum.
-    #[default]
-    Sum,
-    /// The mean.
-    Mean,
-    /// The largest.
-    Max,
-    /// Not combined: each head has scores of its own.
-    Apart,
+ucm_core::named! {
+    /// How the heads' scores are combined.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+    pub enum Heads {
+        /// The sum.
+        #[default]
+        Sum = "sum",
+        /// The mean.
+        Mean = "mean",
+        /// The largest.
+        Max = "max",
+        /// Not combined: each head has scores of its own.
+        Apart = "apart",
+    }
 }
 
 /// Representations of blocks, `[block, count, heads, dim]`, the last dimension without gaps.
@@ -170,21 +176,11 @@ pub fn dot_scores(
         out: &out,
         flat: flat(spec),
     };
-    let chunks = spec.rows.most_blocks().div_ceil(CHUNK).max(1);
-    team.run(spec.rows.len() * chunks, |item| {
-        let (row, chunk) = (item / chunks, item % chunks);
-        let blocks = spec.rows.blocks(row);
-        let middle = spec.windows.middle(blocks);
-        if chunk == 0 {
-            out.frame(row, blocks, &middle, f32::INFINITY, f32::NEG_INFINITY);
-        }
-        let end = middle.end.min((chunk + 1) * CHUNK);
-        let part = middle.start.max(chunk * CHUNK)..end;
-        if !part.is_empty() {
-            // SAFETY: `check` has compared the sizes and the ids, `checked` the processor; only
-            // this thread writes to these places.
-            unsafe { kernel(&job, row, part) };
-        }
+    let ends = [f32::INFINITY, f32::NEG_INFINITY];
+    out.each_part(&spec.rows, spec.windows, CHUNK, ends, team, |row, part| {
+        // SAFETY: `check` has compared the sizes and the ids, `checked` the processor; only this
+        // thread writes to these places.
+        unsafe { kernel(&job, row, part) };
     })
 }
 

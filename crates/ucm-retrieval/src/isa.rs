@@ -1,25 +1,23 @@
 //! The instruction sets of the kernels, detected at run time.
 
-use std::fmt;
 use std::sync::OnceLock;
 
 use ucm_core::{Error, ErrorKind, Result};
 
-/// An instruction set. Every kernel of this crate supports each of them; the smallest is first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Isa {
-    /// Plain Rust, one number at a time. It runs anywhere, and the others are tested against it.
-    Scalar,
-    /// x86-64 with AVX2, FMA, F16C and POPCNT.
-    Avx2,
-    /// x86-64 with AVX-512 F, BW, DQ, VL and VPOPCNTDQ, and all of [`Isa::Avx2`].
-    Avx512,
+ucm_core::named! {
+    /// An instruction set. Every kernel of this crate supports each of them; the smallest is first.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    pub enum Isa {
+        /// Plain Rust, one number at a time. It runs anywhere, and the others are tested against it.
+        Scalar = "scalar",
+        /// x86-64 with AVX2, FMA, F16C and POPCNT.
+        Avx2 = "avx2",
+        /// x86-64 with AVX-512 F, BW, DQ, VL and VPOPCNTDQ, and all of [`Isa::Avx2`].
+        Avx512 = "avx512",
+    }
 }
 
 impl Isa {
-    /// Every set, the smallest first.
-    pub const ALL: [Self; 3] = [Self::Scalar, Self::Avx2, Self::Avx512];
-
     /// The largest set of this processor.
     pub fn best() -> Self {
         static BEST: OnceLock<Isa> = OnceLock::new();
@@ -54,15 +52,6 @@ impl Isa {
         }
     }
 
-    /// Its name in messages and parameters.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Scalar => "scalar",
-            Self::Avx2 => "avx2",
-            Self::Avx512 => "avx512",
-        }
-    }
-
     /// Parses a name; `auto` is the largest set of this processor.
     ///
     /// # Errors
@@ -80,8 +69,7 @@ impl Isa {
         if name == "auto" {
             return Ok(Self::best());
         }
-        let known = Self::ALL.into_iter().find(|isa| isa.name() == name);
-        let isa = known.ok_or_else(|| {
+        let isa = Self::of_name(name).ok_or_else(|| {
             Error::invalid("an instruction set is auto, scalar, avx2 or avx512").with("isa", name)
         })?;
         isa.checked()
@@ -92,16 +80,7 @@ impl Isa {
         if self.supported() {
             return Ok(self);
         }
-        let error = Error::new(
-            ErrorKind::Unsupported,
-            "this processor lacks the instruction set; use auto",
-        );
-        Err(error.with("isa", self.name()))
-    }
-}
-
-impl fmt::Display for Isa {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+        let text = "this processor lacks the instruction set; use auto";
+        Err(Error::new(ErrorKind::Unsupported, text).with("isa", self.name()))
     }
 }

@@ -6,8 +6,11 @@
 )]
 
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use ucm_core::{Error, Result};
+
+use crate::team::Team;
 
 /// Integers of 32 or 64 bits, as in tensors.
 #[derive(Debug, Clone, Copy)]
@@ -20,16 +23,12 @@ pub enum Ints<'a> {
 
 impl Ints<'_> {
     /// How many.
+    #[allow(clippy::len_without_is_empty, reason = "no caller compares with zero")]
     pub fn len(&self) -> usize {
         match self {
             Self::I32(values) => values.len(),
             Self::I64(values) => values.len(),
         }
-    }
-
-    /// Whether there are none.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
     }
 
     /// The integer at an index below [`Ints::len`].
@@ -110,13 +109,9 @@ impl<'a> Rows<'a> {
     }
 
     /// How many rows.
+    #[allow(clippy::len_without_is_empty, reason = "no caller compares with zero")]
     pub fn len(&self) -> usize {
         self.tokens.len()
-    }
-
-    /// Whether there are none.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
     }
 
     /// Tokens of a whole block.
@@ -243,13 +238,9 @@ impl<'a> Blocks<'a> {
     }
 
     /// Bytes of one.
+    #[allow(clippy::len_without_is_empty, reason = "no caller compares with zero")]
     pub fn len(&self) -> usize {
         self.len
-    }
-
-    /// True if a block has no bytes.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
     }
 
     /// Where a block begins.
@@ -276,7 +267,7 @@ pub struct Windows {
 
 impl Windows {
     /// The blocks between the windows, out of `blocks`. Empty if the windows meet.
-    pub(crate) fn middle(self, blocks: usize) -> std::ops::Range<usize> {
+    pub(crate) fn middle(self, blocks: usize) -> Range<usize> {
         let end = blocks.saturating_sub(self.local);
         self.init.min(end)..end
     }
@@ -337,16 +328,38 @@ impl<T: Copy> ScoreRows<T> {
         self.stride
     }
 
+    /// Calls `score` on the threads of a team for the blocks of each row between the windows, at
+    /// most `chunk` at a time, and fills all other places with the largest or the least score.
+    pub(crate) fn each_part(
+        &self,
+        rows: &Rows<'_>,
+        windows: Windows,
+        chunk: usize,
+        [most, least]: [T; 2],
+        team: Team,
+        score: impl Fn(usize, Range<usize>) + Sync,
+    ) -> Result<()>
+    where
+        T: Send + Sync,
+    {
+        let chunks = rows.most_blocks().div_ceil(chunk).max(1);
+        team.run(rows.len() * chunks, |item| {
+            let (row, first) = (item / chunks, item % chunks * chunk);
+            let blocks = rows.blocks(row);
+            let middle = windows.middle(blocks);
+            if first == 0 {
+                self.frame(row, blocks, &middle, most, least);
+            }
+            let part = middle.start.max(first)..middle.end.min(first + chunk);
+            if !part.is_empty() {
+                score(row, part);
+            }
+        })
+    }
+
     /// Fills the places of a row that no kernel writes: the windows with `most`, those behind the
     /// end with `least`.
-    pub(crate) fn frame(
-        &self,
-        row: usize,
-        blocks: usize,
-        middle: &std::ops::Range<usize>,
-        most: T,
-        least: T,
-    ) {
+    fn frame(&self, row: usize, blocks: usize, middle: &Range<usize>, most: T, least: T) {
         for head in 0..self.per_row {
             for block in (0..middle.start).chain(middle.end..self.stride) {
                 let value = if block < blocks { most } else { least };

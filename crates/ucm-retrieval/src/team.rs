@@ -33,17 +33,11 @@ pub const MAX_THREADS: usize = 1024;
 /// assert_eq!(sum.into_inner(), 4950);
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Team {
-    threads: NonZeroUsize,
-    openmp: bool,
-}
+pub struct Team(NonZeroUsize);
 
 impl Team {
     /// The calling thread alone.
-    pub const ONE: Self = Self {
-        threads: NonZeroUsize::MIN,
-        openmp: true,
-    };
+    pub const ONE: Self = Self(NonZeroUsize::MIN);
 
     /// At most `threads` threads, including the calling one.
     ///
@@ -52,23 +46,10 @@ impl Team {
     /// `InvalidInput` for 0, or for more than [`MAX_THREADS`].
     pub fn new(threads: usize) -> Result<Self> {
         let threads = NonZeroUsize::new(threads).filter(|threads| threads.get() <= MAX_THREADS);
-        let threads = threads.ok_or_else(|| {
+        threads.map(Self).ok_or_else(|| {
             Error::invalid("a call has at least one thread, and not that many")
                 .with("limit", MAX_THREADS)
-        })?;
-        Ok(Self {
-            threads,
-            openmp: true,
         })
-    }
-
-    /// The same without an OpenMP runtime's threads.
-    #[must_use]
-    pub fn own_threads(self) -> Self {
-        Self {
-            openmp: false,
-            ..self
-        }
     }
 
     /// Calls `work` once for each item from 0 to `items - 1`, in any order, and returns when all
@@ -84,10 +65,10 @@ impl Team {
             next: AtomicUsize::new(0),
             failed: AtomicBool::new(false),
         };
-        let threads = self.threads.get().min(items);
+        let threads = self.0.get().min(items);
         if threads <= 1 {
             share.take();
-        } else if let Some(parallel) = openmp().filter(|_| self.openmp) {
+        } else if let Some(parallel) = openmp() {
             let threads = c_uint::try_from(threads).unwrap_or(c_uint::MAX);
             let data = std::ptr::from_ref(&share).cast_mut().cast::<c_void>();
             // SAFETY: this is the entry point by which compiled OpenMP programs start a parallel
@@ -193,7 +174,6 @@ mod tests {
     fn every_item_is_done_once() {
         for threads in [1, 2, 7] {
             each_item_once(Team::new(threads).unwrap());
-            each_item_once(Team::new(threads).unwrap().own_threads());
         }
     }
 

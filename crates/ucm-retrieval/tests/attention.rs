@@ -107,10 +107,10 @@ proptest! {
             for (found, right) in out.chunks(element.size()).zip(&right) {
                 let found = f64::from(value(found, element));
                 prop_assert!((found - right).abs() <= near, "{} instead of {} on \
-                {}", found, right, isa);
+                {}", found, right, isa.name());
             }
             if isa > Isa::Scalar {
-                prop_assert_eq!(first.get_or_insert_with(|| out.clone()), &out, "on {}", isa);
+                prop_assert_eq!(first.get_or_insert_with(|| out.clone()), &out, "on {}", isa.name());
             }
         }
     }
@@ -151,7 +151,8 @@ fn every_token_of_a_long_row_is_seen() {
             let right = len as f32 / tokens as f32;
             assert!(
                 (value(&out[..4], element) / right - 1.0).abs() < 1e-3,
-                "{ones} on {isa}"
+                "{ones} on {}",
+                isa.name()
             );
         }
     }

@@ -173,7 +173,7 @@ proptest! {
                     };
                     let near = 1e-4 * (right.abs() + dim as f64);
                     prop_assert!((f64::from(found) - right).abs() < near, "{} instead of {} on \
-                    {}", found, right, isa);
+                    {}", found, right, isa.name());
                 }
             }
             // The vector sets agree to the bit for any number of threads.

@@ -77,7 +77,7 @@ proptest! {
                 let mut codes = Codes::new(&mut found[..tokens.max(1) * slot_len], slot_len).unwrap();
                 encode(&encoder, &given, &mut codes, isa, team).unwrap();
             }
-            prop_assert_eq!(found, right, "on {}", isa);
+            prop_assert_eq!(found, right, "on {}", isa.name());
         }
     }
 }

@@ -87,7 +87,7 @@ proptest! {
         for (isa, team) in ways() {
             let mut out = vec![7; right.len()];
             hamming_scores(&spec, &mut out, stride, isa, team).unwrap();
-            prop_assert_eq!(&out, &right, "on {}", isa);
+            prop_assert_eq!(&out, &right, "on {}", isa.name());
         }
     }
 }

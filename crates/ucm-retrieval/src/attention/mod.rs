@@ -158,13 +158,9 @@ pub fn attention(
             // SAFETY: nothing writes to the parts any more, and each thread writes to the heads of
             // its place.
             unsafe {
-                put_together(
-                    &job,
-                    place,
-                    parts.at(place * job.parts * job.part_len()),
-                    out,
-                )
-            };
+                let parts = parts.at(place * job.parts * job.part_len());
+                put_together(&job, place, parts, out);
+            }
         });
         scratch.truncate(MOST_KEPT);
         scratch.shrink_to(MOST_KEPT);
@@ -340,22 +336,17 @@ unsafe fn put_together(job: &AttentionJob<'_>, place: usize, parts: *const f32, 
             let value = value * share;
             // SAFETY: as the caller vouches.
             unsafe {
+                let half = |bits| {
+                    let to = out.base.cast::<u16>().add(at + column);
+                    to.write_unaligned(bits);
+                };
                 match out.element {
-                    Element::Bf16 => out
-                        .base
-                        .cast::<u16>()
-                        .add(at + column)
-                        .write_unaligned(to_bf16(value)),
-                    Element::F16 => out
-                        .base
-                        .cast::<u16>()
-                        .add(at + column)
-                        .write_unaligned(to_f16(value)),
-                    Element::F32 | Element::I8 => out
-                        .base
-                        .cast::<f32>()
-                        .add(at + column)
-                        .write_unaligned(value),
+                    Element::Bf16 => half(to_bf16(value)),
+                    Element::F16 => half(to_f16(value)),
+                    Element::F32 | Element::I8 => {
+                        let to = out.base.cast::<f32>().add(at + column);
+                        to.write_unaligned(value);
+                    }
                 }
             }
         }

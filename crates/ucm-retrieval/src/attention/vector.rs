@@ -136,30 +136,13 @@ impl Pass<'_> {
                 let mut at = 0;
                 while at < dim {
                     let next = next.wrapping_add(at * size);
-                    let (values, sums) = (values.add(at), self.sums.add(at));
+                    let from = (values.add(at), probabilities.cast_const(), count);
+                    let sums = self.sums.add(at);
                     at += WIDTH
                         * match (dim - at) / WIDTH {
-                            4.. if TILE >= 4 => self.values::<L, N, MEMBERS, 4>(
-                                values,
-                                probabilities,
-                                count,
-                                sums,
-                                next,
-                            ),
-                            2.. if TILE >= 2 => self.values::<L, N, MEMBERS, 2>(
-                                values,
-                                probabilities,
-                                count,
-                                sums,
-                                next,
-                            ),
-                            _ => self.values::<L, N, MEMBERS, 1>(
-                                values,
-                                probabilities,
-                                count,
-                                sums,
-                                next,
-                            ),
+                            4.. if TILE >= 4 => self.values::<L, N, MEMBERS, 4>(from, sums, next),
+                            2.. if TILE >= 2 => self.values::<L, N, MEMBERS, 2>(from, sums, next),
+                            _ => self.values::<L, N, MEMBERS, 1>(from, sums, next),
                         };
                 }
             }
@@ -228,9 +211,7 @@ impl Pass<'_> {
     #[inline(always)]
     unsafe fn values<L: Lanes, N: Load, const MEMBERS: usize, const TILE: usize>(
         &self,
-        values: *const N,
-        probabilities: *const f32,
-        count: usize,
+        (values, probabilities, count): (*const N, *const f32, usize),
         to: *mut f32,
         next: *const N,
     ) -> usize {

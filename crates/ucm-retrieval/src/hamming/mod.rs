@@ -94,28 +94,26 @@ pub fn hamming_scores(
     check(spec)?;
     let per_row = if spec.heads_apart { spec.heads } else { 1 };
     let out = ScoreRows::new(out, &spec.rows, per_row, stride)?;
-    let chunks = spec.rows.most_blocks().div_ceil(CHUNK).max(1);
-    team.run(spec.rows.len() * chunks, |item| {
-        let (row, chunk) = (item / chunks, item % chunks);
-        let blocks = spec.rows.blocks(row);
-        let middle = spec.windows.middle(blocks);
-        if chunk == 0 {
-            out.frame(row, blocks, &middle, i32::MAX, i32::MIN);
-        }
-        let part = middle.start.max(chunk * CHUNK)..middle.end.min((chunk + 1) * CHUNK);
-        if !part.is_empty() {
-            // SAFETY: `check` has compared the sizes and the ids, `checked` the processor; only
-            // this thread writes to these places.
-            unsafe {
-                kernel(HammingJob {
-                    spec,
-                    out: &out,
-                    row,
-                    blocks: part,
-                });
-            }
-        }
-    })
+    let ends = [i32::MAX, i32::MIN];
+    out.each_part(
+        &spec.rows,
+        spec.windows,
+        CHUNK,
+        ends,
+        team,
+        |row, blocks| {
+            let out = &out;
+            let job = HammingJob {
+                spec,
+                out,
+                row,
+                blocks,
+            };
+            // SAFETY: `check` has compared the sizes and the ids, `checked` the processor; only this
+            // thread writes to these places.
+            unsafe { kernel(job) };
+        },
+    )
 }
 
 fn check(spec: &HammingScores<'_>) -> Result<()> {

@@ -6,11 +6,11 @@
 use proptest::prelude::*;
 use ucm_retrieval::{Element, Isa, Team};
 
-/// Every set of this processor, with numbers of threads; the last ones are threads of our own.
+/// Every set of this processor, with numbers of threads.
 pub(crate) fn ways() -> Vec<(Isa, Team)> {
     let sets = Isa::ALL.into_iter().filter(|isa| isa.supported());
     let mut ways: Vec<_> = sets.map(|isa| (isa, Team::ONE)).collect();
-    ways.push((Isa::best(), Team::new(3).unwrap().own_threads()));
+    ways.push((Isa::best(), Team::new(3).unwrap()));
     ways
 }
 
