@@ -36,25 +36,16 @@ pub enum HugePages {
     Off,
 }
 
-/// The kind of pages of an arena.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Paging {
-    /// Reserved huge pages (MAP_HUGETLB).
-    Reserved,
-    /// Ordinary pages that the kernel may join (madvise accepted).
-    Transparent,
-    /// Ordinary pages.
-    Ordinary,
-}
-
-impl Paging {
-    /// Name in logs and `doctor`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Reserved => "reserved huge pages",
-            Self::Transparent => "transparent huge pages",
-            Self::Ordinary => "ordinary pages",
-        }
+ucm_core::named! {
+    /// The kind of pages of an arena.
+    #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+    pub enum Paging {
+        /// Reserved huge pages (MAP_HUGETLB).
+        Reserved = "reserved huge pages",
+        /// Ordinary pages that the kernel may join (madvise accepted).
+        Transparent = "transparent huge pages",
+        /// Ordinary pages.
+        Ordinary = "ordinary pages",
     }
 }
 
@@ -245,13 +236,12 @@ impl HostArena {
     }
 
     /// Usable bytes.
+    #[allow(
+        clippy::len_without_is_empty,
+        reason = "there is always at least one page"
+    )]
     pub fn len(&self) -> usize {
         self.len
-    }
-
-    /// Never true; an arena has at least one page.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
     }
 
     /// Address of the first usable byte, for a library that must register the memory before it

@@ -37,5 +37,5 @@ pub use region::{
     Pinned, RegionOptions, RegionView, Registry, Scan, SharedRegion, Wanted, WriteLease,
 };
 pub use slots::{Slot, SlotPool};
-pub use span::{DeviceSpan, HostSpan, Piece};
+pub use span::{DeviceSpan, HostSpan, Piece, Span};
 pub use transfer::{Direction, Transfer};

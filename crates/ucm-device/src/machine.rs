@@ -85,14 +85,18 @@ impl MachineMemory {
 /// A control group that may limit memory.
 struct Group {
     dir: PathBuf,
-    version: Version,
+    files: Files,
 }
 
-#[derive(Clone, Copy)]
-enum Version {
-    One,
-    Two,
-}
+/// The names of a group's files with its limit and its used bytes, and of the field of its
+/// `memory.stat` with the file cache that can be reclaimed.
+type Files = [&'static str; 3];
+const VERSION_1: Files = [
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    "total_inactive_file",
+];
+const VERSION_2: Files = ["memory.max", "memory.current", "inactive_file"];
 
 /// "No limit" in version 1: the largest number of pages.
 const NO_LIMIT: u64 = 1 << 62;
@@ -100,14 +104,7 @@ const NO_LIMIT: u64 = 1 << 62;
 impl Group {
     /// Its limit, and the unused part of it.
     fn limit(&self) -> Option<(u64, u64)> {
-        let (limit, used, idle) = match self.version {
-            Version::One => (
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                "total_inactive_file",
-            ),
-            Version::Two => ("memory.max", "memory.current", "inactive_file"),
-        };
+        let [limit, used, idle] = self.files;
         let read = |name: &str| std::fs::read_to_string(self.dir.join(name)).ok();
         let limit = read(limit)?.trim().parse::<u64>().ok()?; // "max" is none
         if limit >= NO_LIMIT {
@@ -123,10 +120,8 @@ impl Group {
                 .parse::<u64>()
                 .ok()
         });
-        Some((
-            limit,
-            limit.saturating_sub(used.saturating_sub(idle.unwrap_or(0))),
-        ))
+        let used = used.saturating_sub(idle.unwrap_or(0));
+        Some((limit, limit.saturating_sub(used)))
     }
 }
 
@@ -142,13 +137,10 @@ fn groups(root: &Path) -> Vec<Group> {
         let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else {
             continue;
         };
-        let (version, mounts) = if controllers.is_empty() {
-            (Version::Two, vec![mount.clone(), mount.join("unified")])
+        let (files, mounts) = if controllers.is_empty() {
+            (VERSION_2, [mount.clone(), mount.join("unified")])
         } else if controllers.split(',').any(|name| name == "memory") {
-            (
-                Version::One,
-                vec![mount.join("memory"), mount.join(controllers)],
-            )
+            (VERSION_1, [mount.join("memory"), mount.join(controllers)])
         } else {
             continue;
         };
@@ -157,19 +149,13 @@ fn groups(root: &Path) -> Vec<Group> {
             .components()
             .all(|part| matches!(part, std::path::Component::Normal(_)));
         for mount in mounts {
-            let ancestors = path
-                .ancestors()
-                .filter(|part| plain || part.as_os_str().is_empty());
-            groups.extend(ancestors.map(|part| Group {
+            let root = |part: &&Path| part.as_os_str().is_empty();
+            let ancestors = path.ancestors().filter(|part| plain || root(part));
+            let group = |part| Group {
                 dir: mount.join(part),
-                version,
-            }));
-            if !plain {
-                groups.push(Group {
-                    dir: mount,
-                    version,
-                });
-            }
+                files,
+            };
+            groups.extend(ancestors.map(group));
         }
     }
     groups

@@ -6,24 +6,31 @@
 
 use ucm_core::{Error, Result};
 
-/// `len` bytes at `addr` in the memory of a device (on `host`: of this process).
+/// `len` bytes at `addr` in the memory of a device (on `host`: of this process), or, with `HOST`, in
+/// this process's memory, outside of this crate's ownership.
 ///
-/// Copying the span copies the name, not the promise: the promise of [`DeviceSpan::new`] covers
-/// every copy.
+/// Copying the span copies the name, not the promise: the promise of [`Span::new`] covers every
+/// copy.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub struct DeviceSpan {
+pub struct Span<const HOST: bool> {
     addr: u64,
     len: u64,
 }
 
-impl DeviceSpan {
+/// Memory of a device.
+pub type DeviceSpan = Span<false>;
+/// Memory of this process.
+pub type HostSpan = Span<true>;
+
+impl<const HOST: bool> Span<HOST> {
     /// Names `len` bytes at `addr`.
     ///
     /// # Safety
     /// Until every task and stream operation that names this span (or a part or copy of
     /// it) has ended, the memory must stay mapped, readable and, as the target of a scatter or
     /// copy, writable. Nothing may write to it while it is read or access it while it is written,
-    /// and no Rust reference to it may be in use.
+    /// and no Rust reference to it may be in use. If the span is registered with a device, the
+    /// memory stays mapped until the registration has ended.
     pub const unsafe fn new(addr: u64, len: u64) -> Self {
         Self { addr, len }
     }
@@ -41,20 +48,6 @@ impl DeviceSpan {
     /// Whether it names no byte at all.
     pub const fn is_empty(self) -> bool {
         self.len == 0
-    }
-
-    /// The part of `len` bytes from `offset`; `InvalidInput` when it does not lie inside.
-    pub fn part(self, offset: u64, len: u64) -> Result<Self> {
-        match offset.checked_add(len) {
-            Some(end) if end <= self.len => Ok(Self {
-                addr: self.addr + offset,
-                len,
-            }),
-            _ => Err(Error::invalid("a part of a device span lies outside of it")
-                .with("offset", offset)
-                .with("len", len)
-                .with("span_len", self.len)),
-        }
     }
 
     /// True if the span is valid: no null address unless empty, no end past the address space.
@@ -84,60 +77,9 @@ pub struct Piece {
     pub span: DeviceSpan,
 }
 
-/// `len` bytes at `addr` in this process's memory, outside of this crate's ownership.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct HostSpan(DeviceSpan);
-
-impl HostSpan {
-    /// Names `len` bytes at `addr`.
-    ///
-    /// # Safety
-    /// The conditions of [`DeviceSpan::new`], for this process's memory. If the span is
-    /// registered with a device, the memory stays mapped until the registration has ended.
-    pub const unsafe fn new(addr: u64, len: u64) -> Self {
-        Self(DeviceSpan { addr, len })
-    }
-
-    /// First address.
-    pub const fn addr(self) -> u64 {
-        self.0.addr
-    }
-
-    /// Length in bytes.
-    pub const fn len(self) -> u64 {
-        self.0.len
-    }
-
-    /// Whether it names no byte at all.
-    pub const fn is_empty(self) -> bool {
-        self.0.is_empty()
-    }
-
-    /// As [`DeviceSpan::is_sound`].
-    pub(crate) const fn is_sound(self) -> bool {
-        self.0.is_sound()
-    }
-
-    /// As [`DeviceSpan::check`].
-    pub(crate) fn check(self) -> Result<()> {
-        self.0.check()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn parts_stay_inside() {
-        // SAFETY: the span is never read or written.
-        let span = unsafe { DeviceSpan::new(4096, 100) };
-        let part = span.part(40, 60).unwrap();
-        assert_eq!((part.addr(), part.len()), (4136, 60));
-        assert!(span.part(41, 60).is_err());
-        assert!(span.part(u64::MAX, 2).is_err());
-        assert!(span.part(100, 0).unwrap().is_empty());
-    }
 
     #[test]
     fn null_and_wrapping_spans_are_refused() {

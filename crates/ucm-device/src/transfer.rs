@@ -2,33 +2,29 @@
 
 use ucm_core::{Error, ErrorKind, Result};
 
-/// Which copies to use.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum Transfer {
-    /// The cheapest method by the device's measured costs.
-    #[default]
-    Auto,
-    /// Plain copies, one for each run of bytes.
-    Dma,
-    /// Kernels that reach the host's memory.
-    Sm,
-    /// Kernels between the pieces and a buffer on the device, and copies of that.
-    Staging,
+ucm_core::named! {
+    /// Which copies to use.
+    #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+    pub enum Transfer {
+        /// The cheapest method by the device's measured costs.
+        #[default]
+        Auto = "auto",
+        /// Plain copies, one for each run of bytes.
+        Dma = "dma",
+        /// Kernels that reach the host's memory.
+        Sm = "sm",
+        /// Kernels between the pieces and a buffer on the device, and copies of that.
+        Staging = "staging",
+    }
 }
 
 impl Transfer {
     /// Parses the value of the configuration key; `Config` for any other text.
     pub fn from_word(word: &str) -> Result<Self> {
-        match word {
-            "auto" => Ok(Self::Auto),
-            "dma" => Ok(Self::Dma),
-            "sm" => Ok(Self::Sm),
-            "staging" => Ok(Self::Staging),
-            _ => {
-                let unknown = "transfer is one of auto, dma, sm, staging";
-                Err(Error::new(ErrorKind::Config, unknown).with("transfer", word))
-            }
-        }
+        Self::of_name(word).ok_or_else(|| {
+            let unknown = "transfer is one of auto, dma, sm, staging";
+            Error::new(ErrorKind::Config, unknown).with("transfer", word)
+        })
     }
 }
 

@@ -148,14 +148,10 @@ impl TransBuffer {
 impl TransBuffer {
     fn place(&self, place: &str) -> CallResult<MemoryKind> {
         same_process(self.pid)?;
-        match place {
-            "device" => Ok(MemoryKind::Device),
-            "host" => Ok(MemoryKind::Host),
-            _ => {
-                let unknown = Error::invalid("a place is \"device\" or \"host\"");
-                Err(unknown.with("place", place).into())
-            }
-        }
+        MemoryKind::of_name(place).ok_or_else(|| {
+            let unknown = Error::invalid("a place is \"device\" or \"host\"");
+            unknown.with("place", place).into()
+        })
     }
 }
 

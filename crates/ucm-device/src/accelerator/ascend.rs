@@ -287,14 +287,10 @@ impl Runtime for Ascend {
 
     fn make_stream(&self) -> Answer<RawStream> {
         let _bound = self.bind()?;
-        let (mut stream, at) = (null_mut(), (HIGHEST, STREAM_FAST));
+        let (calls, mut stream) = (&self.calls, null_mut());
+        let made = &raw mut stream;
         // SAFETY: writes one handle.
-        unsafe {
-            call!(
-                self.calls,
-                rtCreateStreamWithConfig(&raw mut stream, at.0, at.1)
-            )
-        }?;
+        unsafe { call!(calls, rtCreateStreamWithConfig(made, HIGHEST, STREAM_FAST)) }?;
         Ok(RawStream(stream.expose_provenance() as u64))
     }
 
@@ -314,14 +310,10 @@ impl Runtime for Ascend {
 
     fn make_event(&self) -> Answer<RawEvent> {
         let _bound = self.bind()?;
-        let mut event = null_mut();
+        let (calls, mut event) = (&self.calls, null_mut());
+        let made = &raw mut event;
         // SAFETY: writes one handle.
-        unsafe {
-            call!(
-                self.calls,
-                rtCreateEventWithFlag(&raw mut event, EVENT_TIME_LINE)
-            )
-        }?;
+        unsafe { call!(calls, rtCreateEventWithFlag(made, EVENT_TIME_LINE)) }?;
         Ok(RawEvent(event.expose_provenance() as u64))
     }
 
@@ -343,14 +335,9 @@ impl Runtime for Ascend {
 
     fn elapsed_ms(&self, from: RawEvent, to: RawEvent) -> Answer<f32> {
         let _bound = self.bind()?;
-        let mut elapsed = 0.0;
+        let (mut elapsed, from, to) = (0.0, from.raw(), to.raw());
         // SAFETY: two events of ours; writes one number.
-        unsafe {
-            call!(
-                self.calls,
-                rtEventElapsedTime(&raw mut elapsed, from.raw(), to.raw())
-            )
-        }?;
+        unsafe { call!(self.calls, rtEventElapsedTime(&raw mut elapsed, from, to)) }?;
         Ok(elapsed)
     }
 

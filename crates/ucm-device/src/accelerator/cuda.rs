@@ -296,26 +296,16 @@ impl Cuda {
 
     fn load_kernels(&self) -> Result<Kernels> {
         let _bound = self.bind()?;
-        let mut module = null_mut();
+        let (driver, text, mut module) = (self.driver, PTX.as_ptr().cast(), null_mut());
         // SAFETY: the text ends with a zero and is read during the call.
-        unsafe {
-            call!(
-                self.driver,
-                cuModuleLoadData(&raw mut module, PTX.as_ptr().cast())
-            )
-        }?;
+        unsafe { call!(driver, cuModuleLoadData(&raw mut module, text)) }?;
         let mut functions = [null_mut(); 3];
-        for (function, name) in functions.iter_mut().zip(KERNELS) {
+        for (function, name) in functions.iter_mut().zip(KERNELS.map(CStr::as_ptr)) {
             // SAFETY: the module has just been loaded, and the name ends with a zero.
-            let found = unsafe {
-                call!(
-                    self.driver,
-                    cuModuleGetFunction(function, module, name.as_ptr())
-                )
-            };
+            let found = unsafe { call!(driver, cuModuleGetFunction(function, module, name)) };
             if let Err(failed) = found {
                 // SAFETY: just loaded, and nothing uses it. A failure cannot be handled here.
-                let _ = unsafe { call!(self.driver, cuModuleUnload(module)) };
+                let _ = unsafe { call!(driver, cuModuleUnload(module)) };
                 return Err(failed.into());
             }
         }
@@ -328,21 +318,17 @@ impl Cuda {
         self.origin
             .check(library::FORKED)
             .map_err(Failed::of_parent)?;
+        let driver = self.driver;
         let mut mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: exchanges one number.
-        unsafe {
-            call!(
-                self.driver,
-                cuThreadExchangeStreamCaptureMode(&raw mut mode)
-            )
-        }?;
+        unsafe { call!(driver, cuThreadExchangeStreamCaptureMode(&raw mut mode)) }?;
         let mut bound = Bound {
-            driver: self.driver,
+            driver,
             mode,
             is_pushed: false,
         };
         // SAFETY: the context is ours until `drop`.
-        unsafe { call!(self.driver, cuCtxPushCurrent_v2(self.context)) }?;
+        unsafe { call!(driver, cuCtxPushCurrent_v2(self.context)) }?;
         bound.is_pushed = true;
         Ok(bound)
     }
@@ -360,16 +346,13 @@ struct Bound {
 
 impl Drop for Bound {
     fn drop(&mut self) {
-        let mut ours = null_mut();
+        let (driver, mode, mut ours) = (self.driver, &raw mut self.mode, null_mut());
         // SAFETY: undoes `bind`. A failure cannot be handled here.
         unsafe {
             if self.is_pushed {
-                let _ = call!(self.driver, cuCtxPopCurrent_v2(&raw mut ours));
+                let _ = call!(driver, cuCtxPopCurrent_v2(&raw mut ours));
             }
-            let _ = call!(
-                self.driver,
-                cuThreadExchangeStreamCaptureMode(&raw mut self.mode)
-            );
+            let _ = call!(driver, cuThreadExchangeStreamCaptureMode(mode));
         }
     }
 }
@@ -401,17 +384,13 @@ impl Runtime for Cuda {
     fn make_stream(&self) -> Answer<RawStream> {
         let (mut least, mut greatest, mut stream) = (0, 0, null_mut());
         let apart = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint;
+        let (driver, made) = (self.driver, &raw mut stream);
+        let (low, high) = (&raw mut least, &raw mut greatest);
         let _bound = self.bind()?;
         // SAFETY: the calls write two numbers and one handle.
         unsafe {
-            call!(
-                self.driver,
-                cuCtxGetStreamPriorityRange(&raw mut least, &raw mut greatest)
-            )?;
-            call!(
-                self.driver,
-                cuStreamCreateWithPriority(&raw mut stream, apart, greatest)
-            )?;
+            call!(driver, cuCtxGetStreamPriorityRange(low, high))?;
+            call!(driver, cuStreamCreateWithPriority(made, apart, greatest))?;
         }
         Ok(RawStream(stream.expose_provenance() as u64))
     }
@@ -452,14 +431,9 @@ impl Runtime for Cuda {
 
     fn elapsed_ms(&self, from: RawEvent, to: RawEvent) -> Answer<f32> {
         let _bound = self.bind()?;
-        let mut elapsed = 0.0;
+        let (mut elapsed, from, to) = (0.0, from.raw(), to.raw());
         // SAFETY: two events of ours; writes one number.
-        unsafe {
-            call!(
-                self.driver,
-                cuEventElapsedTime(&raw mut elapsed, from.raw(), to.raw())
-            )
-        }?;
+        unsafe { call!(self.driver, cuEventElapsedTime(&raw mut elapsed, from, to)) }?;
         Ok(elapsed)
     }
 
@@ -474,15 +448,10 @@ impl Runtime for Cuda {
     fn allocation(&self, address: u64) -> Option<Range<u64>> {
         let _bound = self.bind().ok()?;
         let (mut first, mut len) = (0, 0);
-        let (first_at, len_at) = (&raw mut first, &raw mut len);
+        let (driver, first_at, len_at) = (self.driver, &raw mut first, &raw mut len);
         // SAFETY: writes an address and a number.
-        unsafe {
-            call!(
-                self.driver,
-                cuMemGetAddressRange_v2(first_at, len_at, address)
-            )
-        }
-        .ok()?;
+        let found = unsafe { call!(driver, cuMemGetAddressRange_v2(first_at, len_at, address)) };
+        found.ok()?;
         Some(first..first.checked_add(len as u64)?)
     }
 
@@ -509,16 +478,12 @@ impl Runtime for Cuda {
     unsafe fn register(&self, start: *mut u8, len: usize) -> Answer<Option<u64>> {
         let _bound = self.bind()?;
         let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
-        let (start, mut address) = (start.cast(), 0);
+        let (driver, start, mut address) = (self.driver, start.cast(), 0);
         // SAFETY: the caller vouches for the range.
-        unsafe { call!(self.driver, cuMemHostRegister_v2(start, len, flags)) }?;
+        unsafe { call!(driver, cuMemHostRegister_v2(start, len, flags)) }?;
+        let found = &raw mut address;
         // SAFETY: just registered; writes one address.
-        let mapped = unsafe {
-            call!(
-                self.driver,
-                cuMemHostGetDevicePointer_v2(&raw mut address, start, 0)
-            )
-        };
+        let mapped = unsafe { call!(driver, cuMemHostGetDevicePointer_v2(found, start, 0)) };
         Ok(mapped.is_ok().then_some(address))
     }
 

@@ -7,7 +7,6 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 use tracing::warn;
@@ -103,7 +102,8 @@ struct Segment {
 pub(super) struct Lanes {
     pub(super) arenas: Arenas,
     idle: Mutex<Vec<Lane>>,
-    rooms: Arc<AtomicUsize>,
+    /// Each lane's [`Room`] has a clone.
+    rooms: Arc<()>,
 }
 
 impl Lanes {
@@ -152,22 +152,13 @@ impl Lanes {
     /// `None` if there are enough already, or no memory: a model may have taken all of the
     /// device's.
     fn make_room(&self) -> Option<Room> {
-        let counted = Counted(Arc::clone(&self.rooms));
-        if self.rooms.fetch_add(1, Ordering::Relaxed) >= ROOMS {
+        let counted = Arc::clone(&self.rooms);
+        if Arc::strong_count(&counted) > ROOMS + 1 {
             return None;
         }
         let refused =
             |error: &Error| warn!(%error, "no memory for staged copies: small copies are slow");
         Room::new(&self.arenas, counted).inspect_err(refused).ok()
-    }
-}
-
-/// A permit out of a limited number; returned on drop.
-struct Counted(Arc<AtomicUsize>);
-
-impl Drop for Counted {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -180,11 +171,11 @@ struct Room {
     table: Allocation,
     /// On the host, pinned: descriptors.
     descriptors: Arc<HostArena>,
-    _counted: Counted,
+    _counted: Arc<()>,
 }
 
 impl Room {
-    fn new(arenas: &Arenas, counted: Counted) -> Result<Self> {
+    fn new(arenas: &Arenas, counted: Arc<()>) -> Result<Self> {
         const TABLE: usize = DESCRIPTORS * DESCRIPTOR;
         let descriptors = arenas.make(TABLE, ArenaOptions::default())?;
         arenas.pin(descriptors.at(0).expose_provenance(), descriptors.len());

@@ -119,10 +119,10 @@ pub(super) fn check_begun() -> Result<()> {
 }
 
 /// Records that this process uses a vendor's library. Called after the first successful call.
-pub(super) fn begun() -> Result<Origin> {
+pub(super) fn begun() -> Result<()> {
     let origin = Origin::this()?;
     BEGUN.get_or_init(|| origin);
-    Ok(origin)
+    Ok(())
 }
 
 /// Error for a missing device: `Unsupported` if there is none of this kind at all.

@@ -368,28 +368,18 @@ impl AcceleratorCopier {
             |address| runtime.allocation(address),
             |at| host.part(at),
         );
-        self.shared.with_lane(direction, |lane| {
-            // SAFETY: the pieces' makers vouched for them until this call returns, and it returns
-            // when the lane's work is over; so for the buffer, as the caller vouches.
-            unsafe { self.shared.begin(lane, self.wanted, direction, runs, host) }
-        })
+        let (shared, wanted) = (&self.shared, self.wanted);
+        let mut lane = shared.lanes.take()?;
+        // SAFETY: the pieces' makers vouched for them until this call returns, and it returns when
+        // the lane's work is over; so for the buffer, as the caller vouches.
+        let begun = unsafe { shared.begin(&mut lane, wanted, direction, runs, host) };
+        lane.wait(direction).and(begun)?; // a lane that failed is not used again
+        shared.lanes.give(lane);
+        Ok(())
     }
 }
 
 impl Shared {
-    /// Begins work on a lane and waits until it is over; a lane that failed is not used again.
-    fn with_lane(
-        &self,
-        direction: Direction,
-        begin: impl FnOnce(&mut Lane) -> Result<()>,
-    ) -> Result<()> {
-        let mut lane = self.lanes.take()?;
-        let begun = begin(&mut lane);
-        lane.wait(direction).and(begun)?;
-        self.lanes.give(lane);
-        Ok(())
-    }
-
     /// Begins all copies of a transfer.
     ///
     /// # Safety

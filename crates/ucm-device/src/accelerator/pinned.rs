@@ -145,16 +145,10 @@ impl Drop for Owner {
 /// The host memory known to a device.
 pub(super) struct Arenas {
     pub(super) runtime: Arc<dyn Runtime>,
-    known: Mutex<Vec<Known>>,
+    /// Memory with bytes in use is alive.
+    known: Mutex<Vec<Weak<Pinned>>>,
     said: Arc<AtomicBool>,
     origin: Origin,
-}
-
-/// Weak references; memory with bytes in use is alive.
-struct Known {
-    start: usize,
-    end: usize,
-    pinned: Weak<Pinned>,
 }
 
 impl Arenas {
@@ -204,23 +198,18 @@ impl Arenas {
     }
 
     fn know(&self, start: usize, len: usize, part: usize, parts: Vec<Part>) -> Owner {
-        let end = start + len;
         let pinned = Arc::new(Pinned {
             runtime: Arc::clone(&self.runtime),
             start,
-            end,
+            end: start + len,
             part,
             parts: Mutex::new(parts),
             said: Arc::clone(&self.said),
             origin: self.origin,
         });
         let mut known = self.known.lock();
-        known.retain(|known| known.pinned.strong_count() > 0);
-        known.push(Known {
-            start,
-            end,
-            pinned: Arc::downgrade(&pinned),
-        });
+        known.retain(|known| known.strong_count() > 0);
+        known.push(Arc::downgrade(&pinned));
         Owner(pinned)
     }
 
@@ -229,13 +218,10 @@ impl Arenas {
         if len == 0 {
             return None;
         }
-        let holds = |known: &&Known| known.start <= address && address + len <= known.end;
-        let pinned = self
-            .known
-            .lock()
-            .iter()
-            .filter(holds)
-            .find_map(|known| known.pinned.upgrade())?;
+        let known = self.known.lock();
+        let mut alive = known.iter().filter_map(Weak::upgrade);
+        let pinned = alive.find(|pinned| pinned.holds(address, len))?;
+        drop(known);
         pinned.pin(address, len);
         Some(pinned)
     }

@@ -18,28 +18,19 @@ pub(super) struct Run {
     pub(super) len: usize,
 }
 
-/// How runs are moved.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Method {
-    /// One asynchronous copy each.
-    Dma,
-    /// One kernel that reads or writes the mapped host memory itself.
-    Kernel,
-    /// One kernel between the runs and a buffer on the device, and a copy of that buffer.
-    Staging,
-    /// One copy for each run, each ending before the next begins: for devices whose asynchronous
-    /// copies are wrong.
-    Plain,
-}
-
-impl Method {
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::Dma => "dma",
-            Self::Kernel => "sm",
-            Self::Staging => "staging",
-            Self::Plain => "plain",
-        }
+ucm_core::named! {
+    /// How runs are moved.
+    #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+    pub(super) enum Method {
+        /// One asynchronous copy each.
+        Dma = "dma",
+        /// One kernel that reads or writes the mapped host memory itself.
+        Kernel = "sm",
+        /// One kernel between the runs and a buffer on the device, and a copy of that buffer.
+        Staging = "staging",
+        /// One copy for each run, each ending before the next begins: for devices whose asynchronous
+        /// copies are wrong.
+        Plain = "plain",
     }
 }
 

@@ -267,17 +267,12 @@ impl Runtime for Device {
 
     fn make_stream(&self) -> Answer<RawStream> {
         let (mut least, mut greatest, mut stream) = (0, 0, null_mut());
+        let (low, high, made) = (&raw mut least, &raw mut greatest, &raw mut stream);
         let _bound = self.bind()?;
         // SAFETY: the calls write two numbers and one handle.
         unsafe {
-            call!(
-                self,
-                DeviceGetStreamPriorityRange(&raw mut least, &raw mut greatest)
-            )?;
-            call!(
-                self,
-                StreamCreateWithPriority(&raw mut stream, NON_BLOCKING, greatest)
-            )?;
+            call!(self, DeviceGetStreamPriorityRange(low, high))?;
+            call!(self, StreamCreateWithPriority(made, NON_BLOCKING, greatest))?;
         }
         Ok(RawStream(stream.expose_provenance() as u64))
     }
@@ -318,14 +313,9 @@ impl Runtime for Device {
 
     fn elapsed_ms(&self, from: RawEvent, to: RawEvent) -> Answer<f32> {
         let _bound = self.bind()?;
-        let mut elapsed = 0.0;
+        let (mut elapsed, from, to) = (0.0, from.raw(), to.raw());
         // SAFETY: two events of ours; writes one number.
-        unsafe {
-            call!(
-                self,
-                EventElapsedTime(&raw mut elapsed, from.raw(), to.raw())
-            )
-        }?;
+        unsafe { call!(self, EventElapsedTime(&raw mut elapsed, from, to)) }?;
         Ok(elapsed)
     }
 

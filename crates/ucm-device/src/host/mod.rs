@@ -8,7 +8,7 @@ use std::any::Any;
 use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
 use std::sync::Arc;
 
-use ucm_core::{Error, Result};
+use ucm_core::Result;
 
 use crate::arena::{ArenaOptions, HostArena};
 use crate::copy::{check_host_pairs, check_pieces, check_registered};
@@ -25,19 +25,9 @@ pub struct HostDevice {
 }
 
 impl HostDevice {
-    /// The host with default settings.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    /// The host with these settings; `InvalidInput` for a queue of length 0.
-    pub fn with(options: QueueOptions) -> Result<Self> {
-        if options.queue == 0 {
-            return Err(Error::invalid(
-                "the queue of a stream has room for at least one operation",
-            ));
-        }
-        Ok(Self { options })
+    /// The host with these settings.
+    pub fn with(options: QueueOptions) -> Self {
+        Self { options }
     }
 }
 
@@ -93,11 +83,8 @@ impl Copier for HostCopier {
             // `to` is a slice of exactly that length; `copy` allows overlap, should the span name
             // memory of the same arena.
             unsafe {
-                std::ptr::copy(
-                    with_exposed_provenance::<u8>(piece.span.addr() as usize),
-                    to.as_mut_ptr(),
-                    to.len(),
-                );
+                let from = with_exposed_provenance::<u8>(piece.span.addr() as usize);
+                std::ptr::copy(from, to.as_mut_ptr(), to.len());
             }
             landed(dst, count);
         }
@@ -112,11 +99,8 @@ impl Copier for HostCopier {
             // SAFETY: the maker of the span promised that it can be written until this operation
             // ends and that no reference to it is in use; `from` has exactly its length.
             unsafe {
-                std::ptr::copy(
-                    from.as_ptr(),
-                    with_exposed_provenance_mut::<u8>(piece.span.addr() as usize),
-                    from.len(),
-                );
+                let to = with_exposed_provenance_mut::<u8>(piece.span.addr() as usize);
+                std::ptr::copy(from.as_ptr(), to, from.len());
             }
         }
         Ok(())
@@ -134,11 +118,9 @@ impl Copier for HostCopier {
             // this operation ends, without interference; the lengths are equal; `copy` allows
             // overlap, should both lie in one buffer.
             unsafe {
-                std::ptr::copy(
-                    with_exposed_provenance::<u8>(from as usize),
-                    with_exposed_provenance_mut::<u8>(to as usize),
-                    device.len() as usize,
-                );
+                let from = with_exposed_provenance::<u8>(from as usize);
+                let to = with_exposed_provenance_mut::<u8>(to as usize);
+                std::ptr::copy(from, to, device.len() as usize);
             }
         }
         Ok(())

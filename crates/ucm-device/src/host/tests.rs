@@ -63,11 +63,11 @@ fn device_with_clock() -> (HostDevice, Arc<ManualClock>) {
         clock: Arc::clone(&clock) as Arc<dyn Clock>,
         ..QueueOptions::default()
     };
-    (HostDevice::with(options).unwrap(), clock)
+    (HostDevice::with(options), clock)
 }
 
 fn stream() -> Box<dyn Stream> {
-    HostDevice::new().make_stream().unwrap()
+    HostDevice::default().make_stream().unwrap()
 }
 
 /// A stream whose thread blocks in a callback until the returned sender is used or dropped.
@@ -214,8 +214,7 @@ fn a_full_queue_is_busy_and_everything_comes_back() {
     let device = HostDevice::with(QueueOptions {
         queue: 1,
         ..QueueOptions::default()
-    })
-    .unwrap();
+    });
     let (mut stream, release) = held_stream(&device);
     stream.callback(Box::new(|| ())).unwrap();
     assert_eq!(
@@ -228,13 +227,6 @@ fn a_full_queue_is_busy_and_everything_comes_back() {
     drop(release);
     stream.synchronize(None).unwrap();
     stream.callback(Box::new(|| ())).unwrap();
-    assert!(
-        HostDevice::with(QueueOptions {
-            queue: 0,
-            ..QueueOptions::default()
-        })
-        .is_err()
-    );
 }
 
 #[test]
@@ -270,8 +262,7 @@ fn a_synchronous_copy_gives_up_on_a_stalled_stream() {
         drain: Duration::ZERO,
         clock: ManualClock::new(),
         ..QueueOptions::default()
-    })
-    .unwrap();
+    });
     let (mut stream, release) = held_stream(&device);
     let mut memory = Memory::counted(4);
     let mut host = [0; 4];
@@ -323,7 +314,7 @@ fn a_panicking_callback_does_not_stop_the_stream() {
 
 #[test]
 fn a_dropped_stream_finishes_what_it_was_given() {
-    let (mut stream, release) = held_stream(&HostDevice::new());
+    let (mut stream, release) = held_stream(&HostDevice::default());
     let (send, got) = mpsc::channel();
     for i in 0..3 {
         let send = send.clone();
@@ -338,7 +329,7 @@ fn a_dropped_stream_finishes_what_it_was_given() {
 
 #[test]
 fn waits_of_an_idle_stream_are_done() {
-    let device = HostDevice::new();
+    let device = HostDevice::default();
     assert_eq!(device.name(), "host");
     let mut stream = device.make_stream().unwrap();
     stream.synchronize(Some(MonotonicTime(0))).unwrap();

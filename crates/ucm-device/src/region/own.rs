@@ -13,7 +13,7 @@ use std::ops::Deref;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use ucm_core::{BlockId, Error, Result};
 use ucm_infra::seqlock;
 
@@ -44,7 +44,7 @@ pub struct SharedRegion {
     pub(super) shape: Shape,
     slots: Mutex<Slots>,
     announced: Mutex<Option<Announcement>>,
-    fd: OwnFd,
+    pub(super) fd: OwnFd,
 }
 
 /// The writer's state of its slots: 4 bytes each, and 4 more while a slot is free.
@@ -134,11 +134,8 @@ impl SharedRegion {
 
     /// A slot to fill, or `None` if none is free (or in a forked child).
     pub fn reserve(self: &Arc<Self>) -> Option<WriteLease> {
-        if !self.mapping.here() {
-            return None;
-        }
         let slot = {
-            let mut slots = self.slots.lock();
+            let mut slots = self.slots()?;
             let slot = slots.free.pop()?;
             *slots.state.get_mut(slot as usize)? = 1;
             slot as usize
@@ -164,10 +161,7 @@ impl SharedRegion {
 
     /// Pins a record, even if its name is removed later.
     pub fn pin(self: &Arc<Self>, id: BlockId) -> Option<Pinned> {
-        if !self.mapping.here() {
-            return None;
-        }
-        let mut slots = self.slots.lock();
+        let mut slots = self.slots()?;
         let found = self.table().find(id)?; // under the lock: named, so not reserved
         *slots.state.get_mut(found.slot)? += 1;
         drop(slots);
@@ -176,22 +170,15 @@ impl SharedRegion {
 
     /// True if the slot is pinned or being filled.
     pub fn is_pinned(&self, slot: u32) -> bool {
-        self.mapping.here()
-            && self
-                .slots
-                .lock()
-                .state
-                .get(slot as usize)
-                .is_some_and(|state| state & !NAMED > 0)
+        let state = |slots: MutexGuard<'_, Slots>| slots.state.get(slot as usize).copied();
+        let state = self.slots().and_then(state);
+        state.is_some_and(|state| state & !NAMED > 0)
     }
 
     /// Removes the name of a record. The returned pin holds it; after that its slot is free. With
     /// `only`, removes it only from that slot.
     pub fn remove(self: &Arc<Self>, id: BlockId, only: Option<u32>) -> Option<Pinned> {
-        if !self.mapping.here() {
-            return None;
-        }
-        let mut slots = self.slots.lock();
+        let mut slots = self.slots()?;
         let found = self.table().find(id)?;
         if only.is_some_and(|only| only as usize != found.slot) {
             return None;
@@ -206,7 +193,7 @@ impl SharedRegion {
 
     /// The id in a slot that has a name.
     pub fn id_of(&self, slot: u32) -> Option<BlockId> {
-        let named = self.mapping.here() && self.slots.lock().state.get(slot as usize)? & NAMED != 0;
+        let named = self.slots()?.state.get(slot as usize)? & NAMED != 0;
         let entry = self.table().entry(slot as usize).filter(|_| named)?;
         let field = |field: Field| entry[field as usize].load(std::sync::atomic::Ordering::Relaxed);
         Some(super::shape::whole([field(Field::Low), field(Field::High)]))
@@ -215,7 +202,7 @@ impl SharedRegion {
     /// Ids of all records, in no order, with their lengths and slots.
     pub fn records(&self) -> Vec<(BlockId, usize, u32)> {
         // nothing is named or removed during this
-        let _still = self.mapping.here().then(|| self.slots.lock());
+        let _still = self.slots();
         let records = self.table().iter();
         records
             .map(|found| (found.id, found.len, found.slot as u32))
@@ -229,20 +216,12 @@ impl SharedRegion {
 
     /// Number of free slots.
     pub fn free(&self) -> usize {
-        if self.mapping.here() {
-            self.slots.lock().free.len()
-        } else {
-            0
-        }
+        self.slots().map_or(0, |slots| slots.free.len())
     }
 
     /// Number of records that can be found.
     pub fn len(&self) -> usize {
-        if self.mapping.here() {
-            self.slots.lock().named
-        } else {
-            0
-        }
+        self.slots().map_or(0, |slots| slots.named)
     }
 
     /// True if there are no records.
@@ -274,27 +253,17 @@ impl SharedRegion {
         self.shape.nonce
     }
 
-    #[cfg(test)]
-    pub(super) fn shape(&self) -> &Shape {
-        &self.shape
-    }
-
-    #[cfg(test)]
-    pub(super) fn words(&self) -> &[seqlock::AtomicU64] {
-        self.mapping.words()
-    }
-
-    #[cfg(test)]
-    pub(super) fn descriptor(&self) -> i32 {
-        self.fd.as_fd().as_raw_fd()
-    }
-
     pub(super) fn table(&self) -> Table<'_> {
         Table {
             words: self.mapping.words(),
             shape: &self.shape,
             probes: self.shape.buckets,
         }
+    }
+
+    /// `None` in a forked child, where a thread that it does not have may hold the lock.
+    fn slots(&self) -> Option<MutexGuard<'_, Slots>> {
+        self.mapping.here().then(|| self.slots.lock())
     }
 
     fn pinned(self: &Arc<Self>, slot: usize, id: BlockId, len: usize, ordinal: u32) -> Pinned {
@@ -330,10 +299,9 @@ impl SharedRegion {
 
     /// Removes one user of a slot; without name and users it is free.
     pub(super) fn release(&self, slot: usize) {
-        if !self.mapping.here() {
+        let Some(mut slots) = self.slots() else {
             return;
-        }
-        let mut slots = self.slots.lock();
+        };
         let Some(state) = slots.state.get_mut(slot) else {
             return;
         };

@@ -171,14 +171,8 @@ impl Shape {
 
 /// An id as two words.
 pub(crate) fn halves(id: BlockId) -> [u64; 2] {
-    let (low, high) = id.0.split_at(WORD);
-    let word = |bytes: &[u8]| {
-        bytes
-            .iter()
-            .rev()
-            .fold(0, |word, &byte| word << 8 | u64::from(byte))
-    };
-    [word(low), word(high)]
+    let (words, _) = id.0.as_chunks::<WORD>();
+    [words[0], words[1]].map(u64::from_le_bytes)
 }
 
 /// The id of two words.

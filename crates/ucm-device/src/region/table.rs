@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use ucm_core::BlockId;
 use ucm_infra::seqlock::{self, AtomicU64};
 
-use super::shape::{ENTRY, MOVES, Shape, halves, whole};
+use super::shape::{ENTRY, MOVES, Shape, WORD, halves, whole};
 
 /// Attempts of a search or copy that overlaps with a write.
 const AGAIN: usize = 4;
@@ -15,9 +15,6 @@ const AGAIN: usize = 4;
 /// are, a name lies further away once in 10^12 regions of 2^30 slots. In a full index a search
 /// would read all of it.
 pub(crate) const MOST_PROBES: usize = 256;
-
-/// Bytes of a word.
-const WORD: usize = size_of::<u64>();
 
 /// A found record, as of a moment ago.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -136,18 +133,10 @@ impl<'a> Table<'a> {
         (whole && len <= self.shape.record_len).then_some(found)
     }
 
-    /// Copies a record to the start of `out`. Returns its length, or `None` if it does not exist,
-    /// was removed during the copy, or is longer than `out`. The bytes are the writer's; their
-    /// checksums must be verified.
-    pub(crate) fn copy_out(&self, id: BlockId, out: &mut [u8]) -> Option<usize> {
-        let whole = 0..out.len();
-        let len = self.copy_parts(id, &[whole], out)?;
-        (len <= out.len()).then_some(len)
-    }
-
     /// Copies parts of a record, up to its end, each to its offset in the record. Returns the
     /// record's length, or `None` if it does not exist, was removed during the copy, or `out` is
-    /// too short. Parts begin at words. All bytes are of one record of the writer.
+    /// too short. Parts begin at words. All bytes are of one record of the writer, and their
+    /// checksums must be verified.
     pub(crate) fn copy_parts(
         &self,
         id: BlockId,

@@ -74,16 +74,9 @@ impl RegionView {
         self.table().find(id).is_some()
     }
 
-    /// Copies a record to the start of `out` and returns its length; `None` if it does not exist,
-    /// was removed during the copy, or is longer than `out`. The checksums of the bytes must be
-    /// verified.
-    pub fn copy_out(&self, id: BlockId, out: &mut [u8]) -> Option<usize> {
-        self.table().copy_out(id, out)
-    }
-
     /// Copies parts of a record, up to its end, each to its offset in the record, and returns the
     /// record's length; `None` if it does not exist, was removed during the copy, or a part does
-    /// not fit `out`. Parts begin at multiples of 8. Verify as for [`RegionView::copy_out`].
+    /// not fit `out`. Parts begin at multiples of 8. The checksums of the bytes must be verified.
     pub fn copy_parts(&self, id: BlockId, parts: &[Range<usize>], out: &mut [u8]) -> Option<usize> {
         self.table().copy_parts(id, parts, out)
     }

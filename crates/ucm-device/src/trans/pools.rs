@@ -17,13 +17,15 @@ use crate::span::HostSpan;
 /// Buffers of a pool begin at multiples of this.
 const ALIGNED: usize = 256;
 
-/// Where a buffer is.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum MemoryKind {
-    /// In the device's memory.
-    Device,
-    /// In the host's, pinned.
-    Host,
+ucm_core::named! {
+    /// Where a buffer is.
+    #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+    pub enum MemoryKind {
+        /// In the device's memory.
+        Device = "device",
+        /// In the host's, pinned.
+        Host = "host",
+    }
 }
 
 /// The source of one device's buffers.
@@ -228,7 +230,7 @@ mod tests {
     fn pools() -> (Arc<Pools>, Arc<ManualClock>) {
         let clock = ManualClock::new();
         let pools = Pools::new(
-            Arc::new(HostDevice::new()),
+            Arc::new(HostDevice::default()),
             Arc::clone(&clock) as Arc<dyn Clock>,
         );
         (Arc::new(pools), clock)

@@ -3,6 +3,7 @@
 mod finding;
 
 use std::collections::HashMap;
+use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -42,6 +43,13 @@ fn content(n: u64, version: u64) -> Vec<u8> {
     let byte =
         |at: usize| (n as u8).wrapping_mul(31) ^ (version as u8).wrapping_mul(17) ^ (at / 8) as u8;
     (0..LEN).map(byte).collect()
+}
+
+/// Copies a whole record to the start of `out`.
+fn copy_out(view: &RegionView, id: BlockId, out: &mut [u8]) -> Option<usize> {
+    let whole = 0..out.len();
+    let copied = view.copy_parts(id, &[whole], out);
+    copied.filter(|&len| len <= out.len())
 }
 
 fn put(region: &Arc<SharedRegion>, n: u64, version: u64) -> (u32, Option<u32>) {
@@ -102,8 +110,8 @@ impl Place {
 fn table<'a>(region: &'a SharedRegion, words: &'a [seqlock::AtomicU64]) -> Table<'a> {
     Table {
         words,
-        shape: region.shape(),
-        probes: region.shape().buckets,
+        shape: &region.shape,
+        probes: region.shape.buckets,
     }
 }
 
@@ -112,7 +120,7 @@ fn a_reader_looks_at_few_buckets_of_an_index_that_is_full() {
     let (mut place, region) = (Place::new(), region(1024));
     let view = place.view(&region);
     put(&region, 1, 0);
-    let (shape, words) = (region.shape(), region.words());
+    let (shape, words) = (&region.shape, region.mapping.words());
     let (home, mask) = (shape.place(id(1)).0, shape.buckets - 1);
     let bucket = |steps: usize| &words[shape.index() + ((home + steps) & mask)];
     let name = bucket(0).load(Ordering::Relaxed);
@@ -126,7 +134,7 @@ fn a_reader_looks_at_few_buckets_of_an_index_that_is_full() {
     bucket(MOST_PROBES).store(name, Ordering::Relaxed);
     assert!(!view.contains(id(1)), "the search has ended before");
     let mut out = vec![0; 8192];
-    assert!(view.copy_out(id(1), &mut out).is_none() && !view.contains(id(2)));
+    assert!(copy_out(&view, id(1), &mut out).is_none() && !view.contains(id(2)));
     assert!(region.contains(id(1)), "the writer trusts its own index");
 }
 
@@ -135,13 +143,13 @@ fn a_record_is_found_copied_replaced_and_removed() {
     let (mut place, region) = (Place::new(), region(4));
     let view = place.view(&region);
     let mut out = vec![0; 8192];
-    assert!(!region.contains(id(1)) && view.copy_out(id(1), &mut out).is_none());
+    assert!(!region.contains(id(1)) && copy_out(&view, id(1), &mut out).is_none());
     let (slot, before) = put(&region, 1, 0);
     assert_eq!((before, region.find(id(1))), (None, Some((slot, 1))));
-    assert_eq!(view.copy_out(id(1), &mut out), Some(LEN));
+    assert_eq!(copy_out(&view, id(1), &mut out), Some(LEN));
     assert_eq!(out[..LEN], content(1, 0));
     assert!(
-        view.copy_out(id(1), &mut out[..LEN - 1]).is_none(),
+        copy_out(&view, id(1), &mut out[..LEN - 1]).is_none(),
         "no room for it"
     );
 
@@ -154,7 +162,7 @@ fn a_record_is_found_copied_replaced_and_removed() {
         "the old one is pinned"
     );
     assert_eq!(pinned[..], content(1, 0), "and stands still");
-    assert_eq!(view.copy_out(id(1), &mut out), Some(LEN));
+    assert_eq!(copy_out(&view, id(1), &mut out), Some(LEN));
     assert_eq!(out[..LEN], content(1, 1));
     drop(pinned);
     assert_eq!(region.free(), 3);
@@ -270,16 +278,16 @@ fn the_index_is_that_of_a_map_through_a_thousand_times_its_size_and_searches_sta
     assert!(
         longest <= 64,
         "a search met {longest} of {} words",
-        region.shape().buckets
+        region.shape.buckets
     );
 }
 
 /// Most words that any search can read: the longest run of names.
 fn longest_search(region: &SharedRegion) -> usize {
-    let table = table(region, region.words());
+    let table = table(region, region.mapping.words());
     let free = |bucket: usize| table.bucket(bucket).unwrap().load(Ordering::Relaxed) == 0;
     let (mut longest, mut run) = (0, 0);
-    for bucket in (0..region.shape().buckets).chain(0..region.shape().buckets) {
+    for bucket in (0..region.shape.buckets).chain(0..region.shape.buckets) {
         run = if free(bucket) { 0 } else { run + 1 };
         longest = longest.max(run);
     }
@@ -291,10 +299,10 @@ fn a_write_under_way_is_a_miss_even_where_the_index_names_it() {
     let (mut place, region) = (Place::new(), region(4));
     let view = place.view(&region);
     let (slot, _) = put(&region, 1, 0);
-    let table = table(&region, region.words());
+    let table = table(&region, region.mapping.words());
     let generation = &table.entry(slot as usize).unwrap()[Field::Generation as usize];
     seqlock::begin(generation); // the state after the writer was killed
-    assert!(!view.contains(id(1)) && view.copy_out(id(1), &mut vec![0; LEN]).is_none());
+    assert!(!view.contains(id(1)) && copy_out(&view, id(1), &mut vec![0; LEN]).is_none());
     assert!(view.records().is_empty());
     seqlock::publish(generation);
     assert!(view.contains(id(1)));
@@ -305,9 +313,9 @@ fn whatever_stands_in_the_words_no_reader_falls_over_it() {
     let (mut place, region) = (Place::new(), region(4));
     let view = place.view(&region);
     put(&region, 1, 0);
-    let table = table(&region, region.words());
-    let moves = &region.words()[super::shape::MOVES];
-    for bucket in 0..region.shape().buckets {
+    let table = table(&region, region.mapping.words());
+    let moves = &region.mapping.words()[super::shape::MOVES];
+    for bucket in 0..region.shape.buckets {
         moves.store(bucket as u64, Ordering::Relaxed);
         for word in [
             1,
@@ -320,7 +328,7 @@ fn whatever_stands_in_the_words_no_reader_falls_over_it() {
             table.bucket(bucket).unwrap().store(word, Ordering::Relaxed);
             let _ = (
                 view.contains(id(1)),
-                view.copy_out(id(7), &mut [0; 16]),
+                copy_out(&view, id(7), &mut [0; 16]),
                 view.records(),
             );
         }
@@ -337,7 +345,7 @@ fn whatever_stands_in_the_words_no_reader_falls_over_it() {
     let entry = table.entry(0).unwrap();
     describe(entry, id(3), usize::MAX >> 1, 0);
     table.name(id(3), 0, None);
-    assert!(view.copy_out(id(3), &mut vec![0; 1 << 16]).is_none());
+    assert!(copy_out(&view, id(3), &mut vec![0; 1 << 16]).is_none());
 }
 
 #[test]
@@ -359,7 +367,7 @@ fn a_copy_during_overwriting_is_exact_or_a_miss() {
             scope.spawn(|| {
                 let mut out = vec![0; LEN];
                 for n in (0..3).cycle().take_while(|_| !enough()) {
-                    if view.copy_out(id(n), &mut out) == Some(LEN) {
+                    if copy_out(&view, id(n), &mut out) == Some(LEN) {
                         let wrong = |(at, &byte): (usize, &u8)| byte != out[0] ^ (at / 8) as u8;
                         torn.fetch_add(
                             usize::from(out.iter().enumerate().any(wrong)),
@@ -382,7 +390,7 @@ fn memory_is_touched_only_where_it_is_used() {
     });
     let region = region.unwrap();
     put(&region, 1, 0);
-    let path = format!("/proc/self/fd/{}", region.descriptor());
+    let path = format!("/proc/self/fd/{}", region.fd.as_fd().as_raw_fd());
     let blocks = std::os::unix::fs::MetadataExt::blocks(&std::fs::metadata(path).unwrap());
     assert!(blocks * 512 < 1 << 20, "{blocks} blocks for one record");
 }
@@ -390,7 +398,7 @@ fn memory_is_touched_only_where_it_is_used() {
 #[test]
 fn where_memory_is_committed_strictly_every_page_is_taken_at_the_start() {
     let region = SharedRegion::make(options(64), true).unwrap();
-    let path = format!("/proc/self/fd/{}", region.descriptor());
+    let path = format!("/proc/self/fd/{}", region.fd.as_fd().as_raw_fd());
     let blocks = std::os::unix::fs::MetadataExt::blocks(&std::fs::metadata(path).unwrap());
     assert_eq!(blocks * 512, region.bytes() as u64, "no access can fault");
     put(&region, 1, 0);
