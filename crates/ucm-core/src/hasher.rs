@@ -143,34 +143,12 @@ impl BlockHasher {
         }
         let blocks = tail.len() / self.block_size;
         let extra = self.frames(extra, start, start.saturating_add(blocks))?;
-        let mut keys = Vec::with_capacity(blocks);
-        match self.method {
-            HashMethod::Sha256 => self.chain(
-                Padded::<Sha256Core>::new(self.block_size),
-                parent,
-                tail,
-                start,
-                &extra,
-                &mut keys,
-            ),
-            HashMethod::Blake3 => self.chain(
-                Blake3::new(self.block_size),
-                parent,
-                tail,
-                start,
-                &extra,
-                &mut keys,
-            ),
-            HashMethod::Md5 => self.chain(
-                Padded::<Md5Core>::new(self.block_size),
-                parent,
-                tail,
-                start,
-                &extra,
-                &mut keys,
-            ),
-        }
-        Ok(keys)
+        let (size, tail) = (self.block_size, (start, tail));
+        Ok(match self.method {
+            HashMethod::Sha256 => self.chain(Padded::<Sha256Core>::new(size), parent, tail, &extra),
+            HashMethod::Blake3 => self.chain(Blake3::new(size), parent, tail, &extra),
+            HashMethod::Md5 => self.chain(Padded::<Md5Core>::new(size), parent, tail, &extra),
+        })
     }
 
     /// The frames of the blocks in `first..end`, checked, in the order in which they are hashed.
@@ -202,16 +180,16 @@ impl BlockHasher {
         Ok(frames)
     }
 
-    /// Runs the chain over the full blocks of `tail`; `frames` are sorted by block.
+    /// Runs the chain over the full blocks of `tail`, from block `start` on; `frames` are sorted by
+    /// block.
     fn chain(
         &self,
         mut plain: impl PlainBlock,
         mut parent: BlockId,
-        tail: &[u32],
-        start: usize,
+        (start, tail): (usize, &[u32]),
         mut frames: &[ExtraKey<'_>],
-        keys: &mut Vec<BlockId>,
-    ) {
+    ) -> Vec<BlockId> {
+        let mut keys = Vec::with_capacity(tail.len() / self.block_size);
         let mut framed = Vec::new();
         for (i, tokens) in tail.chunks_exact(self.block_size).enumerate() {
             let mine = frames
@@ -229,6 +207,7 @@ impl BlockHasher {
             };
             keys.push(parent);
         }
+        keys
     }
 }
 

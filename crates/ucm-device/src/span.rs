@@ -6,8 +6,8 @@
 
 use ucm_core::{Error, Result};
 
-/// `len` bytes at `addr` in the memory of a device (on `host`: of this process), or, with `HOST`, in
-/// this process's memory, outside of this crate's ownership.
+/// `len` bytes at `addr` in the memory of a device (on `host`: of this process), or, with `HOST`,
+/// in this process's memory, outside of this crate's ownership.
 ///
 /// Copying the span copies the name, not the promise: the promise of [`Span::new`] covers every
 /// copy.

@@ -65,26 +65,24 @@ impl JobWatch {
 }
 
 impl IoJob {
-    pub(crate) fn new(engine: Arc<dyn IoEngine>, lane: usize, until: Option<Until>) -> Self {
+    /// `visit`: where the thread is another pool's.
+    pub(crate) fn new(
+        engine: &Arc<dyn IoEngine>,
+        lane: usize,
+        until: Option<Until>,
+        visit: Option<Visit>,
+    ) -> Self {
         Self {
-            engine,
+            engine: Arc::clone(engine),
             lane,
             watch: JobWatch(until),
-            _visit: None,
-        }
-    }
-
-    /// The same on the thread of another pool.
-    pub(crate) fn visiting(self, visit: Visit) -> Self {
-        Self {
-            _visit: Some(visit),
-            ..self
+            _visit: visit,
         }
     }
 
     /// A job outside any pool, which is never written off.
     pub fn alone(engine: Arc<dyn IoEngine>) -> Self {
-        Self::new(engine, 0, None)
+        Self::new(&engine, 0, None, None)
     }
 
     /// Says whether this job is still waited for, also once its thread went on.

@@ -40,26 +40,17 @@ pub(crate) fn is_absent(errno: Errno) -> bool {
 }
 
 /// The fields of a stat that we use.
+#[allow(
+    clippy::unnecessary_cast,
+    reason = "the types differ between architectures"
+)]
 pub(crate) fn to_meta(stat: &Stat) -> FileMeta {
     FileMeta {
         len: u64::try_from(stat.st_size).unwrap_or(0),
-        // The types differ between architectures.
-        #[allow(
-            clippy::unnecessary_cast,
-            reason = "the types differ between architectures"
-        )]
         mtime_ns: (stat.st_mtime as i64)
             .saturating_mul(1_000_000_000)
             .saturating_add(stat.st_mtime_nsec as i64),
-        #[allow(
-            clippy::unnecessary_cast,
-            reason = "the types differ between architectures"
-        )]
         ino: stat.st_ino as u64,
-        #[allow(
-            clippy::unnecessary_cast,
-            reason = "the types differ between architectures"
-        )]
         dev: stat.st_dev as u64,
         is_dir: FileType::from_raw_mode(stat.st_mode) == FileType::Directory,
     }

@@ -67,12 +67,6 @@ impl IoOptions {
     }
 }
 
-impl Default for IoOptions {
-    fn default() -> Self {
-        Self::with_workers(8)
-    }
-}
-
 /// Threads for file I/O.
 pub struct IoPool {
     engine: Arc<dyn IoEngine>,
@@ -95,10 +89,8 @@ impl IoPool {
             .max_replacements(options.max_replacements)
             .clock(Arc::clone(&options.clock))
             .build()?;
-        let widths = options
-            .lanes
-            .iter()
-            .map(|lane| lane.max_running.min(options.workers));
+        let width = |lane: &Lane| lane.max_running.min(options.workers);
+        let widths = options.lanes.iter().map(width);
         Ok(Arc::new(Self {
             engine,
             workers,
@@ -134,7 +126,7 @@ impl IoPool {
     ) {
         let ticket = Arc::new(Ticket::default());
         let until = (Arc::clone(&self.clock), deadline, Arc::clone(&ticket));
-        let job = IoJob::new(Arc::clone(&self.engine), lane, Some(until));
+        let job = IoJob::new(&self.engine, lane, Some(until), None);
         let work = move || work(&job);
         let tell = move |result: Result<Result<T>>| {
             ticket.end();
@@ -179,7 +171,7 @@ impl IoPool {
     /// A job on the calling thread, which is never written off: for work without file-system calls.
     pub fn here(&self, lane: usize, deadline: MonotonicTime) -> IoJob {
         let until = (Arc::clone(&self.clock), deadline, Arc::default());
-        IoJob::new(Arc::clone(&self.engine), lane, Some(until))
+        IoJob::new(&self.engine, lane, Some(until), None)
     }
 
     /// A job on the thread that calls, which is another pool's: that pool keeps the time, by
@@ -187,8 +179,8 @@ impl IoPool {
     /// dropped.
     pub fn visit(&self, lane: usize, deadline: MonotonicTime, ticket: &Arc<Ticket>) -> IoJob {
         let until = (Arc::clone(&self.clock), deadline, Arc::clone(ticket));
-        IoJob::new(Arc::clone(&self.engine), lane, Some(until))
-            .visiting(ticket.visit(&self.stuck_guests))
+        let visit = ticket.visit(&self.stuck_guests);
+        IoJob::new(&self.engine, lane, Some(until), Some(visit))
     }
 
     /// Number of jobs of a lane that run at once; callers split their work by it.
@@ -272,17 +264,12 @@ impl<T> Pending<T> {
 
     /// The same, with the time after the deadline within which the pool must report.
     pub fn wait_for(self, grace: Duration) -> Result<T> {
-        let late = || {
-            Error::new(
-                ErrorKind::Timeout,
-                "the file system did not respond in time",
-            )
-        };
         let until = self.deadline.after(grace);
-        let result = self
-            .ended
-            .wait(&*self.clock, Some(until))
-            .ok_or_else(late)?;
+        let ended = self.ended.wait(&*self.clock, Some(until));
+        let result = ended.ok_or_else(|| {
+            let late = "the file system did not respond in time";
+            Error::new(ErrorKind::Timeout, late)
+        })?;
         let result = result.lock().take();
         result.unwrap_or_else(|| Err(Error::internal("an outcome was taken twice")))
     }

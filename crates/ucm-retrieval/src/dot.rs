@@ -211,18 +211,13 @@ fn check(spec: &DotScores<'_>) -> Result<()> {
     if reps == 0 || heads == 0 || dim == 0 {
         return Err(wrong("a representation has at least one element"));
     }
-    let sum = |parts: [Option<usize>; 3]| {
-        parts
-            .into_iter()
-            .try_fold(0_usize, |sum, part| sum.checked_add(part?))
+    let bytes = || {
+        let rep = spec.reps.stride.checked_mul(reps - 1)?;
+        let head = spec.reps.head_stride.checked_mul(heads - 1)?;
+        let end = rep.checked_add(head)?.checked_add(dim)?;
+        end.checked_mul(spec.reps.element.size())
     };
-    let end = sum([
-        spec.reps.stride.checked_mul(reps - 1),
-        spec.reps.head_stride.checked_mul(heads - 1),
-        Some(dim),
-    ]);
-    let bytes = end.and_then(|end| end.checked_mul(spec.reps.element.size()));
-    if bytes.is_none_or(|bytes| bytes > spec.reps.blocks.len()) {
+    if bytes().is_none_or(|bytes| bytes > spec.reps.blocks.len()) {
         return Err(
             wrong("a block has fewer bytes than its representations need")
                 .with("bytes", spec.reps.blocks.len()),

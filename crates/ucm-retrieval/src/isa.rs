@@ -8,7 +8,7 @@ ucm_core::named! {
     /// An instruction set. Every kernel of this crate supports each of them; the smallest is first.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
     pub enum Isa {
-        /// Plain Rust, one number at a time. It runs anywhere, and the others are tested against it.
+        /// Plain Rust, one number at a time. It runs anywhere; the others are tested against it.
         Scalar = "scalar",
         /// x86-64 with AVX2, FMA, F16C and POPCNT.
         Avx2 = "avx2",

@@ -207,13 +207,8 @@ impl<'a> Blocks<'a> {
             let error = Error::invalid("these bytes are no whole number of blocks");
             return Err(error.with("bytes", bytes.len()).with("block", len));
         }
-        Ok(Self {
-            base: bytes.as_ptr(),
-            count: bytes.len() / len,
-            stride: len,
-            len,
-            held: PhantomData,
-        })
+        // SAFETY: all of it lies in `bytes`.
+        Ok(unsafe { Self::from_raw(bytes.as_ptr(), bytes.len() / len, len, len) })
     }
 
     /// Blocks at an address.

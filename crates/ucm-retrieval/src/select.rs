@@ -108,17 +108,9 @@ pub fn select(
         } else {
             let first = item * stride;
             let range = first + middle.start..first + middle.end;
-            let ranks: Vec<u64> = match scores {
-                Scores::F32(all) => all[range]
-                    .iter()
-                    .zip(0..)
-                    .map(|(&x, i)| rank(of_single(x), i))
-                    .collect(),
-                Scores::I32(all) => all[range]
-                    .iter()
-                    .zip(0..)
-                    .map(|(&x, i)| rank(of_integer(x), i))
-                    .collect(),
+            let ranks = match scores {
+                Scores::F32(all) => ranks(&all[range], of_single),
+                Scores::I32(all) => ranks(&all[range], of_integer),
             };
             let least = least_of_best(ranks.clone(), budgets[row]);
             for (block, rank) in middle.clone().zip(ranks) {
@@ -201,13 +193,14 @@ fn check(
     Ok(())
 }
 
-/// Rank of a block by its score, the lower position first among equals, unique within a row. 0:
+/// Ranks of blocks by their scores, the lower position first among equals, unique within a row. 0:
 /// never selected.
-fn rank(score: u32, place: u32) -> u64 {
-    match score {
+fn ranks<T: Copy>(scores: &[T], order: impl Fn(T) -> u32) -> Vec<u64> {
+    let rank = |(&score, place): (&T, u32)| match order(score) {
         0 => 0,
-        _ => u64::from(score) << 32 | u64::from(u32::MAX - place),
-    }
+        score => u64::from(score) << 32 | u64::from(u32::MAX - place),
+    };
+    scores.iter().zip(0..).map(rank).collect()
 }
 
 /// An integer in the order of singles; 0 for those that are never selected.
@@ -266,7 +259,7 @@ mod tests {
                 .all(|pair| of_integer(pair[0]) < of_integer(pair[1]))
         );
         assert_eq!(of_integer(i32::MIN), 0);
-        assert!(rank(5, 3) > rank(5, 4));
-        assert!(rank(5, u32::MAX) > rank(4, 0));
+        let ranks = ranks(&[4, 5, 5, 0], |score| score);
+        assert!(ranks[1] > ranks[2] && ranks[2] > ranks[0] && ranks[3] == 0);
     }
 }

@@ -28,8 +28,8 @@ ucm_core::named! {
         Kernel = "sm",
         /// One kernel between the runs and a buffer on the device, and a copy of that buffer.
         Staging = "staging",
-        /// One copy for each run, each ending before the next begins: for devices whose asynchronous
-        /// copies are wrong.
+        /// One copy for each run, each ending before the next begins: for devices whose
+        /// asynchronous copies are wrong.
         Plain = "plain",
     }
 }

@@ -28,15 +28,15 @@ const MAX_CAPACITY: usize = 1 << 24;
 /// Makes rings; see [`bounded`](Self::bounded).
 pub struct SpscRing<T>(PhantomData<T>);
 
-/// The sending end. Dropping it closes the ring: the consumer takes the remaining items and then sees
-/// the end.
+/// The sending end. Dropping it closes the ring: the consumer takes the remaining items and then
+/// sees the end.
 pub struct RingProducer<T> {
     tail: Tail<T>,
     shared: Arc<RingState>,
 }
 
-/// The receiving end. Dropping it closes the ring and drops the items in it: the producer's next push
-/// fails, and an item whose push overlaps with the drop may be accepted and dropped.
+/// The receiving end. Dropping it closes the ring and drops the items in it: the producer's next
+/// push fails, and an item whose push overlaps with the drop may be accepted and dropped.
 pub struct RingConsumer<T> {
     head: Head<T>,
     shared: Arc<RingState>,
@@ -109,7 +109,8 @@ impl<T> RingProducer<T> {
         if self.shared.is_closed() {
             return Err(PushError::Closed(item));
         }
-        self.tail.push(item).map_err(PushError::Full)?;
+        let full = |rtrb::PushError::Full(item)| PushError::Full(item);
+        self.tail.push(item).map_err(full)?;
         self.shared.consumer.wake();
         Ok(())
     }
@@ -151,7 +152,7 @@ impl<T> RingConsumer<T> {
         let look = || {
             // Read before the ring is found empty, so items pushed before the close are seen.
             let closed = self.shared.is_closed();
-            let item = self.head.pop();
+            let item = self.head.pop().ok();
             if item.is_some() {
                 self.shared.producer.wake();
             }
@@ -173,7 +174,7 @@ impl<T> Drop for RingConsumer<T> {
     fn drop(&mut self) {
         self.shared.close();
         // Values in the items must be dropped now, not when the producer ends.
-        while self.head.pop().is_some() {}
+        while self.head.pop().is_ok() {}
     }
 }
 

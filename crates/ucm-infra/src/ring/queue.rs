@@ -1,47 +1,22 @@
 //! The queue under the ring: rtrb, or under loom a stand-in with the same memory order.
 
 #[cfg(not(loom))]
-pub(super) use plain::{Head, Tail, queue};
+pub(super) use rtrb::{Consumer as Head, Producer as Tail};
 
 #[cfg(loom)]
 pub(super) use modelled::{Head, Tail, queue};
 
+/// The end that gives, and the one that takes.
 #[cfg(not(loom))]
-mod plain {
-    /// The end that takes.
-    pub(in crate::ring) struct Head<T>(rtrb::Consumer<T>);
-
-    /// The end that gives.
-    pub(in crate::ring) struct Tail<T>(rtrb::Producer<T>);
-
-    pub(in crate::ring) fn queue<T>(capacity: usize) -> (Tail<T>, Head<T>) {
-        let (tail, head) = rtrb::RingBuffer::new(capacity);
-        (Tail(tail), Head(head))
-    }
-
-    impl<T> Head<T> {
-        pub(in crate::ring) fn pop(&mut self) -> Option<T> {
-            self.0.pop().ok()
-        }
-    }
-
-    impl<T> Tail<T> {
-        /// Returns the item if the queue is full.
-        pub(in crate::ring) fn push(&mut self, item: T) -> Result<(), T> {
-            self.0
-                .push(item)
-                .map_err(|rtrb::PushError::Full(item)| item)
-        }
-
-        pub(in crate::ring) fn is_full(&self) -> bool {
-            self.0.is_full()
-        }
-    }
+pub(super) fn queue<T>(capacity: usize) -> (Tail<T>, Head<T>) {
+    rtrb::RingBuffer::new(capacity)
 }
 
 #[cfg(loom)]
 mod modelled {
     use std::sync::Arc;
+
+    use rtrb::{PopError, PushError};
 
     use crate::sync::{AtomicUsize, Mutex, Ordering};
 
@@ -76,22 +51,22 @@ mod modelled {
     }
 
     impl<T> Head<T> {
-        pub(in crate::ring) fn pop(&mut self) -> Option<T> {
+        pub(in crate::ring) fn pop(&mut self) -> Result<T, PopError> {
             let popped = self.0.popped.load(Ordering::Relaxed);
             if self.0.pushed.load(Ordering::Acquire) == popped {
-                return None;
+                return Err(PopError::Empty);
             }
             let item = self.0.place(popped).lock().take();
             self.0.popped.store(popped + 1, Ordering::Release);
-            item
+            item.ok_or(PopError::Empty)
         }
     }
 
     impl<T> Tail<T> {
-        pub(in crate::ring) fn push(&mut self, item: T) -> Result<(), T> {
+        pub(in crate::ring) fn push(&mut self, item: T) -> Result<(), PushError<T>> {
             let pushed = self.0.pushed.load(Ordering::Relaxed);
             if self.is_full() {
-                return Err(item);
+                return Err(PushError::Full(item));
             }
             *self.0.place(pushed).lock() = Some(item);
             self.0.pushed.store(pushed + 1, Ordering::Release);

@@ -51,27 +51,13 @@ pub(super) struct Cqe {
 }
 
 const _: () = {
-    assert!(
-        size_of::<Iov>() == 312 && offset_of!(Iov, id) == 16 && offset_of!(Iov, mount_point) == 32
-    );
-    assert!(
-        offset_of!(Iov, size) == 288
-            && offset_of!(Iov, block_size) == 296
-            && offset_of!(Iov, numa) == 304
-    );
-    assert!(
-        size_of::<Ior>() == 600
-            && offset_of!(Ior, handle) == 312
-            && offset_of!(Ior, mount_point) == 320
-    );
-    assert!(
-        offset_of!(Ior, for_read) == 576
-            && offset_of!(Ior, io_depth) == 580
-            && offset_of!(Ior, flags) == 592
-    );
-    assert!(
-        size_of::<Cqe>() == 24 && offset_of!(Cqe, result) == 8 && offset_of!(Cqe, userdata) == 16
-    );
+    assert!(size_of::<Iov>() == 312 && size_of::<Ior>() == 600 && size_of::<Cqe>() == 24);
+    assert!(offset_of!(Iov, id) == 16 && offset_of!(Iov, mount_point) == 32);
+    assert!(offset_of!(Iov, size) == 288 && offset_of!(Iov, block_size) == 296);
+    assert!(offset_of!(Iov, numa) == 304 && offset_of!(Ior, handle) == 312);
+    assert!(offset_of!(Ior, mount_point) == 320 && offset_of!(Ior, for_read) == 576);
+    assert!(offset_of!(Ior, io_depth) == 580 && offset_of!(Ior, flags) == 592);
+    assert!(offset_of!(Cqe, result) == 8 && offset_of!(Cqe, userdata) == 16);
 };
 
 /// The functions in use, and their library.

@@ -74,17 +74,12 @@ pub(crate) struct Rings {
     /// The mount point, after a probe found that rings work there.
     mount: Mutex<Option<Arc<CStr>>>,
     /// For writes and for reads.
-    pools: [Pool; 2],
+    pools: [Mutex<RingPool>; 2],
 }
 
 /// Rings of one direction.
 #[derive(Default)]
-struct Pool {
-    state: Mutex<PoolState>,
-}
-
-#[derive(Default)]
-struct PoolState {
+struct RingPool {
     free: Vec<Ring>,
     /// Number of existing rings, in use or not, and of broken ones.
     count: usize,
@@ -125,7 +120,11 @@ impl Rings {
         for for_read in [false, true] {
             let ring = Ring::new(&library, &mount, &self.options, for_read);
             let ring = ring.map_err(|errno| format!("no ring could be made: {errno}"))?;
-            self.pools[usize::from(for_read)].add(ring, self.options.rings());
+            let mut pool = self.pools[usize::from(for_read)].lock();
+            if pool.count < self.options.rings() {
+                pool.count += 1;
+                pool.free.push(ring);
+            }
         }
         *self.mount.lock() = Some(mount);
         Ok(2 * self.options.rings() * BUFFER)
@@ -136,7 +135,7 @@ impl Rings {
         *self.mount.lock() = None;
         for pool in &self.pools {
             let free = {
-                let mut state = pool.state.lock();
+                let mut state = pool.lock();
                 state.count -= state.free.len();
                 std::mem::take(&mut state.free)
             };
@@ -185,20 +184,16 @@ impl Rings {
         if !self.is_current(mount) {
             return None;
         }
-        let mut ring = match pool.take(self.options.rings())? {
-            Some(ring) => ring,
-            None => match Ring::new(library, mount, &self.options, for_read) {
-                Ok(ring) => ring,
-                Err(_) => {
-                    pool.state.lock().count -= 1;
-                    return None;
-                }
-            },
+        let taken = pool.lock().take(self.options.rings())?;
+        let made = taken.map_or_else(|| Ring::new(library, mount, &self.options, for_read), Ok);
+        let Ok(mut ring) = made else {
+            pool.lock().count -= 1;
+            return None;
         };
         let result = work(&mut ring);
         // A broken ring is dropped without freeing its memory, and still counts.
         if !ring.is_broken() {
-            let mut state = pool.state.lock();
+            let mut state = pool.lock();
             if self.is_current(mount) {
                 state.free.push(ring);
             } else {
@@ -209,25 +204,13 @@ impl Rings {
     }
 }
 
-impl Pool {
-    fn add(&self, ring: Ring, most: usize) {
-        let mut state = self.state.lock();
-        if state.count < most {
-            state.count += 1;
-            state.free.push(ring);
-        }
-    }
-
+impl RingPool {
     /// A ring, or permission to create one; `None` if there are too many.
-    fn take(&self, most: usize) -> Option<Option<Ring>> {
-        let mut state = self.state.lock();
-        if let Some(ring) = state.free.pop() {
-            return Some(Some(ring));
+    fn take(&mut self, most: usize) -> Option<Option<Ring>> {
+        if self.free.is_empty() {
+            self.count = Some(self.count + 1).filter(|&count| count <= most)?;
         }
-        (state.count < most).then(|| {
-            state.count += 1;
-            None
-        })
+        Some(self.free.pop())
     }
 }
 

@@ -109,8 +109,8 @@ pub fn hamming_scores(
                 row,
                 blocks,
             };
-            // SAFETY: `check` has compared the sizes and the ids, `checked` the processor; only this
-            // thread writes to these places.
+            // SAFETY: `check` has compared the sizes and the ids, `checked` the processor; only
+            // this thread writes to these places.
             unsafe { kernel(job) };
         },
     )
