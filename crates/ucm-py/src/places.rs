@@ -1,7 +1,5 @@
 //! Servers and buckets, for the command line.
 
-use std::sync::Arc;
-
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use ucm_core::Error;
@@ -9,14 +7,11 @@ use ucm_tier::place::{Item, Place as Seen};
 use ucm_tier::registry;
 
 use crate::convert::CallResult;
-use crate::task::same_process;
+use crate::task::OfProcess;
 
 /// A server or a bucket, for tools.
 #[pyclass(frozen, module = "ucm._core")]
-pub(crate) struct Place {
-    seen: Arc<dyn Seen>,
-    pid: u32,
-}
+pub(crate) struct Place(OfProcess<Box<dyn Seen>>);
 
 /// Path, name, length, time of the last use (ns since 1970), version: see `ucm_tier::place::Item`.
 type Listed = (String, String, u64, u64, String);
@@ -26,9 +21,8 @@ impl Place {
     /// `kind`: the name of a kind of tier; `options`: its options as a JSON text.
     #[new]
     fn new(py: Python<'_>, kind: &str, options: &str) -> CallResult<Self> {
-        let seen = py.detach(|| registry::place(kind, options))?.into();
-        let pid = std::process::id();
-        Ok(Self { seen, pid })
+        let seen = py.detach(|| registry::place(kind, options))?;
+        Ok(Self(OfProcess::new(seen)))
     }
 
     /// Its capacity in bytes, its used bytes (0: unknown), and its description.
@@ -78,7 +72,7 @@ impl Place {
         py: Python<'_>,
         ask: impl FnOnce(&dyn Seen) -> Result<T, Error> + Send,
     ) -> CallResult<T> {
-        same_process(self.pid)?;
-        Ok(py.detach(|| ask(&*self.seen))?)
+        let seen = self.0.get()?;
+        Ok(py.detach(|| ask(&**seen))?)
     }
 }

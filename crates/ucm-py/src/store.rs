@@ -12,12 +12,12 @@ use ucm_device::{KvLayout, KvPiece};
 use ucm_infra::SystemClock;
 use ucm_infra::log::{self, Level};
 use ucm_store::builder::StoreSpec;
-use ucm_store::engine::{self, Engine, EnginePart, Hint, Located, Pieces, Row, RowSides};
+use ucm_store::engine::{self, Engine, EnginePart, Hint, Located, Row, RowSides};
 use ucm_store::tiers::Priority;
 
 use crate::convert::{CallResult, Ids, id_list};
-use crate::ffi::{Published, spans};
-use crate::task::{Sides, Task, limit, same_process};
+use crate::ffi::{Published, row};
+use crate::task::{OfProcess, Sides, Task, limit};
 
 /// Most ids of a lookup in memory with the GIL held: a thousand take 0.2 ms.
 const AT_ONCE: usize = 4096;
@@ -27,17 +27,7 @@ const ROWS_AT_ONCE: usize = 256;
 
 /// A lookup on a thread of the store.
 #[pyclass(frozen, module = "ucm._core")]
-pub(crate) struct Asked {
-    asked: engine::Asked,
-    pid: u32,
-}
-
-impl Asked {
-    fn new(asked: engine::Asked) -> Self {
-        let pid = std::process::id();
-        Self { asked, pid }
-    }
-}
+pub(crate) struct Asked(OfProcess<engine::Asked>);
 
 #[pymethods]
 impl Asked {
@@ -47,8 +37,7 @@ impl Asked {
         &self,
         py: Python<'py>,
     ) -> CallResult<Option<(Bound<'py, PyBytes>, &'static str, f64)>> {
-        same_process(self.pid)?;
-        let Some((located, took)) = self.asked.answer() else {
+        let Some((located, took)) = self.0.get()?.answer() else {
             return Ok(None);
         };
         let (tiers, reason) = located?;
@@ -114,7 +103,8 @@ impl Store {
 
     /// The same on a thread of the store.
     fn begin_locate_on_prefix(&self, block_ids: Ids) -> CallResult<Asked> {
-        Ok(Asked::new(self.engine.begin_locate_on_prefix(block_ids.0)?))
+        let asked = self.engine.begin_locate_on_prefix(block_ids.0)?;
+        Ok(Asked(OfProcess::new(asked)))
     }
 
     /// The tier from which each id would be read, a byte each, 255 for one that is no hit.
@@ -125,7 +115,8 @@ impl Store {
 
     /// The same on a thread of the store, with the reason why the first one is no hit.
     fn begin_locate(&self, block_ids: Ids) -> CallResult<Asked> {
-        Ok(Asked::new(self.engine.begin_locate(block_ids.0)?))
+        let asked = self.engine.begin_locate(block_ids.0)?;
+        Ok(Asked(OfProcess::new(asked)))
     }
 
     /// True if lookups need memory only, no system call.
@@ -215,9 +206,9 @@ impl Store {
     ) -> CallResult<Sides> {
         let (deadline, rows) = (limit(timeout)?, block_ids.0.len());
         let sides = py.detach(|| self.engine.load_sides(block_ids.0, name, deadline))?;
-        let task = self.task(sides.task.clone());
+        let task = Py::new(py, Task(OfProcess::new(sides.task.clone())))?;
         let shape = [rows, sides.side_len()];
-        Ok(Sides::new(py, task, sides, shape)?)
+        Ok(Sides { task, sides, shape })
     }
 
     /// Starts writing side shards of blocks that are stored without them, or refuses at once. Bytes
@@ -240,7 +231,7 @@ impl Store {
                 .collect();
             self.engine.dump_sides(&block_ids.0, &sides)
         })?;
-        Ok(self.task(task))
+        Ok(Task(OfProcess::new(task)))
     }
 
     /// The configured side shards: name, version of the content, bytes.
@@ -257,7 +248,7 @@ impl Store {
         let deadline = limit(timeout)?;
         let part = self.part()?;
         let task = py.detach(|| part.verify(&block_ids.0, deadline))?;
-        Ok(self.task(task))
+        Ok(Task(OfProcess::new(task)))
     }
 
     /// Starts a dump, or refuses it at once. The source is read when the device's event of this
@@ -488,14 +479,6 @@ impl Store {
         self.engine.close();
     }
 
-    fn task(&self, task: ucm_store::engine::Task) -> Task {
-        Task {
-            task,
-            clock: SystemClock::shared(),
-            pid: std::process::id(),
-        }
-    }
-
     /// Begins a load or dump, with the GIL held if that is short.
     fn begin(
         &self,
@@ -506,7 +489,7 @@ impl Store {
         let (many, part) = (rows.len() > ROWS_AT_ONCE, self.part()?);
         let begin = || begin(part, rows);
         let task = if many { py.detach(begin) } else { begin() }?;
-        Ok(self.task(task))
+        Ok(Task(OfProcess::new(task)))
     }
 }
 
@@ -569,14 +552,8 @@ fn rows(
         // SAFETY: the caller of the store vouches that each address names that many bytes
         // of device memory, valid until the task ended; that is the contract of load_data
         // and dump_data.
-        let spans = unsafe { spans(geometry, number, addrs.iter().copied()) }?;
-        read.push(Row {
-            id,
-            shard,
-            pieces: Pieces::Listed(spans),
-            ready: None,
-            sides: RowSides::None,
-        });
+        let row = unsafe { row(geometry, number, (id, shard), addrs.iter().copied()) };
+        read.push(row?);
     }
     Ok(read)
 }

@@ -1,25 +1,45 @@
 //! Tasks for Python: waiting with the GIL released, failures by row.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use ucm_core::{Error, ErrorKind};
-use ucm_infra::Clock;
+use ucm_infra::{Clock, SystemClock};
 use ucm_store::engine::{self, Until};
 
 use crate::convert::{CallResult, exception};
 
+/// A value of the process that made it.
+pub(crate) struct OfProcess<T> {
+    pub(crate) value: T,
+    pid: u32,
+}
+
+impl<T> OfProcess<T> {
+    pub(crate) fn new(value: T) -> Self {
+        let pid = std::process::id();
+        Self { value, pid }
+    }
+
+    pub(crate) fn is_here(&self) -> bool {
+        self.pid == std::process::id()
+    }
+
+    /// The value. Refused in a forked child, where its locks may be held for ever.
+    pub(crate) fn get(&self) -> CallResult<&T> {
+        if self.is_here() {
+            return Ok(&self.value);
+        }
+        let text = "this was started before a fork; only the parent can wait for it";
+        Err(Error::new(ErrorKind::Forked, text).into())
+    }
+}
+
 /// A load or dump.
 #[pyclass(frozen, module = "ucm._core")]
-pub(crate) struct Task {
-    pub(crate) task: engine::Task,
-    pub(crate) clock: Arc<dyn Clock>,
-    /// The process of the task: a forked child must not access it.
-    pub(crate) pid: u32,
-}
+pub(crate) struct Task(pub(crate) OfProcess<engine::Task>);
 
 /// The bytes of side shards, a row for each id, and which of them exist.
 type SideArrays<'py> = (Bound<'py, PyArray2<u8>>, Bound<'py, PyArray1<bool>>);
@@ -27,22 +47,10 @@ type SideArrays<'py> = (Bound<'py, PyArray2<u8>>, Bound<'py, PyArray1<bool>>);
 /// Side shards being read.
 #[pyclass(frozen, module = "ucm._core")]
 pub(crate) struct Sides {
-    task: Py<Task>,
-    sides: engine::SidesTask,
+    pub(crate) task: Py<Task>,
+    pub(crate) sides: engine::SidesTask,
     /// Ids, and bytes of each.
-    shape: [usize; 2],
-}
-
-impl Sides {
-    pub(crate) fn new(
-        py: Python<'_>,
-        task: Task,
-        sides: engine::SidesTask,
-        shape: [usize; 2],
-    ) -> PyResult<Self> {
-        let task = Py::new(py, task)?;
-        Ok(Self { task, sides, shape })
-    }
+    pub(crate) shape: [usize; 2],
 }
 
 #[pymethods]
@@ -56,7 +64,7 @@ impl Sides {
     /// The bytes, a row for each id (zeros for a missing one), and for each whether it exists;
     /// final when the task has finished.
     fn result<'py>(&self, py: Python<'py>) -> CallResult<SideArrays<'py>> {
-        self.task.get().check_process()?;
+        self.task.get().0.get()?;
         let bytes = py.detach(|| self.sides.bytes());
         let found = (0..self.shape[0])
             .map(|row| self.sides.task.shard_done(row))
@@ -95,66 +103,45 @@ impl Task {
     /// True if the level was reached or failed; never waits.
     fn check(&self, level: &str) -> CallResult<bool> {
         let level = until(level)?;
-        self.check_process()?;
-        Ok(self.task.check(&*self.clock, level))
+        Ok(self.0.get()?.check(&SystemClock, level))
     }
 
     /// Waits for the level, at most `timeout` seconds; false at the timeout.
     fn wait(&self, py: Python<'_>, level: &str, timeout: Option<f64>) -> CallResult<bool> {
         let level = until(level)?;
-        self.check_process()?;
-        let limit = limit(timeout)?;
+        let (task, limit) = (self.0.get()?, limit(timeout)?);
         Ok(py.detach(|| {
-            let limit = limit.map(|limit| self.clock.now().after(limit));
-            self.task.wait(&*self.clock, level, limit)
+            let limit = limit.map(|limit| SystemClock.now().after(limit));
+            task.wait(&SystemClock, level, limit)
         }))
     }
 
     /// True if a row of a load was copied, verified, possibly before the rest of its block; never
     /// waits.
     fn shard_done(&self, row: usize) -> CallResult<bool> {
-        self.check_process()?;
-        Ok(self.task.shard_done(row))
+        Ok(self.0.get()?.shard_done(row))
     }
 
     /// Waits for that, at most `timeout` seconds; false at the timeout or if the row has failed.
     fn wait_shard(&self, py: Python<'_>, row: usize, timeout: Option<f64>) -> CallResult<bool> {
-        self.check_process()?;
-        let limit = limit(timeout)?;
+        let (task, limit) = (self.0.get()?, limit(timeout)?);
         Ok(py.detach(|| {
-            let limit = limit.map(|limit| self.clock.now().after(limit));
-            self.task.wait_shard(&*self.clock, row, limit)
+            let limit = limit.map(|limit| SystemClock.now().after(limit));
+            task.wait_shard(&SystemClock, row, limit)
         }))
     }
 
     /// Loaded blocks by their tier; final when the load has finished.
     fn served(&self) -> CallResult<Vec<u64>> {
-        self.check_process()?;
-        Ok(self.task.served().to_vec())
+        Ok(self.0.get()?.served().to_vec())
     }
 
     /// The failed rows, each with its exception.
     fn failures<'py>(&self, py: Python<'py>) -> CallResult<Bound<'py, PyDict>> {
-        self.check_process()?;
         let failures = PyDict::new(py);
-        for (row, error) in self.task.failures() {
+        for (row, error) in self.0.get()?.failures() {
             failures.set_item(row, exception(py, &error)?)?;
         }
         Ok(failures)
     }
-}
-
-impl Task {
-    fn check_process(&self) -> CallResult<()> {
-        same_process(self.pid)
-    }
-}
-
-/// Refuses a task from before a fork, whose locks may be held for ever.
-pub(crate) fn same_process(pid: u32) -> CallResult<()> {
-    if pid == std::process::id() {
-        return Ok(());
-    }
-    let text = "this was started before a fork; only the parent can wait for it";
-    Err(Error::new(ErrorKind::Forked, text).into())
 }

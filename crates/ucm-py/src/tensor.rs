@@ -92,11 +92,8 @@ impl Tensor {
     }
 
     pub(crate) fn packed(&self, name: &'static str, first: usize) -> Result<()> {
-        let required = self.require(
-            name,
-            self.packed_from(first),
-            "the last dimensions of a tensor have gaps",
-        );
+        let gaps = "the last dimensions of a tensor have gaps";
+        let required = self.require(name, self.packed_from(first), gaps);
         required.map_err(|error| error.with("from", first))
     }
 
@@ -131,12 +128,8 @@ impl Tensor {
     /// They can be read and are not written for `'a`, and the dtype is that of `T`.
     pub(crate) unsafe fn slice<'a, T>(&self, name: &'static str) -> Result<&'a [T]> {
         self.packed(name, 0)?;
-        let base = self.at::<T>(name)?;
-        if self.numbers() == 0 {
-            return Ok(&[]);
-        }
-        // SAFETY: not null, aligned, without gaps; the caller vouches for the rest.
-        Ok(unsafe { std::slice::from_raw_parts(base, self.numbers()) })
+        // SAFETY: aligned, without gaps; the caller vouches for the rest.
+        Ok(unsafe { few(self.at(name)?, self.numbers()) })
     }
 
     /// Its elements, to be written.

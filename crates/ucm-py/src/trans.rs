@@ -21,14 +21,11 @@ use ucm_infra::{Clock, MonotonicTime, SystemClock};
 
 use crate::convert::CallResult;
 use crate::store::{Line, lines_of};
-use crate::task::{limit, same_process};
+use crate::task::{OfProcess, limit};
 
 /// An open device.
 #[pyclass(frozen, module = "ucm._core")]
-pub(crate) struct TransDevice {
-    device: Arc<dyn Device>,
-    pid: u32,
-}
+pub(crate) struct TransDevice(OfProcess<Arc<dyn Device>>);
 
 #[pymethods]
 impl TransDevice {
@@ -36,14 +33,13 @@ impl TransDevice {
     #[new]
     fn new(py: Python<'_>, name: &str) -> CallResult<Self> {
         let device = py.detach(|| open_device(name, Transfer::Auto, SystemClock::shared()))?;
-        let pid = std::process::id();
-        Ok(Self { device, pid })
+        Ok(Self(OfProcess::new(device)))
     }
 
     /// Its name, with its number.
     #[getter]
     fn name(&self) -> &str {
-        self.device.name()
+        self.0.value.name()
     }
 
     /// The core's log records of devices since the last call: (level of `logging`, message,
@@ -54,31 +50,23 @@ impl TransDevice {
 
     /// A stream with this copy method: auto, dma, sm or staging.
     fn make_stream(&self, py: Python<'_>, transfer: &str) -> CallResult<TransStream> {
-        same_process(self.pid)?;
+        let device = self.0.get()?;
         let transfer = Transfer::from_word(transfer)?;
-        let stream = py.detach(|| self.device.make_stream_by(transfer))?;
-        Ok(TransStream {
-            copies: Mutex::new(Some(Copies::new(stream))),
-            pid: self.pid,
-        })
+        let stream = py.detach(|| device.make_stream_by(transfer))?;
+        let copies = Mutex::new(Some(Copies::new(stream)));
+        Ok(TransStream(OfProcess::new(copies)))
     }
 
     /// The source of buffers, without pools yet.
     fn make_buffer(&self) -> CallResult<TransBuffer> {
-        same_process(self.pid)?;
-        Ok(TransBuffer {
-            pools: Pools::new(Arc::clone(&self.device), SystemClock::shared()),
-            pid: self.pid,
-        })
+        let pools = Pools::new(Arc::clone(self.0.get()?), SystemClock::shared());
+        Ok(TransBuffer(OfProcess::new(pools)))
     }
 }
 
 /// Buffers of a device and of the host.
 #[pyclass(frozen, module = "ucm._core")]
-pub(crate) struct TransBuffer {
-    pools: Pools,
-    pid: u32,
-}
+pub(crate) struct TransBuffer(OfProcess<Pools>);
 
 #[pymethods]
 impl TransBuffer {
@@ -89,9 +77,9 @@ impl TransBuffer {
         place: &str,
         size: &Bound<'_, PyAny>,
     ) -> CallResult<TransMemory> {
-        let (place, size) = (self.place(place)?, count(size, "size")?);
-        let buffer = py.detach(|| self.pools.make(place, size))?;
-        Ok(TransMemory::new(buffer, self.pid))
+        let (pools, place, size) = (self.0.get()?, kind(place)?, count(size, "size")?);
+        let buffer = py.detach(|| pools.make(place, size))?;
+        Ok(TransMemory::new(buffer))
     }
 
     /// Adds to the pool of this size.
@@ -102,9 +90,9 @@ impl TransBuffer {
         size: &Bound<'_, PyAny>,
         number: &Bound<'_, PyAny>,
     ) -> CallResult<()> {
-        let place = self.place(place)?;
+        let (pools, place) = (self.0.get()?, kind(place)?);
         let (size, number) = (count(size, "size")?, count(number, "number")?);
-        Ok(py.detach(|| self.pools.fill(place, size, number))?)
+        Ok(py.detach(|| pools.fill(place, size, number))?)
     }
 
     /// A buffer from a pool; waits at most `timeout` seconds.
@@ -115,11 +103,11 @@ impl TransBuffer {
         size: &Bound<'_, PyAny>,
         timeout: Option<f64>,
     ) -> CallResult<TransMemory> {
-        let (place, size) = (self.place(place)?, count(size, "size")?);
+        let (pools, place, size) = (self.0.get()?, kind(place)?, count(size, "size")?);
         let limit = limit(timeout)?;
         may_wait()?;
-        let buffer = py.detach(|| self.pools.get(place, size, until(limit)))?;
-        Ok(TransMemory::new(buffer, self.pid))
+        let buffer = py.detach(|| pools.get(place, size, until(limit)))?;
+        Ok(TransMemory::new(buffer))
     }
 
     /// Pins memory of the caller.
@@ -129,38 +117,30 @@ impl TransBuffer {
         address: &Bound<'_, PyAny>,
         size: &Bound<'_, PyAny>,
     ) -> CallResult<()> {
-        same_process(self.pid)?;
-        let (address, size) = (number(address)?, count(size, "size")?);
+        let (pools, address, size) = (self.0.get()?, number(address)?, count(size, "size")?);
         // SAFETY: the caller of `register_host_buffer` vouches that the memory stays mapped until
         // it is unregistered.
         let host = unsafe { HostSpan::new(address, size as u64) };
-        Ok(py.detach(|| self.pools.register(host))?)
+        Ok(py.detach(|| pools.register(host))?)
     }
 
     /// Ends that.
     fn unregister(&self, py: Python<'_>, address: &Bound<'_, PyAny>) -> CallResult<()> {
-        same_process(self.pid)?;
-        let address = number(address)?;
-        Ok(py.detach(|| self.pools.unregister(address))?)
+        let (pools, address) = (self.0.get()?, number(address)?);
+        Ok(py.detach(|| pools.unregister(address))?)
     }
 }
 
-impl TransBuffer {
-    fn place(&self, place: &str) -> CallResult<MemoryKind> {
-        same_process(self.pid)?;
-        MemoryKind::of_name(place).ok_or_else(|| {
-            let unknown = Error::invalid("a place is \"device\" or \"host\"");
-            unknown.with("place", place).into()
-        })
-    }
+fn kind(place: &str) -> CallResult<MemoryKind> {
+    MemoryKind::of_name(place).ok_or_else(|| {
+        let unknown = Error::invalid("a place is \"device\" or \"host\"");
+        unknown.with("place", place).into()
+    })
 }
 
 /// Some bytes on the device or the host. Copies under way keep them alive.
 #[pyclass(frozen, module = "ucm._core")]
-pub(crate) struct TransMemory {
-    buffer: Mutex<Option<Arc<Buffer>>>,
-    pid: u32,
-}
+pub(crate) struct TransMemory(OfProcess<Mutex<Option<Arc<Buffer>>>>);
 
 #[pymethods]
 impl TransMemory {
@@ -183,8 +163,8 @@ impl TransMemory {
     /// Returns it to its pool or frees it, when no copy and no view uses it any more; repeatable.
     /// No effect in a forked child.
     fn close(&self, py: Python<'_>) {
-        if self.pid == std::process::id() {
-            let buffer = self.buffer.lock().take();
+        if let Ok(buffer) = self.0.get() {
+            let buffer = buffer.lock().take();
             py.detach(|| drop(buffer));
         }
     }
@@ -231,38 +211,24 @@ impl TransMemory {
     unsafe fn __releasebuffer__(&self, view: *mut ffi::Py_buffer) {
         // SAFETY: filled in above.
         let kept = unsafe { Arc::from_raw((*view).internal.cast::<Buffer>()) };
-        end(Some(kept), self.pid);
+        end(Some(kept), self.0.is_here());
     }
 }
 
 impl TransMemory {
-    fn new(buffer: Buffer, pid: u32) -> Self {
-        Self {
-            buffer: Mutex::new(Some(Arc::new(buffer))),
-            pid,
-        }
+    fn new(buffer: Buffer) -> Self {
+        Self(OfProcess::new(Mutex::new(Some(Arc::new(buffer)))))
     }
 
     fn held(&self) -> CallResult<Arc<Buffer>> {
-        same_process(self.pid)?;
-        let held = self.buffer.lock().clone();
+        let held = self.0.get()?.lock().clone();
         held.ok_or_else(|| Error::new(ErrorKind::Closed, "this buffer was given back").into())
     }
 }
 
 /// A stream of copies; its calls run one after the other.
 #[pyclass(frozen, module = "ucm._core")]
-pub(crate) struct TransStream {
-    copies: Mutex<Option<Copies>>,
-    pid: u32,
-}
-
-/// The arguments of a copy, parsed from Python's objects.
-struct Job {
-    direction: Direction,
-    pairs: Vec<(DeviceSpan, HostSpan)>,
-    kept: Vec<Arc<Buffer>>,
-}
+pub(crate) struct TransStream(OfProcess<Mutex<Option<Copies>>>);
 
 #[pymethods]
 impl TransStream {
@@ -284,17 +250,14 @@ impl TransStream {
         number: Option<&Bound<'_, PyAny>>,
         wait: bool,
     ) -> CallResult<()> {
-        let direction = if to_device {
-            Direction::ToDevice
-        } else {
-            Direction::ToHost
+        let direction = match to_device {
+            true => Direction::ToDevice,
+            false => Direction::ToHost,
         };
-        let job = job(shape, direction, [device, host], size, number)?;
-        self.with(py, move |copies| {
-            if wait {
-                return copies.transfer(job.direction, &job.pairs);
-            }
-            copies.transfer_async(job.direction, job.pairs, job.kept)
+        let (pairs, kept) = parsed(shape, [device, host], size, number)?;
+        self.with(py, move |copies| match wait {
+            true => copies.transfer(direction, &pairs),
+            false => copies.transfer_async(direction, pairs, kept),
         })
     }
 
@@ -315,8 +278,8 @@ impl TransStream {
     /// Refuses further work. Submitted work is still done, without a wait. Repeatable. No effect in
     /// a forked child.
     fn close(&self, py: Python<'_>) {
-        if self.pid == std::process::id() {
-            py.detach(|| drop(self.copies.lock().take()));
+        if let Ok(copies) = self.0.get() {
+            py.detach(|| drop(copies.lock().take()));
         }
     }
 }
@@ -327,9 +290,9 @@ impl TransStream {
         py: Python<'_>,
         call: impl FnOnce(&mut Copies) -> ucm_core::Result<T> + Send,
     ) -> CallResult<T> {
-        same_process(self.pid)?;
+        let copies = self.0.get()?;
         may_wait()?;
-        let result = py.detach(|| match self.copies.lock().as_mut() {
+        let result = py.detach(|| match copies.lock().as_mut() {
             Some(copies) => call(copies),
             None => Err(Error::new(ErrorKind::Closed, "this stream was closed")),
         });
@@ -339,21 +302,23 @@ impl TransStream {
 
 impl Drop for TransStream {
     fn drop(&mut self) {
-        end(self.copies.get_mut().take(), self.pid);
+        let is_here = self.0.is_here();
+        end(self.0.value.get_mut().take(), is_here);
     }
 }
 
 impl Drop for TransMemory {
     fn drop(&mut self) {
-        end(self.buffer.get_mut().take(), self.pid);
+        let is_here = self.0.is_here();
+        end(self.0.value.get_mut().take(), is_here);
     }
 }
 
 /// Drops a value whose drop may wait for the device, without the GIL. A forked child leaks the
 /// value instead: its resources belong to the parent, and a thread that the child does not have may
 /// hold its locks.
-fn end<T: Send>(mut value: Option<T>, pid: u32) {
-    if pid != std::process::id() {
+fn end<T: Send>(mut value: Option<T>, is_here: bool) {
+    if !is_here {
         let _left = ManuallyDrop::new(value);
         return;
     }
@@ -371,11 +336,7 @@ struct Callbacks {
     ended: bool,
 }
 
-static CALLBACKS: Mutex<Callbacks> = Mutex::new(Callbacks {
-    process: 0,
-    running: 0,
-    ended: false,
-});
+static CALLBACKS: Mutex<Callbacks> = Mutex::new(Callbacks::none(0, false));
 
 /// Signalled when a callback has ended.
 static ONE_ENDED: Condvar = Condvar::new();
@@ -386,16 +347,20 @@ thread_local! {
 }
 
 impl Callbacks {
+    const fn none(process: u32, ended: bool) -> Self {
+        Self {
+            process,
+            running: 0,
+            ended,
+        }
+    }
+
     /// Counts a callback about to run; `false` if none may run any more. Inherited callbacks do not
     /// run in a forked child.
     fn begin() -> bool {
         let (mut callbacks, process) = (CALLBACKS.lock(), std::process::id());
         if callbacks.process != process {
-            *callbacks = Self {
-                process,
-                running: 0,
-                ended: false,
-            };
+            *callbacks = Self::none(process, false);
         }
         callbacks.running += usize::from(!callbacks.ended);
         !callbacks.ended
@@ -426,11 +391,7 @@ pub(crate) fn end_callbacks(py: Python<'_>) {
             callbacks.ended = true;
             ONE_ENDED.wait(&mut callbacks);
         }
-        *callbacks = Callbacks {
-            process: std::process::id(),
-            running: 0,
-            ended: true,
-        };
+        *callbacks = Callbacks::none(std::process::id(), true);
     });
 }
 
@@ -538,15 +499,18 @@ fn many(
     Ok(addresses)
 }
 
+/// What a copy moves between: places of the device and of the host.
+type Pairs = Vec<(DeviceSpan, HostSpan)>;
+
 /// Parses the arguments of a copy: `shape` is "one" (an address on both sides), "batch" (many on
 /// both) or "together" (many on the device, one buffer on the host).
-fn job(
+/// Returns the pairs, and the buffers that must live through the copy.
+fn parsed(
     shape: &str,
-    direction: Direction,
     [device, host]: [&Bound<'_, PyAny>; 2],
     size: &Bound<'_, PyAny>,
     number: Option<&Bound<'_, PyAny>>,
-) -> CallResult<Job> {
+) -> CallResult<(Pairs, Vec<Arc<Buffer>>)> {
     let size = count(size, "size")?;
     let number = number.map(|number| count(number, "number")).transpose()?;
     let mut kept = Vec::new();
@@ -565,9 +529,5 @@ fn job(
     // SAFETY: the caller of a stream vouches for each address and its bytes until the copy has
     // ended; buffers of ours are kept alive until then.
     let pairs = unsafe { pairs(&devices, sides, size) }?;
-    Ok(Job {
-        direction,
-        pairs,
-        kept,
-    })
+    Ok((pairs, kept))
 }

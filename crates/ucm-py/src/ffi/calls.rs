@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
 use ucm_core::{BlockId, Error, Result, limits};
-use ucm_store::engine::{Pieces, Row, RowSides, Until};
+use ucm_store::engine::{Row, Until};
 
 use super::{LAST_ERROR, OK, OWN_DEADLINE, Open, PENDING, run};
 
@@ -125,24 +125,12 @@ unsafe fn rows_of(
         .checked_mul(pieces)
         .ok_or_else(|| Error::invalid("a count is too large").with("argument", "rows"))?;
     // SAFETY: as the caller of this function vouches.
-    let (ids, shards, addrs) = unsafe {
-        let ids = ids(block_ids, rows)?;
-        (
-            ids,
-            items(shards, rows, "shards")?,
-            items(addrs, count, "addrs")?,
-        )
-    };
+    let (ids, shards) = unsafe { (ids(block_ids, rows)?, items(shards, rows, "shards")?) };
+    // SAFETY: as above.
+    let addrs = unsafe { items(addrs, count, "addrs") }?;
     let row = |(number, ((id, &shard), addrs)): (usize, ((BlockId, &u32), &[u64]))| {
         // SAFETY: as the caller of this function vouches for its addresses.
-        let spans = unsafe { super::spans(geometry, number, addrs.iter().copied()) }?;
-        Ok(Row {
-            id,
-            shard,
-            pieces: Pieces::Listed(spans),
-            ready: None,
-            sides: RowSides::None,
-        })
+        unsafe { super::row(geometry, number, (id, shard), addrs.iter().copied()) }
     };
     let addrs = addrs.chunks_exact(pieces.max(1));
     ids.into_iter()

@@ -19,9 +19,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::{Mutex, RwLock};
-use ucm_core::{Error, ErrorKind, Geometry, Result};
+use ucm_core::{BlockId, Error, ErrorKind, Geometry, Result};
 use ucm_device::DeviceSpan;
-use ucm_store::engine::{Engine, Task};
+use ucm_store::engine::{Engine, Pieces, Row, RowSides, Task};
 
 /// `UCM_STORE_VERSION`: changes when a field changes its meaning or offset, not when fields are
 /// added.
@@ -217,24 +217,32 @@ fn run(store: *mut c_void, work: impl FnOnce(&Open) -> Result<i32>) -> i32 {
     }
 }
 
-/// The pieces of one row on the device.
+/// A row of a load or dump by the addresses of its pieces.
 ///
 /// # Safety
 /// At each address, memory of its piece's size is valid until the task of the row has
 /// ended.
-pub(crate) unsafe fn spans(
+pub(crate) unsafe fn row(
     geometry: &Geometry,
-    row: usize,
+    number: usize,
+    (id, shard): (BlockId, u32),
     addrs: impl Iterator<Item = u64>,
-) -> ucm_core::Result<Vec<DeviceSpan>> {
+) -> Result<Row> {
     let sizes = geometry.tensors().iter().cycle();
     let span = |(column, (address, &size))| {
         if address == 0 {
-            let error = Error::invalid("an address is null").with("row", row);
+            let error = Error::invalid("an address is null").with("row", number);
             return Err(error.with("column", column));
         }
         // SAFETY: as the caller of this function vouches.
         Ok(unsafe { DeviceSpan::new(address, size) })
     };
-    addrs.zip(sizes).enumerate().map(span).collect()
+    let spans: Result<_> = addrs.zip(sizes).enumerate().map(span).collect();
+    Ok(Row {
+        id,
+        shard,
+        pieces: Pieces::Listed(spans?),
+        ready: None,
+        sides: RowSides::None,
+    })
 }

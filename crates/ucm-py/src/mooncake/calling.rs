@@ -123,7 +123,8 @@ impl Thread {
         work: impl FnOnce(&Calls<'_>) -> PyResult<T>,
     ) -> Result<T> {
         let mover = self.mover()?;
-        let unknown = mover.unknown(arenas);
+        let unknown = arenas.iter().filter(|arena| !has(&mover.registered, arena));
+        let unknown: Vec<_> = unknown.cloned().collect();
         let done = mover.handle.batch(|calls| {
             for arena in &unknown {
                 // what cannot be registered fails as a transfer
@@ -136,10 +137,10 @@ impl Thread {
                 mover.registered.extend(unknown);
                 Ok(done)
             }
-            Ok(None) => Err(Error::new(
-                ErrorKind::Io,
-                "Mooncake's client has lost its master",
-            )),
+            Ok(None) => {
+                let text = "Mooncake's client has lost its master";
+                Err(Error::new(ErrorKind::Io, text))
+            }
             Err(error) => {
                 self.abandon();
                 Err(error)
@@ -152,12 +153,8 @@ impl Thread {
         if self.mover.is_none() {
             let host = self.pool.host()?;
             if self.lender.is_none() && self.pool.lent > 0 {
-                self.lender = Some(Handle::set_up(
-                    &self.pool,
-                    &host,
-                    self.pool.lent,
-                    LEAST_BUFFER,
-                )?);
+                let lent = self.pool.lent;
+                self.lender = Some(Handle::set_up(&self.pool, &host, lent, LEAST_BUFFER)?);
             }
             let handle = Handle::set_up(&self.pool, &host, 0, self.pool.buffer)?;
             self.mover = Some(Mover {
@@ -243,10 +240,10 @@ impl Thread {
         };
         match self.piece(range)? {
             Some(Piece { slot, read, whole }) if read == len => Ok((slot, whole)),
-            Some(_) => Err(Error::new(
-                ErrorKind::Busy,
-                "this value was replaced while it was read",
-            )),
+            Some(_) => {
+                let text = "this value was replaced while it was read";
+                Err(Error::new(ErrorKind::Busy, text))
+            }
             None => Err(error_of(NO_VALUE)),
         }
     }
@@ -370,14 +367,6 @@ impl Thread {
     }
 }
 
-impl Mover {
-    /// Those of these arenas that were not registered with the client.
-    fn unknown(&self, arenas: &[Arc<HostArena>]) -> Vec<Arc<HostArena>> {
-        let unknown = arenas.iter().filter(|arena| !has(&self.registered, arena));
-        unknown.cloned().collect()
-    }
-}
-
 fn has(arenas: &[Arc<HostArena>], arena: &Arc<HostArena>) -> bool {
     arenas.iter().any(|known| Arc::ptr_eq(known, arena))
 }
@@ -398,37 +387,26 @@ fn arenas_of<'a>(slots: impl IntoIterator<Item = &'a Slot>) -> Vec<Arc<HostArena
 fn length_of(code: i64) -> Result<Option<u64>> {
     match u64::try_from(code) {
         Ok(len) => Ok(Some(len)),
-        Err(_) => {
-            let error = error_of(code);
-            if error.kind() == ErrorKind::NotFound {
-                Ok(None)
-            } else {
-                Err(error)
-            }
-        }
+        Err(_) => match error_of(code) {
+            error if error.kind() == ErrorKind::NotFound => Ok(None),
+            error => Err(error),
+        },
     }
 }
 
 /// The answers, if there is one for each key.
 fn counted(codes: Vec<i64>, expected: usize) -> Result<Vec<i64>> {
     if codes.len() == expected {
-        Ok(codes)
-    } else {
-        Err(miscounted())
+        return Ok(codes);
     }
+    let text = "Mooncake's client gave a wrong number of answers";
+    Err(Error::new(ErrorKind::Io, text))
 }
 
 /// Where the bytes of a slot lie. They belong to its owner, and nothing else of Rust reads or
 /// writes them during a call.
 fn address(slot: &mut Slot) -> u64 {
     slot.as_mut_slice().as_mut_ptr() as u64
-}
-
-fn miscounted() -> Error {
-    Error::new(
-        ErrorKind::Io,
-        "Mooncake's client gave a wrong number of answers",
-    )
 }
 
 /// Sends all of these the same error.

@@ -8,6 +8,7 @@ use std::io::{Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::time::Duration;
 
+use pyo3::call::PyCallArgs;
 use pyo3::exceptions::PyImportError;
 use pyo3::prelude::*;
 use ucm_core::{Error, ErrorKind, Result};
@@ -72,10 +73,8 @@ impl Pool {
             match TcpStream::connect_timeout(&address, REACH).and_then(answered) {
                 Ok(stream) => {
                     let found = || {
-                        stream
-                            .local_addr()
-                            .map(|here| here.ip().to_string())
-                            .map_err(unreachable)
+                        let here = stream.local_addr().map_err(unreachable)?;
+                        Ok(here.ip().to_string())
                     };
                     return given.map_or_else(found, Ok);
                 }
@@ -113,10 +112,9 @@ pub(super) fn check_installed() -> Result<()> {
         Some(Err(error)) => {
             let missing =
                 Python::try_attach(|py| error.is_instance_of::<PyImportError>(py)).unwrap_or(false);
-            let kind = if missing {
-                ErrorKind::Config
-            } else {
-                ErrorKind::Io
+            let kind = match missing {
+                true => ErrorKind::Config,
+                false => ErrorKind::Io,
             };
             let text = "UcmMooncakeStore needs Mooncake's client, which cannot be imported; \
                         install \
@@ -154,10 +152,8 @@ impl Handle {
     /// the GIL, for minutes where the master does not answer.
     pub(super) fn set_up(pool: &Pool, host: &str, lent: u64, buffer: u64) -> Result<Self> {
         let (handle, code) = attached(|py| {
-            let client = py
-                .import("mooncake.store")?
-                .getattr("MooncakeDistributedStore")?
-                .call0()?;
+            let module = py.import("mooncake.store")?;
+            let client = module.getattr("MooncakeDistributedStore")?.call0()?;
             let what = (
                 host,
                 &pool.metadata,
@@ -215,10 +211,15 @@ impl Handle {
 /// the call returned; see [`is_settled`] for when it may be used again.
 pub(super) struct Calls<'py>(Bound<'py, PyAny>);
 
-impl Calls<'_> {
+impl<'py> Calls<'py> {
+    /// The codes of one call for several keys.
+    fn batch(&self, name: &str, arguments: impl PyCallArgs<'py>) -> PyResult<Vec<i64>> {
+        self.0.call_method1(name, arguments)?.extract()
+    }
+
     /// For each key 1, 0 or an error.
     pub(super) fn exist(&self, keys: &[&str]) -> PyResult<Vec<i64>> {
-        self.0.call_method1("batch_is_exist", (keys,))?.extract()
+        self.batch("batch_is_exist", (keys,))
     }
 
     /// Reads each value to an address with `room` bytes; its length, or an error.
@@ -228,9 +229,7 @@ impl Calls<'_> {
         addresses: &[u64],
         room: &[usize],
     ) -> PyResult<Vec<i64>> {
-        self.0
-            .call_method1("batch_get_into", (keys, addresses, room))?
-            .extract()
+        self.batch("batch_get_into", (keys, addresses, room))
     }
 
     /// The length of one value, or an error.
@@ -249,12 +248,8 @@ impl Calls<'_> {
         let (addresses, keys) = ([address], [[key]]);
         let what = (addresses, keys, [[[0usize]]], [[[start]]], [[[len]]]);
         let read: Vec<Vec<Vec<i64>>> = self.0.call_method1("get_into_ranges", what)?.extract()?;
-        Ok(read
-            .into_iter()
-            .flatten()
-            .flatten()
-            .next()
-            .unwrap_or(WRONG_ARGUMENT))
+        let mut read = read.into_iter().flatten().flatten();
+        Ok(read.next().unwrap_or(WRONG_ARGUMENT))
     }
 
     /// Stores each value; one that is there stays, unless it is to be replaced.
@@ -265,26 +260,22 @@ impl Calls<'_> {
         lengths: &[usize],
         replace: bool,
     ) -> PyResult<Vec<i64>> {
-        let call = if replace {
-            "batch_upsert_from"
-        } else {
-            "batch_put_from"
+        let call = match replace {
+            true => "batch_upsert_from",
+            false => "batch_put_from",
         };
-        self.0
-            .call_method1(call, (keys, addresses, lengths))?
-            .extract()
+        self.batch(call, (keys, addresses, lengths))
     }
 
     /// Removes each value, also one that was read just now.
     pub(super) fn remove(&self, keys: &[&str]) -> PyResult<Vec<i64>> {
-        self.0.call_method1("batch_remove", (keys, true))?.extract()
+        self.batch("batch_remove", (keys, true))
     }
 
     /// Makes memory known.
     pub(super) fn register(&self, address: u64, len: usize) -> PyResult<i64> {
-        self.0
-            .call_method1("register_buffer", (address, len))?
-            .extract()
+        let arguments = (address, len);
+        self.0.call_method1("register_buffer", arguments)?.extract()
     }
 }
 

@@ -10,6 +10,8 @@ mod calling;
 mod client;
 mod library;
 mod place;
+#[cfg(feature = "test-utils")]
+mod tests_values;
 mod values;
 
 use std::sync::Arc;
@@ -22,6 +24,8 @@ use ucm_tier::registry::{self, Addresses, BuildContext, BuiltTier, Size, StoreNa
 
 use library::Pool;
 use place::MooncakePlace;
+#[cfg(feature = "test-utils")]
+pub(crate) use tests_values::check_mooncake_values;
 use values::MooncakeValues;
 
 /// Threads that load and dump: as many batches wait for the client at once, and it takes what waits
@@ -91,29 +95,6 @@ pub(crate) fn register() {
     let name = StoreName::new("mooncake", "UcmMooncakeStore", summary);
     let _registered_before =
         registry::register(TierKind::medium(name, make).seen_by_tools(open_place));
-}
-
-/// Runs the tests of the shape `Values` over the pool of a master, to which this process lends
-/// nothing.
-#[cfg(feature = "test-utils")]
-#[pyo3::pyfunction]
-pub(crate) fn check_mooncake_values(py: pyo3::Python<'_>, master: &str) {
-    let clock = ucm_infra::SystemClock::shared();
-    let prefix = format!("ucm:{:032x}:", ucm_infra::random_u64());
-    let open = || -> Result<Box<dyn ucm_tier::values::Values>> {
-        let pool = Pool {
-            master: master.to_owned(),
-            metadata: "P2PHANDSHAKE".to_owned(),
-            host: None,
-            protocol: "tcp".to_owned(),
-            device: String::new(),
-            lent: 0,
-            buffer: LEAST_BUFFER,
-        };
-        let client = calling::begin(pool, Arc::clone(&clock))?;
-        Ok(Box::new(MooncakeValues::new(prefix.clone(), 0, client)?))
-    };
-    py.detach(|| ucm_testkit::check_values(&open));
 }
 
 /// The pool that these options name; `lent` and `buffer`: bytes that this process lends, and the
