@@ -83,8 +83,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         1,
         "a record of another model is a hit",
-        "if meta.namespace != expected.namespace {",
-        "if meta.namespace != expected.namespace && meta.namespace == [0; 32] {",
+        "if header.meta.namespace.starts_with(digest) {",
+        "if header.meta.namespace != [0; 32] {",
         Rust("ucm-record"),
     ),
     Mutant(
