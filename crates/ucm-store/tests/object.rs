@@ -375,6 +375,24 @@ fn names_of_others_are_left_alone() {
 }
 
 #[test]
+fn what_gets_old_goes_while_a_store_is_open() {
+    let Some((dir, _server, setup)) = started() else {
+        return;
+    };
+    let clock = ManualClock::new();
+    let as_clock = Arc::clone(&clock) as Arc<dyn Clock>;
+    let setup = with(&setup, &[("expire_after", json!(1))]);
+    let store = Store::with_clock_now(dir.path(), setup, as_clock);
+    dumped(&store, &ids(1));
+    let segment = store.segments().pop().unwrap();
+    // Slowly, so that it reports several times before it counts again.
+    eventually("what is old goes", || {
+        clock.advance(Duration::from_secs(5));
+        !segment.exists()
+    });
+}
+
+#[test]
 fn the_limit_is_kept_by_several_writers() {
     let Some((dir, _server, setup)) = started() else {
         return;

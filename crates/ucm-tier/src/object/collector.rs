@@ -84,7 +84,9 @@ impl Space {
         let too_much = too_much.filter(|error| error.kind() == ErrorKind::NoSpace);
         let logged = {
             let mut state = self.state.lock();
-            state.counted = Some(now).filter(|_| counted.is_ok()).or(state.counted);
+            if wanted && counted.is_ok() {
+                state.counted = Some(now);
+            }
             state.short = false;
             too_much.is_some() && std::mem::replace(&mut state.logged_too_much, true)
         };
