@@ -13,6 +13,7 @@ mod identity;
 pub mod limits;
 mod miss;
 mod named;
+pub mod sync;
 mod units;
 
 pub use crc::{CRC_PIECE, Crc32c, crc32c};

@@ -14,8 +14,8 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use ucm_core::sync::Mutex;
 use ucm_core::{Error, PAGE, Result, round_up};
 
 use crate::fork::Origin;

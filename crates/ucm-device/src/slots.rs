@@ -11,7 +11,7 @@
 
 use std::sync::{Arc, OnceLock};
 
-use parking_lot::Mutex;
+use ucm_core::sync::Mutex;
 use ucm_core::{Error, PAGE, Result, round_up};
 
 use crate::arena::HostArena;

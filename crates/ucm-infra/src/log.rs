@@ -13,12 +13,12 @@ use std::fmt;
 use std::sync::{Once, OnceLock};
 use std::time::Duration;
 
-use parking_lot::Mutex;
 pub use tracing::Level;
 use tracing::field::{Field, Visit};
 use tracing::level_filters::LevelFilter;
 use tracing::span::{Attributes, Id};
 use tracing::{Event, Metadata, Subscriber};
+use ucm_core::sync::Mutex;
 
 use crate::per_process::PerProcess;
 use crate::{Clock, MonotonicTime, SystemClock};

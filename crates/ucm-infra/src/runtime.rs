@@ -13,8 +13,8 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
-use parking_lot::Mutex;
 use tokio::runtime::{Builder, Handle};
+use ucm_core::sync::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
 
 use crate::clock::{Clock, MonotonicTime};

@@ -1,4 +1,4 @@
-//! Locks and atomics: those of parking_lot and std, or loom's under `--cfg loom`.
+//! Locks and atomics: those of ucm-core and std, or loom's under `--cfg loom`.
 //!
 //! Only types that loom must model stand here. Reference counts are std's in both builds.
 
@@ -12,46 +12,10 @@ pub use std::sync::atomic::AtomicU64;
 pub(crate) use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering, fence};
 
 #[cfg(not(loom))]
-pub(crate) use plain::{Condvar, Mutex};
+pub(crate) use ucm_core::sync::{Condvar, Mutex};
 
 #[cfg(loom)]
 pub(crate) use modelled::{Condvar, Mutex};
-
-#[cfg(not(loom))]
-mod plain {
-    use std::time::Instant;
-
-    pub(crate) use parking_lot::Mutex;
-    use parking_lot::MutexGuard;
-
-    /// A condition variable that takes and returns the guard, as loom's does.
-    #[derive(Default)]
-    pub(crate) struct Condvar(parking_lot::Condvar);
-
-    impl Condvar {
-        pub(crate) fn new() -> Self {
-            Self::default()
-        }
-
-        pub(crate) fn notify_all(&self) {
-            self.0.notify_all();
-        }
-
-        pub(crate) fn wait<'a, T>(&self, mut guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
-            self.0.wait(&mut guard);
-            guard
-        }
-
-        pub(crate) fn wait_until<'a, T>(
-            &self,
-            mut guard: MutexGuard<'a, T>,
-            until: Instant,
-        ) -> MutexGuard<'a, T> {
-            self.0.wait_until(&mut guard, until);
-            guard
-        }
-    }
-}
 
 #[cfg(loom)]
 mod modelled {

@@ -5,8 +5,8 @@ use std::io;
 use std::sync::OnceLock;
 use std::thread::JoinHandle;
 
-use parking_lot::Mutex;
 use rustix::thread::CpuSet;
+use ucm_core::sync::Mutex;
 use ucm_core::{Error, Result};
 
 /// Processors for threads that start from now on; `None`: those of the starting thread.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use parking_lot::Mutex;
+use ucm_core::sync::Mutex;
 
 /// One job of a pool. The thread that keeps its time ends it; the thread that runs it checks before
 /// every effect whether that happened.

@@ -21,9 +21,9 @@ use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use parking_lot::{Mutex, RwLock};
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags, StatxFlags};
 use rustix::io::Errno;
+use ucm_core::sync::{Mutex, RwLock};
 
 use crate::fd_cache::KeptFile;
 use crate::sys::retry;

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use hashlink::LruCache;
-use parking_lot::Mutex;
+use ucm_core::sync::Mutex;
 use ucm_device::OwnFd;
 
 use crate::usrbio::RingFile;

@@ -5,9 +5,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use parking_lot::Mutex;
 use rustix::fs::{Advice, AtFlags, FileType, OFlags, RenameFlags};
 use rustix::io::Errno;
+use ucm_core::sync::Mutex;
 use ucm_core::{Error, ErrorKind, PAGE, Result};
 
 use crate::below::{At, Roots};

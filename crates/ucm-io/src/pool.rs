@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use ucm_core::sync::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{
     Clock, Completion, LANE_LOAD, LANE_SPACE, Lane, MonotonicTime, PoolStats, SystemClock, Ticket,

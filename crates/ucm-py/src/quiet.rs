@@ -3,10 +3,10 @@
 
 use std::os::fd::BorrowedFd;
 
-use parking_lot::Mutex;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use ucm_core::Error;
+use ucm_core::sync::Mutex;
 
 use crate::convert::CallResult;
 

@@ -8,11 +8,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use numpy::{PyReadonlyArray1, PyUntypedArray};
-use parking_lot::{Condvar, Mutex};
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyInt, PyList, PyTuple};
+use ucm_core::sync::{Condvar, Mutex};
 use ucm_core::{Error, ErrorKind};
 use ucm_device::trans::{Buffer, Copies, MemoryKind, Pools, Sides, addresses_at, pairs};
 use ucm_device::{Device, DeviceSpan, Direction, HostSpan, Transfer, open_device};
@@ -389,7 +389,7 @@ pub(crate) fn end_callbacks(py: Python<'_>) {
         let mut callbacks = CALLBACKS.lock();
         while callbacks.process == std::process::id() && callbacks.running > 0 {
             callbacks.ended = true;
-            ONE_ENDED.wait(&mut callbacks);
+            callbacks = ONE_ENDED.wait(callbacks);
         }
         *callbacks = Callbacks::none(std::process::id(), true);
     });

@@ -38,7 +38,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use parking_lot::{Mutex, MutexGuard};
+use ucm_core::sync::{Mutex, MutexGuard};
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_infra::{Clock, Lane, MonotonicTime, Notify, WorkerPool};
 use ucm_io::{FileMeta, IoPool, Process};

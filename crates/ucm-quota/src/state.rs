@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use parking_lot::Mutex;
+use ucm_core::sync::Mutex;
 use ucm_infra::{MonotonicTime, Notify};
 
 use super::documents::Note;

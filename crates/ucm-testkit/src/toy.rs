@@ -4,10 +4,10 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 
-use parking_lot::Mutex;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
+use ucm_core::sync::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Part, Result};
 use ucm_device::Slot;
 use ucm_infra::MonotonicTime;

@@ -8,7 +8,7 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use ucm_core::sync::Mutex;
 use ucm_core::{BlockId, Result};
 use ucm_device::Slot;
 use ucm_infra::{Clock, MonotonicTime};

@@ -10,7 +10,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use parking_lot::{Mutex, RwLock};
+use ucm_core::sync::{Mutex, RwLock};
 use ucm_core::{BlockId, Geometry, MissReason, Part, limits};
 use ucm_infra::MonotonicTime;
 use ucm_quota::layout::{MAX_LENGTHS, Manifest};

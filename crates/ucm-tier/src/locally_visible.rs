@@ -12,7 +12,7 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
-use parking_lot::Mutex;
+use ucm_core::sync::Mutex;
 use ucm_core::{BlockId, limits};
 use ucm_infra::MonotonicTime;
 

@@ -1,7 +1,7 @@
 //! Callers that wait for the next listing of the segments of others. Each is called back once:
 //! after the listing, at its deadline, or when the store closes, whichever is first.
 
-use parking_lot::Mutex;
+use ucm_core::sync::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{MonotonicTime, Notify};
 

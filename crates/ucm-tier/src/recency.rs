@@ -3,8 +3,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use hashlink::LruCache;
-use parking_lot::Mutex;
 use ucm_core::BlockId;
+use ucm_core::sync::Mutex;
 
 /// Time of use, told to the file system as a modification time.
 ///

@@ -28,7 +28,7 @@
 
 use std::sync::{Arc, LazyLock};
 
-use parking_lot::RwLock;
+use ucm_core::sync::RwLock;
 use ucm_core::{Error, ErrorKind, Result};
 
 use crate::builtin;

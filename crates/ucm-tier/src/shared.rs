@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use parking_lot::Mutex;
 use tracing::warn;
+use ucm_core::sync::Mutex;
 use ucm_core::{Error, ErrorKind, MissReason, Result};
 use ucm_infra::Clock;
 use ucm_io::{ELOOP, FileMeta, IoPool, Probe, Process};

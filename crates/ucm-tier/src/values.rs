@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use hashlink::LruCache;
-use parking_lot::Mutex;
+use ucm_core::sync::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Part, Result};
 use ucm_device::Slot;
 use ucm_infra::{Clock, LANE_LOOKUP, LANE_SPACE, MonotonicTime};

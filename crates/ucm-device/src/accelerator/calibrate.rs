@@ -4,8 +4,8 @@
 
 use std::collections::HashMap;
 
-use parking_lot::Mutex;
 use ucm_core::Result;
+use ucm_core::sync::Mutex;
 
 use super::check::{Bench, single};
 use super::plan::{Costs, Method, Run};

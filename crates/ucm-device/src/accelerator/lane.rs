@@ -8,8 +8,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
 use tracing::warn;
+use ucm_core::sync::Mutex;
 use ucm_core::{Error, Result};
 
 use super::Allocation;

@@ -31,8 +31,8 @@ use std::ptr::null_mut;
 use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::Mutex;
 use tracing::{error, info};
+use ucm_core::sync::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{Clock, Completion, MonotonicTime, begin_thread};
 

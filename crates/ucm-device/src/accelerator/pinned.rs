@@ -10,8 +10,8 @@ use std::ptr::with_exposed_provenance_mut;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
-use parking_lot::Mutex;
 use tracing::warn;
+use ucm_core::sync::Mutex;
 use ucm_core::{Error, Result};
 
 use super::runtime::{Failed, Owned, Runtime};

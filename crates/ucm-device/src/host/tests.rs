@@ -2,8 +2,8 @@
 use std::sync::mpsc;
 use std::time::Duration;
 
-use parking_lot::Mutex;
 use ucm_core::ErrorKind;
+use ucm_core::sync::Mutex;
 use ucm_infra::{Clock, ManualClock, MonotonicTime};
 
 use super::*;

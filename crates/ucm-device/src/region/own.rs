@@ -13,7 +13,7 @@ use std::ops::Deref;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
 
-use parking_lot::{Mutex, MutexGuard};
+use ucm_core::sync::{Mutex, MutexGuard};
 use ucm_core::{BlockId, Error, Result};
 use ucm_infra::seqlock;
 

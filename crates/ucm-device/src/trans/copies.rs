@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use ucm_core::sync::Mutex;
 use ucm_core::{Error, Result};
 use ucm_infra::MonotonicTime;
 

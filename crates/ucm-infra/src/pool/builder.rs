@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize};
 
-use parking_lot::{Condvar, Mutex};
+use ucm_core::sync::{Condvar, Mutex};
 use ucm_core::{Error, ErrorKind, Result};
 
 use super::inbox::Inbox;

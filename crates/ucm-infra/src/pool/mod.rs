@@ -23,7 +23,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering, fence};
 use std::time::Duration;
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use ucm_core::sync::{Condvar, Mutex, MutexGuard};
 use ucm_core::{Error, ErrorKind, Result};
 
 pub use builder::{MAX_LANES, MAX_QUEUE, MAX_WORKERS, WorkerPoolBuilder};

@@ -82,7 +82,7 @@ impl Shared {
             self.handover.sleepers.fetch_add(1, Ordering::Relaxed);
             fence(Ordering::SeqCst); // see `inbox`
             if self.handover.inboxes.iter().all(|inbox| inbox.is_empty()) {
-                self.work.wait(&mut state);
+                state = self.work.wait(state);
             }
             self.handover.sleepers.fetch_sub(1, Ordering::Relaxed);
         }

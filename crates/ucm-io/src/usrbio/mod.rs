@@ -23,8 +23,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::OnceLock;
 
-use parking_lot::Mutex;
 use rustix::io::Errno;
+use ucm_core::sync::Mutex;
 
 use abi::Library;
 use ring::{BUFFER, Ring};

@@ -18,7 +18,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-use parking_lot::{Mutex, RwLock};
+use ucm_core::sync::{Mutex, RwLock};
 use ucm_core::{BlockId, Error, ErrorKind, Geometry, Result};
 use ucm_device::DeviceSpan;
 use ucm_store::engine::{Engine, Pieces, Row, RowSides, Task};

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use ucm_core::sync::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_device::{Slot, SlotPool};
 use ucm_infra::{Clock, MonotonicTime, Notify};

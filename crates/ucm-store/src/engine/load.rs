@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use ucm_core::sync::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Geometry, MissReason};
 use ucm_infra::{BlockState, LoadState};
 

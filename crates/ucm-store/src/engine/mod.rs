@@ -26,7 +26,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use ucm_core::sync::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, in_units};
 use ucm_device::{ArenaOptions, Device, Event, SlotPool};
 use ucm_infra::{Clock, MonotonicTime, WorkerPool};

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use ucm_core::sync::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Geometry, Part, Result};
 use ucm_device::KvLayout;
 

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use ucm_core::sync::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, limits};
 use ucm_device::Slot;
 use ucm_infra::MonotonicTime;

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use parking_lot::Mutex;
 use ucm_core::Error;
+use ucm_core::sync::Mutex;
 use ucm_device::Event;
 use ucm_infra::{Clock, Completion, MonotonicTime, Notify};
 

@@ -3,8 +3,8 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
 use ucm_core::Result;
+use ucm_core::sync::Mutex;
 use ucm_device::{Device, Event, SlotPool, Stream};
 use ucm_infra::{MonotonicTime, WorkerPool};
 

@@ -3,8 +3,8 @@
 //! A record is encoded in its slot by the thread that is about to write it, and decoded in its slot
 //! by the thread that has read it, before it is verified. A tier may hold records of both kinds.
 
-use parking_lot::Mutex;
 use serde::Serialize;
+use ucm_core::sync::Mutex;
 use ucm_core::{Error, Part, Result};
 use ucm_infra::LANE_LOAD;
 use ucm_io::IoPool;

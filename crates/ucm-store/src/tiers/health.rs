@@ -7,8 +7,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use parking_lot::Mutex;
 use tracing::{info, warn};
+use ucm_core::sync::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{Clock, MonotonicTime};
 use ucm_io::IoPool;

@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 
-use parking_lot::Mutex;
+use ucm_core::sync::Mutex;
 use ucm_core::{BlockId, limits};
 use ucm_tier::backend::LocallyVisible;
 

@@ -27,8 +27,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::time::Duration;
 
-use parking_lot::Mutex;
 use serde::Serialize;
+use ucm_core::sync::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::{ArenaOptions, Device, SlotPool};
 use ucm_infra::{Clock, LANE_DUMP, Lane, MonotonicTime, Notify, WorkerPool};

@@ -11,8 +11,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use parking_lot::Mutex;
 use tracing::warn;
+use ucm_core::sync::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, PAGE, Result, round_up};
 use ucm_device::{ArenaOptions, Device, SlotPool};
 use ucm_infra::{Completion, LANE_SPACE, MonotonicTime, Notify, begin_thread};

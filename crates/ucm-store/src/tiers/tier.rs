@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use parking_lot::Mutex;
+use ucm_core::sync::Mutex;
 use ucm_core::{BlockId, Error, MissReason, Result};
 use ucm_io::IoPool;
 use ucm_tier::backend::Backend;

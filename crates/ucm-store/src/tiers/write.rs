@@ -11,8 +11,8 @@ use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use parking_lot::Mutex;
 use tracing::warn;
+use ucm_core::sync::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::{Slot, SlotPool};
 use ucm_infra::{LANE_DUMP, MonotonicTime, Notify, Ticket, WorkerPool};

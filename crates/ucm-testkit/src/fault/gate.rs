@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use parking_lot::{Condvar, Mutex};
+use ucm_core::sync::{Condvar, Mutex};
 
 /// Clones share one gate.
 #[derive(Clone, Default)]
@@ -42,7 +42,7 @@ impl Gate {
     pub fn await_waiting(&self, count: usize) {
         let mut state = self.0.state.lock();
         while state.waiting < count {
-            self.0.news.wait(&mut state);
+            state = self.0.news.wait(state);
         }
     }
 
@@ -52,7 +52,7 @@ impl Gate {
         state.waiting += 1;
         self.0.news.notify_all();
         while !state.open {
-            self.0.news.wait(&mut state);
+            state = self.0.news.wait(state);
         }
         state.waiting -= 1;
         self.0.news.notify_all();

@@ -14,7 +14,7 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use ucm_core::sync::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_io::{
     Caller, Close, Closed, FileMeta, Finish, IoEngine, Probe, Publish, Read, ReadMode, ReadPiece,

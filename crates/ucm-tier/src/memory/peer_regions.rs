@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use parking_lot::{Mutex, RwLock};
+use ucm_core::sync::{Mutex, RwLock};
 use ucm_core::{BlockId, Error, Result};
 use ucm_device::{RegionView, Registry, Wanted};
 use ucm_infra::{Clock, Completion, MonotonicTime, Notify, begin_thread};

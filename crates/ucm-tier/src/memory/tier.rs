@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
-use parking_lot::Mutex;
+use ucm_core::sync::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, in_units};
 use ucm_device::{Pinned, RegionOptions, SharedRegion, WriteLease};
 use ucm_infra::{Clock, MonotonicTime};

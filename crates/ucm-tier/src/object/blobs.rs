@@ -14,7 +14,7 @@ use std::time::Duration;
 use bytes::{Buf, Bytes};
 use futures_util::stream::{StreamExt, TryStreamExt};
 use object_store::path::Path;
-use parking_lot::Mutex;
+use ucm_core::sync::Mutex;
 use ucm_core::{Error, ErrorKind, PAGE, Result, round_up};
 use ucm_infra::{MonotonicTime, WorkerPool};
 use ucm_io::{IoJob, ReadMode};

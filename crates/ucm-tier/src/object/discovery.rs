@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use object_store::path::Path;
-use parking_lot::Mutex;
+use ucm_core::sync::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::MonotonicTime;
 

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use parking_lot::Mutex;
 use tracing::{info, warn};
+use ucm_core::sync::Mutex;
 use ucm_core::{Error, ErrorKind, Result, in_units};
 use ucm_infra::{MonotonicTime, Notify};
 use ucm_io::IoJob;

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use futures_util::stream::StreamExt;
 use object_store::ObjectMeta;
-use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
+use ucm_core::sync::Mutex;
 use ucm_core::{BlockId, Result};
 use ucm_infra::MonotonicTime;
 use ucm_quota::layout::FORMAT;

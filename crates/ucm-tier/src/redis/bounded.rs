@@ -17,7 +17,6 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use futures_util::FutureExt;
-use parking_lot::Mutex;
 use redis::aio::{ConnectionLike, MultiplexedConnection};
 use redis::cluster_async::Connect;
 use redis::io::tcp::socket2::SockRef;
@@ -31,6 +30,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::task::AbortHandle;
 use tokio_rustls::TlsConnector;
+use ucm_core::sync::Mutex;
 
 /// Bytes beside answers: what a server sends while a connection is made, and what it pushes.
 const SLACK: u64 = 64 << 10;

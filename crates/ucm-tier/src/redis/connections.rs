@@ -12,7 +12,6 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use futures_util::stream::{FuturesUnordered, StreamExt};
-use parking_lot::{Mutex, RwLock};
 use redis::aio::ConnectionLike;
 use redis::cluster::{ClusterClient, ClusterClientBuilder};
 use redis::cluster_async::ClusterConnection;
@@ -21,6 +20,7 @@ use redis::{Arg, Cmd, ConnectionInfo, Pipeline, RedisError, Value};
 use rustls::ClientConfig;
 use tokio::sync::Semaphore;
 use tokio::time::error::Elapsed;
+use ucm_core::sync::{Mutex, RwLock};
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{Clock, MonotonicTime, Runtime};
 use ucm_io::IoJob;

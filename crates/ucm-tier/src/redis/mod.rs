@@ -16,9 +16,9 @@ mod place;
 use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::Mutex;
 use redis::{Cmd, Value};
 use tracing::warn;
+use ucm_core::sync::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Part, Result, limits};
 use ucm_device::Slot;
 use ucm_infra::{Clock, MonotonicTime};

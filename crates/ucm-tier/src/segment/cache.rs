@@ -5,8 +5,8 @@ use std::fmt::Display;
 use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::Mutex;
 use tracing::warn;
+use ucm_core::sync::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_infra::{Clock, MonotonicTime};
 use ucm_io::ReadMode;

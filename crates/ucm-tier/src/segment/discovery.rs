@@ -8,8 +8,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::Mutex;
 use tracing::warn;
+use ucm_core::sync::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::MonotonicTime;
 use ucm_io::{Close, FileMeta, IoJob, MAX_LIST};

@@ -13,7 +13,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-use parking_lot::{Mutex, RwLock};
+use ucm_core::sync::{Mutex, RwLock};
 use ucm_core::{BlockId, PAGE, Part};
 use ucm_quota::layout::SegmentName;
 

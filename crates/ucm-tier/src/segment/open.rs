@@ -7,7 +7,7 @@
 
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use ucm_core::sync::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, PAGE, round_up};
 use ucm_infra::MonotonicTime;
 use ucm_io::JobWatch;

@@ -8,8 +8,8 @@
 
 use std::time::Duration;
 
-use parking_lot::Mutex;
 use tracing::warn;
+use ucm_core::sync::Mutex;
 use ucm_infra::MonotonicTime;
 use ucm_io::ReadMode;
 use ucm_quota::layout::SegmentName;

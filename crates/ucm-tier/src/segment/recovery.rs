@@ -12,7 +12,7 @@ use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use ucm_core::sync::Mutex;
 use ucm_core::{Error, ErrorKind, PAGE, Result, limits, round_up};
 use ucm_infra::MonotonicTime;
 use ucm_io::{FileMeta, ReadMode};

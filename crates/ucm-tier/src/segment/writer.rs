@@ -10,7 +10,7 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use ucm_core::sync::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, PAGE, Result, round_up};
 use ucm_infra::{Clock, MonotonicTime, Notify};
 use ucm_io::{IoJob, JobWatch, Process};

@@ -31,7 +31,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use ucm_core::sync::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{MonotonicTime, Notify};
 use ucm_io::ReadMode;

@@ -10,8 +10,8 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use parking_lot::Mutex;
 use ucm_core::BlockId;
+use ucm_core::sync::Mutex;
 use ucm_infra::{LANE_SPACE, MonotonicTime};
 use ucm_io::IoJob;
 
