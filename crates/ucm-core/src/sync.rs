@@ -9,10 +9,8 @@ use std::time::{Duration, Instant};
 
 pub use std::sync::{MutexGuard, RwLockReadGuard, RwLockWriteGuard};
 
-/// Between two attempts of [`Mutex::try_lock_for`].
-const AGAIN: Duration = Duration::from_millis(1);
-
-fn unpoisoned<G>(result: LockResult<G>) -> G {
+/// The guard, although another thread panicked with it.
+pub fn unpoisoned<G>(result: LockResult<G>) -> G {
     result.unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -31,8 +29,7 @@ impl<T> Mutex<T> {
         unpoisoned(self.0.lock())
     }
 
-    /// Does not wait.
-    pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
+    fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         match self.0.try_lock() {
             Ok(guard) => Some(guard),
             Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
@@ -48,18 +45,13 @@ impl<T> Mutex<T> {
             if guard.is_some() || began.elapsed() >= span {
                 return guard;
             }
-            std::thread::sleep(AGAIN);
+            std::thread::sleep(Duration::from_millis(1));
         }
     }
 
     /// The value, which nobody else can use now.
     pub fn get_mut(&mut self) -> &mut T {
         unpoisoned(self.0.get_mut())
-    }
-
-    /// The value.
-    pub fn into_inner(self) -> T {
-        unpoisoned(self.0.into_inner())
     }
 }
 

@@ -15,23 +15,19 @@ pub(crate) use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering, 
 pub(crate) use ucm_core::sync::{Condvar, Mutex};
 
 #[cfg(loom)]
-pub(crate) use modelled::{Condvar, Mutex};
+pub(crate) use modelled::{LoomCondvar as Condvar, LoomMutex as Mutex};
 
 #[cfg(loom)]
 mod modelled {
-    use std::sync::{LockResult, PoisonError};
     use std::time::Instant;
 
     use loom::sync::MutexGuard;
-
-    fn unpoisoned<G>(result: LockResult<G>) -> G {
-        result.unwrap_or_else(PoisonError::into_inner)
-    }
+    use ucm_core::sync::unpoisoned;
 
     /// loom's mutex without poisoning.
-    pub(crate) struct Mutex<T>(loom::sync::Mutex<T>);
+    pub(crate) struct LoomMutex<T>(loom::sync::Mutex<T>);
 
-    impl<T> Mutex<T> {
+    impl<T> LoomMutex<T> {
         pub(crate) fn new(value: T) -> Self {
             Self(loom::sync::Mutex::new(value))
         }
@@ -43,9 +39,9 @@ mod modelled {
 
     /// loom's condition variable without poisoning. loom has no time: a timed wait ends only by a
     /// notification.
-    pub(crate) struct Condvar(loom::sync::Condvar);
+    pub(crate) struct LoomCondvar(loom::sync::Condvar);
 
-    impl Condvar {
+    impl LoomCondvar {
         pub(crate) fn new() -> Self {
             Self(loom::sync::Condvar::new())
         }
