@@ -40,6 +40,7 @@ class Child:
 
     async def _run(self, request: dict[str, Any]) -> dict[str, Any]:
         prompt, options = asked(request)
+        options["data_parallel_rank"] = request.get("engine")
         started, first, last = time.monotonic(), None, None
         async for output in self.engine.generate(prompt, **options):
             last = output
@@ -203,7 +204,6 @@ def asked(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         "request_id": request["id"],
         "lora_request": lora,
         "priority": request.get("priority", 0),
-        "data_parallel_rank": request.get("engine"),
     }
 
 
