@@ -17,6 +17,8 @@ from lives import new_disk
 from models import CONFIGS, GROUPS, write_model
 from specs import ON_GPU, EngineSpec
 
+from ucm.integration.vllm.compat.versions import installed
+
 pytestmark = [pytest.mark.skipif(ON_GPU, reason="ranks share the CPU")]
 
 
@@ -30,6 +32,7 @@ class Form:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
+OTHER_VERSIONS = "0.30 to 0.33"
 TENSOR, PIPELINE = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 #: What tensor ranks compile cannot be compiled beside interpreted Triton.
 UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
@@ -40,19 +43,22 @@ FORMS = {
     "TP 2": Form(2, "v1", TENSOR),
     "PP 2": Form(2, "v2", PIPELINE),
     "TP + PP": Form(4, "v2", TENSOR | PIPELINE, UNCOMPILED),
-    "0.30 to 0.33": Form(1, "v1", {}),
+    OTHER_VERSIONS: Form(1, "v1", {}),
 }
 #: For every day; the others are for make test-long.
 DAILY = {("gemma3", "PP 2"), ("llama4", "V1"), ("lfm2", "V1")}
+
+
+def marks(model: str, form: str) -> list[pytest.MarkDecorator]:
+    """When it runs."""
+    if form == OTHER_VERSIONS:
+        this = pytest.mark.skipif(installed() == "0.32.0", reason="for make test-versions")
+        return [pytest.mark.versions, this]
+    return [] if (model, form) in DAILY else [pytest.mark.long]
+
+
 SHOWN = [
-    pytest.param(
-        model,
-        form,
-        id=f"{model}-{form}",
-        marks=[pytest.mark.versions]
-        if form == "0.30 to 0.33"
-        else [pytest.mark.long] * ((model, form) not in DAILY),
-    )
+    pytest.param(model, form, id=f"{model}-{form}", marks=marks(model, form))
     for model, form in matrix.forms_of(
         "tests/vllm/test_forms.py::test_a_prompt_that_comes_again_is_a_hit"
     )
