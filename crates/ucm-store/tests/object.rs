@@ -387,7 +387,7 @@ fn what_gets_old_goes_while_a_store_is_open() {
     let segment = store.segments().pop().unwrap();
     // Slowly, so that it reports several times before it counts again.
     eventually("what is old goes", || {
-        clock.advance(Duration::from_secs(5));
+        clock.advance(Duration::from_secs(1));
         !segment.exists()
     });
 }
