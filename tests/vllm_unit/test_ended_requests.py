@@ -418,6 +418,7 @@ def test_a_prompt_of_32k_tokens_is_stored_whole_and_hit_whole(
     """The medium takes nothing until the prompt has ended, and others that are not stored have used
     more blocks than the pool has besides. Then it takes a little at a time."""
     model = engines.make_model(tmp_path / "model", max_position_embeddings=LONGEST)
+    monkeypatch.setattr(toy_engine, "STEPS", 1_000_000)  # as long as the medium takes
     medium, prompt = Medium(tmp_path / "mount"), prompt_of(7, STEP * STEPS // BLOCK)
     right = expected(prompt, COUNT)
 
@@ -436,7 +437,6 @@ def test_a_prompt_of_32k_tokens_is_stored_whole_and_hit_whole(
     engine.generate({"opens": prompt_of(99, 1)}, 1)
     engine.until(lambda: engine.connector._scheduler.readiness.phase == "open" and engine.idle())
     lost = lost_of(engine)
-    monkeypatch.setattr(toy_engine, "STEPS", 1_000_000)  # as long as the medium takes
     medium.hold(True)
     try:
         assert engine.generate({"long": prompt}, COUNT) == {"long": right}
