@@ -157,6 +157,7 @@ OTHERS = {
     "HiSparseHotSpec": ("the hot pages of HiSparse", ""),
     "HiSparseResidentSpec": ("the pages of HiSparse on the device", ""),
     "HiddenStateCacheSpec": ("hidden states (extract_hidden_states)", ""),
+    "KpoolTailSpec": ("keys that wait to be pooled, in a ring (vLLM 0.30 and 0.31)", ""),
     "RSWASpec": ("windows over the output alone (R-SWA)", ""),
     "SinkFullAttentionSpec": ("full attention with sinks in the cache", ""),
 }
