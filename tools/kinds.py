@@ -8,20 +8,18 @@ tools/kinds.py -->`` and ``<!-- end -->``; every kind that has keys needs one.
 
 from __future__ import annotations
 
-import argparse
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import page
+
 from ucm.config.fields import Schema, choices, json_type, show_size
 from ucm.config.words import COMMON, KINDS, PIPELINE, STORES, Kind, own_keys
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
-TABLE = re.compile(
-    r"(<!-- (?P<name>[^:>]+): made by tools/kinds\.py -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL
-)
+TABLE = page.tables_of("kinds.py")
 #: The unit of a value of each format, if the option has none itself.
 UNITS = {
     "directories": "path",
@@ -121,39 +119,18 @@ def tables() -> dict[str, str]:
     return {name: "\n".join(lines) + "\n" for name, lines in made.items()}
 
 
-def written(page: str) -> str:
+def written(text: str) -> str:
     """The page with new tables. Raises LookupError if one is missing or unknown."""
     made = tables()
-    standing = [found["name"] for found in TABLE.finditer(page)]
+    standing = [found["name"] for found in TABLE.finditer(text)]
     if sorted(standing) != sorted(made):
         missing, unknown = sorted(set(made) - set(standing)), sorted(set(standing) - set(made))
         raise LookupError(
             f"tables missing: {missing}, unknown: {unknown}, twice:"
             f" {len(standing) - len(set(standing))}"
         )
-    return TABLE.sub(lambda found: f"{found[1]}{made[found['name']]}{found[4]}", page)
-
-
-def main() -> int:
-    """Writes the page, or checks that it is up to date."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0] if __doc__ else None)
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; fail if the page is out of date"
-    )
-    check = parser.parse_args().check
-    page = PAGE.read_text()
-    try:
-        new = written(page)
-    except LookupError as error:
-        print(f"{PAGE.name}: {error}")
-        return 1
-    if check and new != page:
-        print(f"{PAGE.name} is out of date; run: python tools/kinds.py")
-        return 1
-    if not check:
-        PAGE.write_text(new)
-    return 0
+    return TABLE.sub(lambda found: f"{found[1]}{made[found['name']]}{found[4]}", text)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(page.run(__doc__, PAGE, "kinds.py", written))

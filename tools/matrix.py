@@ -7,18 +7,16 @@ from here, so no cell of the page says more than a test does. Run it after a cha
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import page
+
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
-TABLE = re.compile(
-    r"(<!-- (?P<name>[^:>]+): made by tools/matrix\.py -->\n)(?P<table>.*?)(<!-- end -->)",
-    re.DOTALL,
-)
+TABLE = page.tables_of("matrix.py")
 
 #: Forms of an engine: its runner, its ranks, another version of vLLM, sparse attention.
 FORMS = ("V1", "V2", "TP 2", "PP 2", "TP + PP", "DP 2", "DCP", "0.30 to 0.33", "sparse")
@@ -207,7 +205,7 @@ def others() -> Iterator[str]:
         yield f"| `{name}` | {what} | {instead} |"
 
 
-def written(page: str) -> str:
+def written(text: str) -> str:
     """The page with its tables as they are here."""
     made = {"kinds": kinds, "proofs": proofs, "others": others}
 
@@ -215,28 +213,11 @@ def written(page: str) -> str:
         lines = made.pop(match["name"])()
         return match[1] + "".join(f"{line}\n" for line in lines) + match[4]
 
-    new = TABLE.sub(table, page)
+    new = TABLE.sub(table, text)
     if made:
         raise LookupError(f"there is no place for the table of {', '.join(made)}")
     return new
 
 
-def main() -> int:
-    """Writes the page, or checks that it is up to date."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0] if __doc__ else None)
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; fail if the page is out of date"
-    )
-    check = parser.parse_args().check
-    page = PAGE.read_text()
-    new = written(page)
-    if check and new != page:
-        print(f"{PAGE.name} is out of date; run: python tools/matrix.py")
-        return 1
-    if not check:
-        PAGE.write_text(new)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(page.run(__doc__, PAGE, "matrix.py", written))
