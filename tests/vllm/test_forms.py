@@ -3,10 +3,8 @@ again is a hit, also after a restart."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,8 @@ from harness import EngineHost, wait_until
 from lives import new_disk
 from models import CONFIGS, GROUPS, write_model
 from specs import ON_GPU, EngineSpec
+
+from ucm.integration.vllm.compat.versions import installed
 
 pytestmark = [pytest.mark.skipif(ON_GPU, reason="ranks share the CPU")]
 
@@ -32,7 +32,6 @@ class Form:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-OTHER_VERSIONS = "0.30 to 0.33"
 TENSOR, PIPELINE = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 #: What tensor ranks compile cannot be compiled beside interpreted Triton.
 UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
@@ -43,7 +42,7 @@ FORMS = {
     "TP 2": Form(2, "v1", TENSOR),
     "PP 2": Form(2, "v2", PIPELINE),
     "TP + PP": Form(4, "v2", TENSOR | PIPELINE, UNCOMPILED),
-    OTHER_VERSIONS: Form(1, "v1", {}),
+    **dict.fromkeys(matrix.OTHER_VERSIONS, Form(1, "v1", {})),
 }
 #: For every day; the others are for make test-long.
 DAILY = {("gemma3", "PP 2"), ("llama4", "V1"), ("lfm2", "V1")}
@@ -51,13 +50,9 @@ DAILY = {("gemma3", "PP 2"), ("llama4", "V1"), ("lfm2", "V1")}
 
 def marks(model: str, form: str) -> list[pytest.MarkDecorator]:
     """When it runs."""
-    if form == OTHER_VERSIONS:
-        found = find_spec("vllm")
-        usual = found is None or Path(found.origin or "").is_relative_to(sys.prefix)
-        return [
-            pytest.mark.versions,
-            pytest.mark.skipif(usual, reason="for make test-versions, with another vLLM"),
-        ]
+    if form in matrix.OTHER_VERSIONS:
+        other = not installed().startswith(f"{form}.")
+        return [pytest.mark.versions, pytest.mark.skipif(other, reason=f"for vLLM {form}")]
     return [] if (model, form) in DAILY else [pytest.mark.long]
 
 
