@@ -1,52 +1,21 @@
 """Evaluates alternating pairs of an old and a new measurement: the ratio and its confidence.
 
-A *ratio* is computed within a pair, so that other load affects both sides. It is above 1 if the new
-one is better, whether more or less is better. The median of the ratios is reported. Its interval is
-that of the *sign test*: the k-th lowest and the k-th highest ratio, with the largest k for which a
-fair coin falls to one side fewer than k times in n throws in at most 5 of 100 cases, both sides
-together. It is valid for every distribution and uses no random numbers; with fewer than six pairs
-there is none.
+The median of the ratios is reported, with the interval of :func:`ucm.bench.metrics.interval`.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ucm.bench.metrics import Better, interval, ratio
+
 #: A row fails if it is certainly below this.
 FLOOR = 0.95
-CONFIDENCE = 0.95
 
-Better = Literal["more", "less"]
 Verdict = Literal["holds", "unsure", "fails", "not judged"]
-
-
-def ratio(old: float, new: float, better: Better) -> float:
-    """The ratio of the new one to the old one, above 1 if better; 1 if both are zero."""
-    above, below = (new, old) if better == "more" else (old, new)
-    if below == 0:
-        return 1.0 if above == 0 else math.inf
-    return above / below
-
-
-def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float] | None:
-    """The interval of the distribution's median with at least that confidence; None with too few
-    values."""
-    count = len(values)
-    outside, rank = 0.0, 0
-    # outside: that at most `rank` of the values lie on one side of the median, and on the other
-    while rank < count:
-        outside += 2 * math.comb(count, rank) / 2**count
-        if outside > 1 - confidence:
-            break
-        rank += 1
-    if rank == 0:
-        return None
-    ordered = sorted(values)
-    return ordered[rank - 1], ordered[count - rank]
 
 
 def judged(values: Sequence[float], floor: float = FLOOR) -> Verdict:

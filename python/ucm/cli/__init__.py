@@ -1,5 +1,5 @@
 """The command line: ``ucm inspect``, ``ucm verify``, ``ucm gc`` on roots of every store, live ones
-too; and ``ucm pd-proxy``.
+too; ``ucm pd-proxy`` and ``ucm bench``.
 
 Records are read and verified by the compiled core; vLLM is not needed. What a user can mend (a
 wrong path, a root without marker, missing rights) is one sentence and exit status 2, never a
@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from ucm import __version__
+from ucm.cli.bench import bench as _bench
 from ucm.cli.gc import gc as _gc
 from ucm.cli.inspect import inspect as _inspect
 from ucm.cli.pd_proxy import pd_proxy as _pd_proxy
@@ -48,12 +49,12 @@ class _Group(click.Group):
 @click.version_option(__version__, prog_name="ucm")
 def main() -> None:
     """Look into, check and clean roots of ucm, the directories that storage_backends names; serve
-    over prefill and decode servers.
+    over prefill and decode servers; measure servers, stores and devices.
 
     Engines may use roots at the same time. docs/tools.md explains every command and its JSON,
     docs/pd.md the proxy.
     """
 
 
-for _command in (_inspect, _verify, _gc, _pd_proxy):
+for _command in (_inspect, _verify, _gc, _pd_proxy, _bench):
     main.add_command(_command)

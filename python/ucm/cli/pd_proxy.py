@@ -42,8 +42,8 @@ class MissingExtra(click.ClickException):
 
     exit_code = 2
 
-    def __init__(self, name: str | None) -> None:
-        super().__init__(f"ucm pd-proxy needs {name}: pip install 'ucm-kv[pd]'")
+    def __init__(self, name: str | None, command: str, extra: str) -> None:
+        super().__init__(f"{command} needs {name}: pip install 'ucm-kv[{extra}]'")
 
 
 #: Types of options by field, where the default does not say enough.
@@ -95,5 +95,5 @@ def pd_proxy(**options: Any) -> None:
     try:
         from ucm.pd.proxy import run
     except ModuleNotFoundError as error:
-        raise MissingExtra(error.name) from None
+        raise MissingExtra(error.name, "ucm pd-proxy", "pd") from None
     run(settings)
