@@ -259,6 +259,11 @@ test-wheel: $(VENV)/.stamp-dev $(VENV)/.stamp-wheel ## test the wheel in a clean
 	@UCM_TEST_WHEEL=$$(ls $(CURDIR)/dist/*.whl) UCM_TEST_UV=$(abspath $(UV)) \
 		$(STAGE) "pytest wheel" $(BIN)/python -m pytest --quiet tests/wheel
 
+.PHONY: test-readme
+test-readme: $(VENV)/.stamp-vllm $(VENV)/.stamp-wheel ## follow the README in a new environment, with a server of vLLM and the wheel
+	@UCM_TEST_WHEEL=$$(ls $(CURDIR)/dist/*.whl) UCM_TEST_UV=$(abspath $(UV)) \
+		$(STAGE) "pytest README" $(BIN)/python -m pytest --quiet tests/vllm/test_readme.py
+
 # Over mount points of a real NFS server: ROOT=/mnt/kv, or two mounts of one export, ROOT=/mnt/a:/mnt/b (nosharecache).
 # Without ROOT over the file system of tests/trust/nfs.py, which make test runs too.
 ROOT ?=
@@ -293,6 +298,17 @@ lint: $(VENV)/.stamp-dev $(VENV)/.stamp-core ## check formatting, lints and type
 	@$(STAGE) "mypy benches" env MYPYPATH=python:tests/vllm:tests/mooncake:demo:tests/gpu:benches/peers:benches/python:benches/quality \
 		$(BIN)/mypy benches/peers/*.py benches/python/*.py benches/quality/*.py
 	@$(STAGE) "stubtest" env MYPYPATH=python $(BIN)/python -m mypy.stubtest --concise ucm._core
+	@$(STAGE) "documents" $(MKDOCS)
+	@$(STAGE) "image" $(BIN)/hadolint Dockerfile
+	@$(STAGE) "compose files" $(BIN)/check-jsonschema --builtin-schema vendor.compose-spec examples/compose/*.yaml
+	@$(STAGE) "workflows" $(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yaml
+	@$(STAGE) "workflows, security" $(BIN)/zizmor --offline --quiet .github/workflows
+
+# Fails for a link, an anchor or a page that does not exist.
+MKDOCS := env NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+.PHONY: docs
+docs: $(VENV)/.stamp-dev ## build the documents as a site, into build/site
+	@$(STAGE) "documents" $(MKDOCS)
 
 .PHONY: format
 format: $(VENV)/.stamp-dev ## format Rust and Python
@@ -350,6 +366,16 @@ bench-beside: $(VENV)/.stamp-vllm ## compare this tree with another revision, in
 .PHONY: wheel
 wheel: $(VENV)/.stamp-wheel ## build the wheel into dist/
 	@ls dist/*.whl
+
+# For other machines: every glibc from 2.28 on, linked by zig, with the standard library of each target (rustup target add).
+WHEEL_TARGETS ?= x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu
+.PHONY: wheels
+wheels: $(VENV)/.stamp-wheels ## build wheels for x86-64 and aarch64, tagged manylinux_2_28, into dist/manylinux
+	@$(foreach target,$(WHEEL_TARGETS),PATH="$(abspath $(BIN)):$$PATH" $(STAGE) "build the wheel for $(target)" $(COMMIT) \
+		$(BIN)/maturin build --quiet --release --locked --zig --compatibility manylinux_2_28 --target $(target) \
+		--out dist/manylinux;)
+	@$(foreach target,$(WHEEL_TARGETS),$(BIN)/auditwheel show dist/manylinux/*_$(firstword $(subst -, ,$(target))).whl \
+		| tee /dev/stderr | grep --quiet 'manylinux_2_28_$(firstword $(subst -, ,$(target)))';)
 
 # The value of ucmtrans.commit_id.
 COMMIT = env UCM_COMMIT_ID=$(or $(shell git rev-parse HEAD 2>/dev/null),unknown)
@@ -409,6 +435,10 @@ $(VENV)/.stamp-dev: .tools/.stamp-uv requirements/dev.txt requirements/lock.txt 
 
 $(VENV)/.stamp-vllm: $(VENV)/.stamp-dev requirements/vllm.txt
 	@VIRTUAL_ENV=$(VENV) $(STAGE) "install vLLM" $(INSTALL) -r requirements/vllm.txt
+	@touch $@
+
+$(VENV)/.stamp-wheels: $(VENV)/.stamp-dev requirements/wheels.txt
+	@VIRTUAL_ENV=$(VENV) $(STAGE) "install zig" $(INSTALL) -r requirements/wheels.txt
 	@touch $@
 
 # Only for bench-peers, bench-ttft and bench-chat: other projects, which are not built or tested here.

@@ -200,3 +200,26 @@ def test_links_lead_somewhere(name: str) -> None:
         if not path.exists() or (anchor and anchor not in _anchors(path.read_text())):
             broken.append(target)
     assert broken == []
+
+
+PAGES = sorted(name for name in DOCUMENTS if re.fullmatch(r"docs/[\w-]+\.md", name))
+#: Pages to look things up in, mostly tables, and longer than others.
+LONG = {"configuration", "devices", "format", "pd", "performance", "reasons", "sparse", "stores"}
+LONG |= {"tenants", "tools", "trust", "vllm"}
+MOST_WORDS = 1500
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_begins_with_its_question(name: str) -> None:
+    assert re.match(r"# .*\?.*\n", DOCUMENTS[name])
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_short(name: str) -> None:
+    long = len(DOCUMENTS[name].split()) > MOST_WORDS
+    assert long == (Path(name).stem in LONG)
+
+
+def test_the_site_has_every_page() -> None:
+    found = re.findall(r": ([\w-]+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(f"docs/{name}" for name in found) == PAGES
