@@ -39,8 +39,17 @@ def params(language: str) -> list[object]:
     ]
 
 
-#: What the programs of a page suppose, before each: ids of blocks, their data, and side shards.
+#: What the programs of a page suppose, before each: ids of blocks, their data, side shards, files.
 SUPPOSED = {
+    "docs/tools.md": [
+        """
+import json, pathlib
+times = [f"{time}_{kind}" for time in ("ttft", "tpot") for kind in ("mean", "p50", "p99")]
+for name in ("before.json", "now.json"):
+    figures = dict.fromkeys([*times, "throughput", "requests_per_second"], 1.0)
+    pathlib.Path(name).write_text(json.dumps(figures))
+"""
+    ],
     "docs/stores.md": [
         """
 import torch
@@ -57,7 +66,7 @@ means, codes = (torch.zeros(2, n, dtype=torch.uint8).numpy() for n in (4096, 512
 ids, offsets = ["00" * 16, "01" * 16], [0, 0]
 tensors = [torch.zeros(1 << 20, dtype=torch.uint8)] * 2
 """,
-    ]
+    ],
 }
 NEED_TORCH = {"docs/sparse.md", "docs/stores.md", "docs/tenants.md"}
 
@@ -74,7 +83,12 @@ def test_programs_run(page: str, tmp_path: Path) -> None:
     for place in ("/data/", "/mnt/nfs/", "/etc/ucm/"):
         program = program.replace(place, f"{tmp_path}/")
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 
@@ -93,7 +107,7 @@ def test_configurations_are_read(text: str) -> None:
 
 def _commands(text: str) -> list[list[str]]:
     """The commands of a block of sh: their words, without comments."""
-    joined = re.sub(r"\s*\\\n\s*", " ", text)
+    joined = re.sub(r"\s*\\\n\s*", " ", re.sub(r"(^|\s)#.*$", "", text, flags=re.MULTILINE))
     lexer = shlex.shlex(joined, posix=True, punctuation_chars="\n;|&")
     lexer.whitespace, lexer.whitespace_split = " \t", True
     found: list[list[str]] = [[]]
@@ -122,11 +136,16 @@ def test_commands_parse(text: str) -> None:
 
 def _check_ucm(words: list[str]) -> None:
     """Fails with click's own message if ``ucm`` would refuse these arguments."""
-    assert isinstance(main, click.Group)
-    with click.Context(main) as context:
-        command = main.get_command(context, words[0])
+    command: click.Command | None = main
+    context = click.Context(main)
+    while isinstance(command, click.Group):
+        command = command.get_command(context, words[0])
         assert command is not None, words
-        command.make_context(words[0], words[1:], parent=context)
+        if isinstance(command, click.Group):
+            context = click.Context(command, parent=context)
+        words = words[1:]
+    assert command is not None
+    command.make_context(command.name, words, parent=context)
 
 
 @pytest.mark.parametrize("text", params("c"))
