@@ -53,6 +53,28 @@ class MissReason(StrEnum):
 #: Reasons after which a record is left as it is: no hit, and no dump replaces it.
 LEFT_ALONE = frozenset({MissReason.NEWER_VERSION, MissReason.WRONG_KEY})
 
+#: Reasons that name a failure of the cache, and not its contents or a rule.
+FAULTS = frozenset(
+    (
+        MissReason.WRONG_LENGTH,
+        MissReason.TRUNCATED,
+        MissReason.NOT_A_RECORD,
+        MissReason.BAD_HEADER,
+        MissReason.BAD_CHECKSUM,
+        MissReason.FOREIGN_ID,
+        MissReason.FOREIGN_IDENTITY,
+        MissReason.FOREIGN_PART,
+        MissReason.FOREIGN_SHAPE,
+        MissReason.REFUSED,
+        MissReason.TIMEOUT,
+        MissReason.IO_ERROR,
+        MissReason.UNHEALTHY,
+        MissReason.LOOKUP_LATE,
+        MissReason.LOAD_FAILED,
+        MissReason.INTERNAL,
+        MissReason.WRONG_KEY,
+    )
+)
 
 _NAMES = frozenset(MissReason)
 

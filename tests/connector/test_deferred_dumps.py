@@ -23,7 +23,7 @@ from ucm.integration.vllm.connector.identity.keys import (
 from ucm.integration.vllm.connector.metadata import RankReport, UCMConnectorMetadata
 from ucm.integration.vllm.connector.scheduler import dumps
 from ucm.integration.vllm.connector.scheduler.dumps import BUSY_PAUSE_S, ROOM_S, free_blocks
-from ucm.integration.vllm.connector.stats import UNSTORED
+from ucm.metrics.names import UNSTORED
 
 
 class Looks(AdapterDigests):

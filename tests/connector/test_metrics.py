@@ -18,17 +18,10 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 from vllm.v1.outputs import KVConnectorOutput
 
+from ucm import __version__
 from ucm.integration.vllm.connector import UCMConnector, UCMDirectConnector
-from ucm.integration.vllm.connector.stats import (
-    COUNTERS,
-    GAUGES,
-    HISTOGRAMS,
-    MISSED,
-    MISSED_BLOCKS,
-    TIMES,
-    MissStats,
-    UcmStats,
-)
+from ucm.integration.vllm.connector.stats import TIMES, MissStats, StoreInfo, Tally, UcmStats
+from ucm.metrics.names import COUNTERS, GAUGES, HISTOGRAMS, MISSED, MISSED_BLOCKS, rows
 from ucm.reasons import MissReason
 
 TYPES: Any = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
@@ -53,12 +46,23 @@ def sample(name: str, **labels: str) -> float:
 def test_the_scheduler_reports_new_counts_only() -> None:
     rig = Rig()
     half = connector(scheduler=rig.scheduler, miss_stats=rig.scheduler.miss_stats)
+    opened = half.get_kv_connector_stats()
+    assert opened is not None
+    (info,) = opened.data
+    assert info.startswith(f"info.{__version__}|")
     assert half.get_kv_connector_stats() is None
     rig.admit(rig.request("a", 2 * BLOCK + 1))
     stats = half.get_kv_connector_stats()
     assert stats is not None
     assert not stats.is_empty()
-    assert stats.data == {"asked": 2, "missed.absent": 2, "lookup_seconds": [0.0]}
+    assert stats.data == {
+        "asked": 2,
+        "asked_requests": 1,
+        "missed.absent": 2,
+        "lookup_seconds": [0.0],
+        "block_hit_rate": 0.0,
+        "prefix_hit_rate": 0.0,
+    }
     assert half.get_kv_connector_stats() is None
 
 
@@ -68,7 +72,9 @@ def test_a_connector_that_is_off_counts_why() -> None:
     half.on_new_request(rig.request("a", 3 * BLOCK))
     stats = half.get_kv_connector_stats()
     assert stats is not None
-    assert stats.data == {"asked": 3, "missed.unsupported": 3}
+    rates = {"block_hit_rate": 0.0, "prefix_hit_rate": 0.0}
+    counts = {"asked": 3, "asked_requests": 1, "missed.unsupported": 3, "requests.success": 1}
+    assert stats.data == counts | rates
 
 
 def test_hooks_never_raise() -> None:
@@ -227,6 +233,8 @@ def test_the_worker_tells_how_long_transfers_took() -> None:
     stats = half.get_kv_connector_stats()
     assert stats is not None
     assert (stats.data["dump_seconds"], stats.data["load_seconds"]) == ([2.0], [0.5])
+    assert stats.data["dump_gbps"] == stats.data["published_bytes"] / 2.0 / 1e9
+    assert stats.data["load_gbps"] == stats.data["loaded_bytes"] / 0.5 / 1e9
     assert half.get_kv_connector_stats() is None
 
 
@@ -237,7 +245,9 @@ def test_the_worker_tells_how_long_transfers_took() -> None:
 )
 def test_names_have_our_prefix_and_a_unit(name: str) -> None:
     assert name.startswith("ucm_")
-    assert name.endswith(("_blocks", "_bytes", "_seconds", "_tokens", "_rows", "_per_second"))
+    assert name.endswith(
+        ("_blocks", "_bytes", "_seconds", "_tokens", "_rows", "_per_second", "_requests")
+    )
 
 
 def test_metrics_switched_off_are_neither_given_to_vllm_nor_made(
@@ -268,3 +278,153 @@ def test_metrics_switched_off_are_neither_given_to_vllm_nor_made(
         REGISTRY.get_sample_value("ucm_asked_blocks_total", {"model_name": "off", "engine": "0"})
         is None
     )
+
+
+def exported(name: str, **extra: Any) -> Any:
+    """The metrics of a model of this name, in the process's registry."""
+    config: Any = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra or {})
+    )
+    made = UCMConnector.build_prom_metrics(
+        config, TYPES, ["model_name", "engine"], {0: [name, "0"]}
+    )
+    assert made is not None
+    return made
+
+
+def families(model: str) -> set[str]:
+    """Names of the series with a sample of this model."""
+    return {
+        sample.name
+        for metric in REGISTRY.collect()
+        for sample in metric.samples
+        if sample.labels.get("model_name") == model and sample.name.startswith("ucm_")
+    }
+
+
+def test_the_names_of_the_seeds_have_the_values_of_ours() -> None:
+    labels = {"model_name": "named", "engine": "0"}
+    exported("named").observe(
+        {
+            "load_seconds": [0.004, 0.7],
+            "dump_seconds": [0.02],
+            "block_hit_rate": 0.75,
+            "prefix_hit_rate": 0.5,
+            "load_gbps": 3.5,
+            "dump_gbps": 1.5,
+            "requests.success": 2,
+            "requests.error": 1,
+            "saved_prefill_seconds": 2.5,
+            "memory_now.gpu.scheduler": 7,
+            "memory_now.cpu.1": 8,
+            "info.1.0|abc|segment|memory,posix": 1,
+        },
+        0,
+    )
+    by_operation = {"load": (0.704, 2), "dump": (0.02, 1)}
+    for operation, (total, count) in by_operation.items():
+        for name, more in (
+            (f"ucm_{operation}_seconds", {}),
+            (f"ucm_{operation}_latency_seconds", {}),
+            ("ucm_io_latency_seconds", {"operation": operation}),
+        ):
+            assert sample(f"{name}_sum", **labels, **more) == pytest.approx(total)
+            assert sample(f"{name}_count", **labels, **more) == count
+    bounds = [
+        one.labels["le"]
+        for metric in REGISTRY.collect()
+        for one in metric.samples
+        if one.name == "ucm_io_latency_seconds_bucket"
+        and one.labels["model_name"] == "named"
+        and one.labels["operation"] == "load"
+    ]
+    assert bounds == ["0.001", "0.005", "0.01", "0.05", "0.1", "0.5", "1.0", "+Inf"]
+    assert sample("ucm_cache_hit_rate", **labels, cache_type="block") == 0.75
+    assert sample("ucm_kv_cache_hit_rate", **labels) == 0.75
+    assert sample("ucm_cache_hit_rate", **labels, cache_type="prefix") == 0.5
+    assert sample("ucm_io_throughput_gbps", **labels, operation="load") == 3.5
+    assert sample("ucm_io_throughput_gbps", **labels, operation="dump") == 1.5
+    assert sample("ucm_requests_total", **labels, status="success") == 2
+    assert sample("ucm_requests_total", **labels, status="error") == 1
+    assert sample("ucm_saved_prefill_seconds_total", **labels) == 2.5
+    usage = {"location": "gpu", "side": "scheduler"}
+    assert sample("ucm_memory_usage_bytes", **labels, **usage) == 7
+    usage = {"location": "cpu", "side": "1"}
+    assert sample("ucm_memory_usage_bytes", **labels, **usage) == 8
+    info = {"version": "1.0", "identity": "abc", "layout": "segment", "tiers": "memory,posix"}
+    assert sample("ucm_info", **labels, **info) == 1
+
+
+def test_series_of_sparse_attention_are_there_only_where_it_is_on() -> None:
+    exported("dense", storage_path="/d")
+    exported("chosen", storage_path="/d", ucm_sparse_config={"ESA": {}})
+    sparse = {row.name for topic, found in rows() if topic == "sparse" for row in found}
+    assert not families("dense") & sparse
+    assert families("chosen") & sparse == sparse
+
+
+def test_every_listed_name_is_exported() -> None:
+    names = {row.name: row for _, found in rows() for row in found}
+    tiers = {f"tier.{key}.t": 1 for key in names_of("ucm_tier_", "counter")}
+    now = {f"tier_now.{key}.t.0": 1 for key in names_of("ucm_tier_", "gauge")}
+    exported("listed", storage_path="/d", ucm_sparse_config={"ESA": {}}).observe(
+        tiers | now | {"memory_now.cpu.0": 1, "info.a|b|c|d": 1}, 0
+    )
+    ends = {"histogram": "_count"}
+    expected = {name + ends.get(row.kind, "") for name, row in names.items()}
+    assert expected <= families("listed")
+    for name in families("listed") - expected:
+        assert name.endswith(("_bucket", "_sum", "_created")), f"{name} is not listed"
+
+
+def names_of(begin: str, kind: str) -> list[str]:
+    """Keys of the series of tiers."""
+    from ucm.metrics.names import TIER_COUNTERS, TIER_GAUGES
+
+    table = TIER_COUNTERS if kind == "counter" else TIER_GAUGES
+    return [key for key, series in table.items() if series.name.startswith(begin)]
+
+
+def test_a_request_with_a_failed_block_is_an_error_and_the_others_a_success() -> None:
+    stats = MissStats(BLOCK, 0.0)
+    request: Any = SimpleNamespace(request_id="a", num_prompt_tokens=5)
+    for reason in (MissReason.BAD_CHECKSUM, MissReason.ABSENT, None):
+        tally = Tally()
+        if reason is not None:
+            stats.missed(tally, reason, 1)
+        stats.ended(request, tally)
+    news = stats.take()
+    assert news is not None
+    assert (news["requests.error"], news["requests.success"]) == (1, 2)
+
+
+def test_hit_rates_count_since_the_start() -> None:
+    stats = MissStats(BLOCK, 0.0)
+    stats.asked(Tally(), 3, {MissReason.ABSENT: 1})
+    stats.take()
+    stats.asked(Tally(), 0, {MissReason.ABSENT: 2})
+    news = stats.take()
+    assert news is not None
+    assert (news["block_hit_rate"], news["prefix_hit_rate"]) == (0.5, 0.5)
+    assert (news["asked_requests"], "hit_requests" in news) == (1, False)
+
+
+def test_saved_seconds_are_those_of_computing_loaded_tokens() -> None:
+    speeds: dict[str, float] = {}
+    stats = MissStats(BLOCK, 0.0, lambda: speeds)
+    stats.loaded(Tally(), 2)
+    assert "saved_prefill_seconds" not in (stats.take() or {}), "the speed is not known"
+    speeds["prefill_tokens_per_second"] = BLOCK / 2
+    stats.loaded(Tally(), 3)
+    news = stats.take()
+    assert news is not None
+    assert news["saved_prefill_seconds"] == 6.0
+
+
+def test_the_store_in_use_replaces_the_one_before() -> None:
+    info = StoreInfo()
+    assert info.take("") == {}
+    assert info.take("a|b|c|d") == {"info.a|b|c|d": 1}
+    assert info.take("a|b|c|d") == {}
+    assert info.take("a|e|c|d") == {"info.a|b|c|d": 0, "info.a|e|c|d": 1}
+    assert info.take("") == {"info.a|e|c|d": 0}

@@ -25,11 +25,15 @@ def test_new_counts_are_reported_once_and_rarely() -> None:
     now += EVERY
     stats.add(rows_sparse=4, blocks_kept=2.5, selection_s=0.25, mass_seen=1.0)
     told = {"sparse.rows_sparse": 4, "sparse.blocks_kept": 2.5, "sparse.selection_s": 0.25}
+    assert "sparse_ratio" not in told, "nothing was seen"
     assert counts.take(stats) == told
     stats.add(rows_sparse=1)
     assert counts.take(stats) == {}, "not in every step"
     now += EVERY
     assert counts.take(stats) == {"sparse.rows_sparse": 1}
+    stats.add(blocks_seen=10, blocks_kept=2.5)
+    now += EVERY
+    assert counts.take(stats)["sparse_ratio"] == 0.5, "of all since the start"
     now += EVERY
     stats.clear()  # what was measured before the first request
     assert counts.take(stats) == {}
@@ -43,7 +47,10 @@ def test_they_reach_prometheus_and_the_log() -> None:
         UcmStats(data={"sparse.blocks_new": 2})
     )
     assert stats.reduce() == {"ucm sparse blocks_new": 5}
-    config: Any = SimpleNamespace(kv_transfer_config=None)
+    extra = {"storage_path": "/d", "ucm_sparse_config": {"ESA": {}}}
+    config: Any = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra)
+    )
     labels = {"model_name": "sparse", "engine": "0"}
     metrics = UCMConnector.build_prom_metrics(
         config, TYPES, list(labels), {0: list(labels.values())}

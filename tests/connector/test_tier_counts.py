@@ -12,13 +12,8 @@ pytest.importorskip("vllm")
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from ucm.integration.vllm.connector import UCMConnector
-from ucm.integration.vllm.connector.stats import (
-    EVERY,
-    TIER_COUNTERS,
-    TIER_GAUGES,
-    TierCounts,
-    UcmStats,
-)
+from ucm.integration.vllm.connector.stats import EVERY, TierCounts, UcmStats
+from ucm.metrics.names import TIER_COUNTERS, TIER_GAUGES
 
 TYPES: Any = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
 
@@ -43,7 +38,7 @@ def tier(name: str, **told: Any) -> dict[str, Any]:
 def test_new_counts_are_reported_once_and_rarely_read() -> None:
     now = 0.0
     counts = TierCounts(lambda: now, "3")
-    memory, posix = tier("memory", hits=2), tier("posix", used_bytes=10)
+    memory, posix = tier("memory", hits=2, memory=True), tier("posix", used_bytes=10)
     store: Any = Store(memory, posix)
     assert counts.take(None) == {}
     told = counts.take(store)
@@ -94,7 +89,23 @@ def test_they_reach_prometheus_with_their_tier() -> None:
     metrics.observe(stats.data | {"tier.newer.memory": 1, "tier_now.newer.memory.1": 1}, 0)  # type: ignore[attr-defined]
     labels = {"model_name": "tiered", "engine": "0", "tier": "memory"}
     assert REGISTRY.get_sample_value("ucm_tier_hit_blocks_total", labels) == 3
-    assert REGISTRY.get_sample_value("ucm_tier_used_bytes", labels | {"half": "2"}) == 9
+    assert REGISTRY.get_sample_value("ucm_tier_used_bytes", labels | {"side": "2"}) == 9
+
+
+def test_bytes_by_location_are_counted_once() -> None:
+    """By each rank in its memory, by the first rank below it, and by the scheduler side not."""
+    memory = tier("memory", used_bytes=3, memory=True)
+    store: Any = Store(memory, tier("posix", used_bytes=10), tier("redis", used_bytes=5))
+    told: dict[str, Any] = {}
+    for side in ("scheduler", "0", "1"):
+        news = TierCounts(lambda: 0.0, side).take(store)
+        told |= {name: value for name, value in news.items() if name.startswith("memory_now.")}
+    assert told == {"memory_now.cpu.0": 3, "memory_now.external.0": 15, "memory_now.cpu.1": 3}
+    now = 0.0
+    counts = TierCounts(lambda: now, "0")
+    counts.take(store)
+    memory["used_bytes"], now = 4, EVERY
+    assert counts.take(store) == {"tier_now.used_bytes.memory.0": 4, "memory_now.cpu.0": 4}
 
 
 @pytest.mark.parametrize(

@@ -585,7 +585,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             news |= self._miss_stats.take() or {}
         elif self._worker is not None:
             worker = self._worker
-            news |= (worker.take_bytes() or {}) | worker.take_seconds() | worker.take_tiers()
+            news |= worker.take_transfers() | worker.take_tiers()
         if self._sparse_worker is not None:
             news |= self._sparse(self._sparse_worker.take_counts) or {}
         if self._scheduler is not None:
@@ -613,7 +613,10 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         config = parse(getattr(vllm_config.kv_transfer_config, "kv_connector_extra_config", None))
         if not config.metrics.enabled:
             return None
-        return UcmPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        sparse = config.sparse.enabled
+        return UcmPromMetrics(
+            vllm_config, metric_types, labelnames, per_engine_labelvalues, sparse=sparse
+        )
 
     @harmless(dict, after=True)
     def stats(self) -> dict[str, Any]:

@@ -10,18 +10,20 @@ So once no load is under way::
     asked = loaded + missed        asked = hit + what was missed without a load
 
 Each side passes its news to vLLM as one flat dictionary: counts are whole numbers, times are short
-lists of seconds. The counters of tiers are named ``tier.<counter>.<tier>``, their sizes and health
-``tier_now.<gauge>.<tier>.<side>``, the counters of sparse attention, added up over all ranks,
-``sparse.<counter>``. vLLM adds up ranks and sides and carries the result to the process that logs
-and exports. Nothing here raises into vLLM.
+lists of seconds (:mod:`ucm.metrics.names` has the names). The counters of tiers are named
+``tier.<counter>.<tier>``, their sizes and health ``tier_now.<gauge>.<tier>.<side>``, the counters
+of sparse attention, added up over all ranks, ``sparse.<counter>``. vLLM adds up ranks and sides and
+carries the result to the process that logs and exports. With several API servers each result goes
+to one of them. So a share or a size is computed here, where its counters are whole, and the newest
+value counts. Nothing here raises into vLLM.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from prometheus_client import Counter as PrometheusCounter
 from prometheus_client import Gauge as PrometheusGauge
@@ -33,7 +35,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from ucm.integration.vllm.connector.guard import harmless, logger
 from ucm.logger import in_units
-from ucm.reasons import MissReason
+from ucm.metrics import names
+from ucm.reasons import FAULTS, MissReason
 from ucm.sparse.base import SparseStats
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
@@ -50,19 +53,6 @@ SUMMARY_S = 60.0
 
 #: Times of each kind kept between two calls of vLLM; more are not measured.
 TIMES = 1024
-
-#: Names of the counters; that of a missed block ends with its reason.
-ASKED, HIT, LOADED, PUBLISHED, UNPUBLISHED = "asked", "hit", "loaded", "published", "unpublished"
-MISSED = "missed."
-#: Blocks not stored for want of staging; the name ends with the reason. Busy: a rank had no free
-#: slot, they are offered again. Ended: their request had ended before a slot became free.
-#: Overwritten: it had ended, and vLLM reused their device blocks.
-UNSTORED = "unstored."
-BUSY, ENDED, OVERWRITTEN = "busy", "ended", "overwritten"
-#: Counts tokens, not blocks.
-DECLINED_TOKENS = "declined_tokens"
-#: Names of the times of lookups, and of waits for a producer's blocks, in seconds.
-LOOKUP_SECONDS, WAIT_SECONDS = "lookup_seconds", "pd_wait_seconds"
 
 
 class Tally:
@@ -102,7 +92,8 @@ class MissStats:
         self.total = Tally()
         self._block_tokens = block_tokens
         self._rates = rates
-        self._news: Counter[str] = Counter()  # since the last take()
+        self._admitted, self._admitted_hits = 0, 0
+        self._news: defaultdict[str, float] = defaultdict(int)  # since the last take()
         self._recent: Counter[str] = Counter()  # since the last summary
         self._times: dict[str, list[float]] = {}  # by name, since the last take()
         self.next_summary = now + SUMMARY_S
@@ -116,8 +107,12 @@ class MissStats:
         for each in (tally, self.total):
             each.asked += blocks
             each.hit += hit
-        self._count(ASKED, blocks)
-        self._count(HIT, hit)
+        self._count(names.ASKED, blocks)
+        self._count(names.HIT, hit)
+        self._admitted += bool(blocks)
+        self._admitted_hits += bool(hit)
+        self._count(names.ASKED_REQUESTS, int(blocks > 0))
+        self._count(names.HIT_REQUESTS, int(hit > 0))
         for reason, count in missed.items():
             self.missed(tally, reason, count)
 
@@ -127,26 +122,29 @@ class MissStats:
         if blocks > 0:
             tally.missed[name] += blocks
             self.total.missed[name] += blocks
-            self._count(MISSED + name, blocks)
+            self._count(names.MISSED + name, blocks)
 
     def declined(self, blocks: int) -> None:
         """``blocks`` of those missed belong to hits that were declined."""
         if blocks > 0:
-            self._news[DECLINED_TOKENS] += blocks * self._block_tokens
+            self._news[names.DECLINED_TOKENS] += blocks * self._block_tokens
 
     def loaded(self, tally: Tally, blocks: int) -> None:
         """``blocks`` of a hit were loaded on every rank."""
         tally.loaded += blocks
         self.total.loaded += blocks
-        self._count(LOADED, blocks)
+        self._count(names.LOADED, blocks)
+        speed = self._rates().get("prefill_tokens_per_second") if blocks else None
+        if speed:
+            self._news[names.SAVED_SECONDS] += blocks * self._block_tokens / speed
 
     def looked_up(self, seconds: float) -> None:
         """The store answered a lookup after ``seconds``."""
-        self._timed(LOOKUP_SECONDS, seconds)
+        self._timed(names.LOOKUP_SECONDS, seconds)
 
     def waited(self, seconds: float) -> None:
         """A request waited for its producer's blocks."""
-        self._timed(WAIT_SECONDS, seconds)
+        self._timed(names.WAIT_SECONDS, seconds)
 
     def _timed(self, name: str, seconds: float) -> None:
         times = self._times.setdefault(name, [])
@@ -157,11 +155,12 @@ class MissStats:
         """A request is neither looked up nor stored."""
         tally, blocks = Tally(), request.num_tokens // self._block_tokens
         self.asked(tally, 0, {reason: blocks} if blocks else {})
-        self.log_request(request, tally)
+        self.ended(request, tally)
 
-    @staticmethod
-    def log_request(request: Request, tally: Tally) -> None:
-        """The line of one request in the log."""
+    def ended(self, request: Request, tally: Tally) -> None:
+        """A request ended: it is counted, and has a line in the log."""
+        failed = any(reason in FAULTS for reason in tally.missed)
+        self._news[names.REQUESTS + (names.ERROR if failed else names.SUCCESS)] += 1
         logger.debug(
             "request %s: %d prompt tokens, %s", request.request_id, request.num_prompt_tokens, tally
         )
@@ -173,12 +172,12 @@ class MissStats:
 
     def dumped(self, published: int, failed: int) -> None:
         """Blocks that every rank published, and blocks that some rank did not."""
-        self._count(PUBLISHED, published)
-        self._count(UNPUBLISHED, failed)
+        self._count(names.PUBLISHED, published)
+        self._count(names.UNPUBLISHED, failed)
 
     def unstored(self, reason: str, blocks: int) -> None:
         """These blocks were not stored for want of staging."""
-        self._count(UNSTORED + reason, blocks)
+        self._count(names.UNSTORED + reason, blocks)
 
     def _count(self, name: str, blocks: int) -> None:
         if blocks > 0:
@@ -193,7 +192,10 @@ class MissStats:
         if not (self._news or self._times):
             return None
         news: dict[str, Any] = {**self._news, **self._rates(), **self._times}
-        self._news, self._times = Counter(), {}
+        if self.total.asked:
+            news["block_hit_rate"] = self.total.hit / self.total.asked
+            news["prefix_hit_rate"] = self._admitted_hits / self._admitted
+        self._news, self._times = defaultdict(int), {}
         return news
 
     def summary(self, now: float, block_bytes: int) -> None:
@@ -202,49 +204,30 @@ class MissStats:
         recent, self._recent = self._recent, Counter()
         if not recent:
             return
-        missed = {name[len(MISSED) :]: n for name, n in recent.items() if name.startswith(MISSED)}
-        loaded, published = recent[LOADED], recent[PUBLISHED]
+        missed = {
+            name[len(names.MISSED) :]: n
+            for name, n in recent.items()
+            if name.startswith(names.MISSED)
+        }
+        loaded, published = recent[names.LOADED], recent[names.PUBLISHED]
         logger.info(
             "%d blocks looked up, %d hit, %d loaded (%s); missed: %s; %d published (%s), %d not",
-            recent[ASKED],
-            recent[HIT],
+            recent[names.ASKED],
+            recent[names.HIT],
             loaded,
             in_units(loaded * block_bytes),
             format_counts(missed) if missed else "none",
             published,
             in_units(published * block_bytes),
-            recent[UNPUBLISHED],
+            recent[names.UNPUBLISHED],
         )
 
 
 # Tiers of a store
 # --------------------------------------------------------------------------------------------------
 
-TIER_PREFIX, TIER_NOW = "tier.", "tier_now."
-
-#: Counter of a tier -> (name in Prometheus without ``_total``, what it counts).
-TIER_COUNTERS = {
-    "hits": ("ucm_tier_hit_blocks", "Blocks found by lookups, by the tier that had them."),
-    "blocks_read": ("ucm_tier_read_blocks", "Blocks read, by tier."),
-    "bytes_read": ("ucm_tier_read_bytes", "Bytes read, by tier."),
-    "blocks_written": ("ucm_tier_written_blocks", "Blocks written, by tier; promoted ones too."),
-    "bytes_written": ("ucm_tier_written_bytes", "Bytes written, by tier."),
-    "failures": ("ucm_tier_failed_operations", "Operations that a tier failed or ended late."),
-    "copies_refused": ("ucm_tier_refused_blocks", "Copies that were not sound, by tier."),
-    "promotions": ("ucm_tier_promoted_blocks", "Blocks promoted from below, by their new tier."),
-    "demotions": ("ucm_tier_demoted_blocks", "Blocks evicted from above, by their new tier."),
-    "copies_dropped": ("ucm_tier_dropped_blocks", "Copies not made: the tier was busy or failing."),
-    "quota_removed": ("ucm_tier_quota_removed_blocks", "Blocks removed above a tenant's quota."),
-}
-
-#: What a tier is now -> (name in Prometheus, what it is).
-TIER_GAUGES = {
-    "used_bytes": ("ucm_tier_used_bytes", "Bytes that a tier holds, as each side sees it."),
-    "capacity_bytes": ("ucm_tier_capacity_bytes", "Bytes that a tier may hold, by side."),
-    "healthy": ("ucm_tier_healthy", "Whether a tier is used now (1) or switched off (0), by side."),
-    "writable": ("ucm_tier_writable", "Whether a tier takes blocks now (1) or only reads (0)."),
-}
-
+#: The side that is no rank.
+SCHEDULER = "scheduler"
 #: Seconds between two readings of a store's counters: a step is shorter.
 EVERY = 1.0
 
@@ -253,7 +236,7 @@ class TierCounts:
     """What is new of one store's tiers."""
 
     def __init__(self, clock: Callable[[], float], side: str) -> None:
-        """``side`` that counts: ``scheduler`` or the number of the rank."""
+        """``side`` that counts: :data:`SCHEDULER` or the number of the rank."""
         self._clock, self._side = clock, side
         self._next = clock()
         self._reported: dict[str, int] = {}
@@ -269,45 +252,52 @@ class TierCounts:
         if not isinstance(tiers, list):
             self._silent = True  # a store without tiers has none later
             return {}
-        return {name: value for tier in tiers for name, value in self._news(tier)}
+        return {name: value for tier in tiers for name, value in self._news(tier)} | dict(
+            self._memory(tiers)
+        )
 
     def _news(self, tier: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        for counter in TIER_COUNTERS:
-            name, count = f"{TIER_PREFIX}{counter}.{tier['name']}", int(tier[counter])
+        for counter in names.TIER_COUNTERS:
+            name, count = f"{names.TIER_PREFIX}{counter}.{tier['name']}", int(tier[counter])
             before = self._reported.get(name, 0)
             self._reported[name] = count
             if count > before:
                 yield name, count - before
-        for gauge in TIER_GAUGES:
-            name, value = f"{TIER_NOW}{gauge}.{tier['name']}.{self._side}", int(tier[gauge])
+        for gauge in names.TIER_GAUGES:
+            name, value = f"{names.TIER_NOW}{gauge}.{tier['name']}.{self._side}", int(tier[gauge])
             if self._reported.get(name) != value:
                 self._reported[name] = value
                 yield name, value
 
+    def _memory(self, tiers: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, int]]:
+        """The bytes of this rank's memory tier; the first rank counts what is below it too."""
+        held = {True: 0, False: 0}
+        for tier in tiers:
+            held[bool(tier.get("memory"))] += int(tier["used_bytes"])
+        kept = {"cpu": self._side != SCHEDULER, "external": self._side == "0"}
+        for location, counts in kept.items():
+            name, value = f"{names.MEMORY_NOW}{location}.{self._side}", held[location == "cpu"]
+            if counts and self._reported.get(name) != value:
+                self._reported[name] = value
+                yield name, value
+
+
+class StoreInfo:
+    """Whether the text about the store in use has changed."""
+
+    def __init__(self) -> None:
+        self._reported = ""
+
+    def take(self, text: str) -> dict[str, int]:
+        """1 for a new text and 0 for the one before, once."""
+        before, self._reported = self._reported, text
+        if text == before:
+            return {}
+        return {names.INFO + one: value for one, value in ((before, 0), (text, 1)) if one}
+
 
 # Sparse attention
 # --------------------------------------------------------------------------------------------------
-
-#: Counter of a method -> (name in Prometheus without ``_total``, what it counts).
-SPARSE_COUNTERS = {
-    "rows_sparse": ("ucm_sparse_rows", "Rows of decoding requests that chose blocks, by layer."),
-    "rows_unready": ("ucm_sparse_unready_rows", "Dense rows: a block had no representation."),
-    "late": ("ucm_sparse_late_rows", "Rows whose choice was late."),
-    "blocks_seen": ("ucm_sparse_seen_blocks", "Blocks of the rows that chose."),
-    "blocks_kept": ("ucm_sparse_kept_blocks", "Blocks attended to; by those seen: the density."),
-    "blocks_chosen": (
-        "ucm_sparse_chosen_blocks",
-        "Blocks of choices compared with the one before.",
-    ),
-    "blocks_new": ("ucm_sparse_new_blocks", "Of these, newly chosen ones: the turnover."),
-    "blocks_asked": ("ucm_sparse_asked_blocks", "Chosen blocks that may have been foreseen."),
-    "blocks_predicted": ("ucm_sparse_foreseen_blocks", "Of these, those that were foreseen."),
-    "blocks_loaded": ("ucm_sparse_loaded_blocks", "Chosen blocks of one layer that were loaded."),
-    "blocks_absent": ("ucm_sparse_absent_blocks", "Chosen blocks that were late and left out."),
-    "blocks_prefetched": ("ucm_sparse_prefetched_blocks", "Foreseen blocks that were promoted."),
-    "selection_s": ("ucm_sparse_selection_seconds", "Seconds of steps for choosing blocks."),
-}
-SPARSE_PREFIX = "sparse."
 
 
 class SparseCounts:
@@ -325,52 +315,36 @@ class SparseCounts:
             return {}
         self._next = now + EVERY
         found = stats.snapshot()
-        news = {name: found.get(name, 0) - self._reported.get(name, 0) for name in SPARSE_COUNTERS}
+        news = {
+            name: found.get(name, 0) - self._reported.get(name, 0) for name in names.SPARSE_COUNTERS
+        }
         self._reported = found
         # Counters only grow; what was measured before the first request is taken back.
-        return {SPARSE_PREFIX + name: round(count, 6) for name, count in news.items() if count > 0}
+        grown = {
+            names.SPARSE_PREFIX + name: round(count, 6) for name, count in news.items() if count > 0
+        }
+        if grown and (seen := found.get("blocks_seen")):
+            grown[names.RATIO] = found.get("blocks_kept", 0) / seen
+        return grown
 
 
 # vLLM's log line and Prometheus
 # --------------------------------------------------------------------------------------------------
 
-#: Counters of the worker sides, in bytes on their rank.
-LOADED_BYTES, PUBLISHED_BYTES = "loaded_bytes", "published_bytes"
-#: Times of the worker sides, in seconds.
-LOAD_SECONDS, DUMP_SECONDS = "load_seconds", "dump_seconds"
-
-#: Counter -> (name in Prometheus without ``_total``, what it counts).
-COUNTERS = {
-    ASKED: ("ucm_asked_blocks", "Full blocks of admitted requests, not in vLLM's own cache."),
-    HIT: ("ucm_hit_blocks", "Blocks found in the store and claimed."),
-    LOADED: ("ucm_loaded_blocks", "Blocks loaded by every rank instead of being computed."),
-    PUBLISHED: ("ucm_published_blocks", "Blocks stored by every rank."),
-    UNPUBLISHED: ("ucm_unpublished_blocks", "Blocks that some rank failed to store."),
-    LOADED_BYTES: ("ucm_loaded_bytes", "Bytes of KV loaded from the store, of all ranks."),
-    PUBLISHED_BYTES: ("ucm_published_bytes", "Bytes of KV stored, of all ranks."),
-    DECLINED_TOKENS: ("ucm_declined_tokens", "Tokens computed because loading would be slower."),
-    **{SPARSE_PREFIX + name: texts for name, texts in SPARSE_COUNTERS.items()},
-}
-MISSED_BLOCKS = ("ucm_missed_blocks", "Requested blocks that were computed after all, by reason.")
-UNSTORED_BLOCKS = ("ucm_unstored_blocks", "Blocks not stored for want of staging, by reason.")
-
-#: Speeds as the scheduler side knows them -> (name in Prometheus, what is measured).
-GAUGES = {
-    "prefill_tokens_per_second": ("ucm_prefill_tokens_per_second", "Prompt tokens computed, /s."),
-    "load_bytes_per_second": ("ucm_load_bytes_per_second", "Bytes loaded, /s, of all ranks."),
-    "load_fixed_seconds": ("ucm_load_fixed_seconds", "Duration of a load of no bytes."),
-}
-
-#: Times -> (name in Prometheus, what is measured).
-HISTOGRAMS = {
-    LOOKUP_SECONDS: ("ucm_lookup_seconds", "From a request's arrival to its lookup's answer."),
-    WAIT_SECONDS: ("ucm_pd_wait_seconds", "What requests waited for a prefill server's blocks."),
-    LOAD_SECONDS: ("ucm_load_seconds", "From the beginning of a load to its end, on each rank."),
-    DUMP_SECONDS: ("ucm_dump_seconds", "From the beginning of a dump to its end, on each rank."),
-}
-BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_SPARSE = {names.SPARSE_PREFIX + key: series for key, series in names.SPARSE_COUNTERS.items()}
 #: Times of each kind kept between two of vLLM's log lines.
 _LOGGED = 4 * TIMES
+
+
+#: What takes the values of one name.
+Sinks: TypeAlias = tuple[Callable[[Any], None], ...]
+
+
+def _is_newest(name: str) -> bool:
+    """Whether the newest value of a name counts; others are added up."""
+    if name in names.GAUGES or name in names.SHARES or name == names.RATIO:
+        return True
+    return name.startswith((names.TIER_NOW, names.MEMORY_NOW, names.INFO))
 
 
 class UcmStats(KVConnectorStats):
@@ -383,9 +357,9 @@ class UcmStats(KVConnectorStats):
     @harmless(None)
     def _add(self, other: Mapping[str, Any]) -> None:
         for name, news in other.items():
-            if name in HISTOGRAMS:
+            if name in names.HISTOGRAMS:
                 self.data[name] = [*self.data.get(name, ()), *news][:_LOGGED]
-            elif name in GAUGES or name.startswith(TIER_NOW):
+            elif _is_newest(name):
                 self.data[name] = news
             else:
                 self.data[name] = self.data.get(name, 0) + news
@@ -398,24 +372,30 @@ class UcmStats(KVConnectorStats):
     @harmless(dict)
     def reduce(self) -> dict[str, int | float]:
         """What vLLM logs: every count that is not zero, missed blocks last; means of times."""
-        rest = self.data.keys() - COUNTERS.keys() - HISTOGRAMS.keys() - GAUGES.keys()
-        order = [*COUNTERS, *sorted(name for name in rest if not name.startswith(TIER_NOW))]
-        shown = {f"ucm {n.replace('.', ' ')}": self.data[n] for n in order if self.data.get(n)}
-        for name in HISTOGRAMS:
+        named = {*names.COUNTERS, *_SPARSE, *names.HISTOGRAMS}
+        rest = (name for name in self.data if name not in named and not _is_newest(name))
+        order = [*names.COUNTERS, *_SPARSE, *sorted(rest)]
+        shown = {
+            f"ucm {name.replace('.', ' ')}": round(self.data[name], 3)
+            for name in order
+            if self.data.get(name)
+        }
+        for name in names.HISTOGRAMS:
             if times := self.data.get(name):
                 shown[f"ucm mean {name}"] = round(sum(times) / len(times), 4)
-        for name in GAUGES:
+        for name in names.GAUGES:
             if name in self.data:
                 shown[f"ucm {name}"] = float(f"{self.data[name]:.4g}")
         return shown
 
     def is_empty(self) -> bool:
         """Whether nothing was counted."""
-        return not any(value or name.startswith(TIER_NOW) for name, value in self.data.items())
+        return not any(value or _is_newest(name) for name, value in self.data.items())
 
 
 class UcmPromMetrics(KVConnectorPromMetrics):
-    """The counters and histograms in Prometheus, by vLLM's own labels; the misses by reason too."""
+    """The series in Prometheus, by vLLM's own labels. What a label's values are before the first
+    request is there from the start, at 0."""
 
     def __init__(
         self,
@@ -423,64 +403,107 @@ class UcmPromMetrics(KVConnectorPromMetrics):
         metric_types: dict[Any, Any],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
+        *,
+        sparse: bool = True,
     ) -> None:
+        """``sparse``: whether the series of sparse attention are of use."""
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        make = functools.partial(_metric, metric_types[PrometheusCounter])
-        show = functools.partial(
+        self._labels = tuple(labelnames)
+        self._counter = functools.partial(_metric, metric_types[PrometheusCounter])
+        self._gauge = functools.partial(
             _metric, metric_types[PrometheusGauge], multiprocess_mode="mostrecent"
         )
-        measure = functools.partial(_metric, metric_types[PrometheusHistogram], buckets=BUCKETS)
-        labels, by_tier = tuple(labelnames), (*labelnames, "tier")
-        missed = make(*MISSED_BLOCKS, (*labels, "reason"))
-        unstored = make(*UNSTORED_BLOCKS, (*labels, "reason"))
-        self._tier_counters = {key: make(*text, by_tier) for key, text in TIER_COUNTERS.items()}
-        self._tier_gauges = {
-            key: show(*text, (*by_tier, "half")) for key, text in TIER_GAUGES.items()
-        }
+        self._histogram = functools.partial(_metric, metric_types[PrometheusHistogram])
         self._values = per_engine_labelvalues
-        self._counters: dict[int, dict[str, Any]] = {}
-        self._histograms: dict[int, dict[str, Any]] = {}
-        self._gauges: dict[int, dict[str, Any]] = {}
-        for engine, values in per_engine_labelvalues.items():
+        self._sparse = sparse
+        #: By engine and name: what takes a value.
+        self._sinks = {
+            engine: dict(self._known(values)) for engine, values in per_engine_labelvalues.items()
+        }
 
-            def each(kind: Any, table: Any, values: list[object] = values) -> dict[str, Any]:
-                return {key: kind(*text, labels).labels(*values) for key, text in table.items()}
+    def _made(self, kind: Any, series: names.Series, values: list[object], **more: str) -> Any:
+        """The child of a metric for these values of vLLM's labels and of its own."""
+        return kind(*series, (*self._labels, *more)).labels(*values, *more.values())
 
-            self._counters[engine] = each(make, COUNTERS)
-            for reason in MissReason:
-                self._counters[engine][MISSED + reason] = missed.labels(*values, str(reason))
-            for why in (BUSY, ENDED, OVERWRITTEN):
-                self._counters[engine][UNSTORED + why] = unstored.labels(*values, why)
-            self._gauges[engine] = each(show, GAUGES)
-            self._histograms[engine] = each(measure, HISTOGRAMS)
+    def _known(
+        self, values: list[object]
+    ) -> Iterator[tuple[str, tuple[Callable[[Any], None], ...]]]:
+        """The series whose labels' values are known."""
+        made, counter, gauge = self._made, self._counter, self._gauge
+        for key, series in (names.COUNTERS | (_SPARSE if self._sparse else {})).items():
+            yield key, (made(counter, series, values).inc,)
+        for reason in MissReason:
+            missed = made(counter, names.MISSED_BLOCKS, values, reason=str(reason))
+            yield names.MISSED + reason, (missed.inc,)
+        for why in (names.BUSY, names.ENDED, names.OVERWRITTEN):
+            unstored = made(counter, names.UNSTORED_BLOCKS, values, reason=why)
+            yield names.UNSTORED + why, (unstored.inc,)
+        for status in (names.SUCCESS, names.ERROR):
+            ended = made(counter, names.REQUESTS_TOTAL, values, status=status)
+            yield names.REQUESTS + status, (ended.inc,)
+        for key, series in names.GAUGES.items():
+            yield key, (made(gauge, series, values).set,)
+        for key, (series, label, value) in names.SHARES.items():
+            sinks = [made(gauge, series, values, **{label: value}).set]
+            if key == "block_hit_rate":
+                sinks.append(made(gauge, names.KV_CACHE_HIT_RATE, values).set)
+            yield key, tuple(sinks)
+        if self._sparse:
+            yield names.RATIO, (made(gauge, names.SPARSE_RATIO, values).set,)
+        fewer = functools.partial(self._histogram, buckets=names.LATENCY_BUCKETS)
+        every = functools.partial(self._histogram, buckets=names.BUCKETS)
+        for key, series in names.HISTOGRAMS.items():
+            kinds = [made(every, series, values)]
+            if key in names.LATENCIES:
+                same, operation = names.LATENCIES[key]
+                kinds.append(made(fewer, same, values))
+                kinds.append(made(fewer, names.IO_LATENCY, values, operation=operation))
+            yield key, tuple(_each(kind.observe) for kind in kinds)
+
+    def _late(self, name: str, values: list[object]) -> Sinks:
+        """The series of a tier or a side, which a report names first."""
+        if name.startswith(names.TIER_PREFIX):
+            key, _, tier = name.removeprefix(names.TIER_PREFIX).partition(".")
+            if key in names.TIER_COUNTERS:
+                series = names.TIER_COUNTERS[key]
+                return (self._made(self._counter, series, values, tier=tier).inc,)
+        elif name.startswith(names.TIER_NOW):
+            key, _, rest = name.removeprefix(names.TIER_NOW).partition(".")
+            tier, _, side = rest.rpartition(".")
+            if key in names.TIER_GAUGES:
+                series = names.TIER_GAUGES[key]
+                return (self._made(self._gauge, series, values, tier=tier, side=side).set,)
+        elif name.startswith(names.MEMORY_NOW):
+            location, _, side = name.removeprefix(names.MEMORY_NOW).partition(".")
+            labels = {"location": location, "side": side}
+            return (self._made(self._gauge, names.MEMORY_USAGE, values, **labels).set,)
+        elif name.startswith(names.INFO):
+            texts = name.removeprefix(names.INFO).split("|")
+            labels = dict(zip(names.INFO_LABELS, texts, strict=True))
+            return (self._made(self._gauge, names.INFO_GAUGE, values, **labels).set,)
+        return ()
 
     @harmless(None)
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add what one engine counted and measured."""
-        counters, gauges, histograms = (
-            table.get(engine_idx, {}) for table in (self._counters, self._gauges, self._histograms)
-        )
+        if engine_idx not in self._values:
+            return
+        sinks = self._sinks[engine_idx]
         for name, news in transfer_stats_data.items():
-            if name in counters:
-                counters[name].inc(news)
-            elif name in gauges:
-                gauges[name].set(news)
-            elif name in histograms:
-                for seconds in news:
-                    histograms[name].observe(seconds)
-            elif engine_idx in self._values:
-                self._observe_tier(name, news, self._values[engine_idx])
+            if name not in sinks:
+                sinks[name] = self._late(name, self._values[engine_idx])
+            for sink in sinks[name]:
+                sink(news)
 
-    def _observe_tier(self, name: str, news: Any, values: list[object]) -> None:
-        if name.startswith(TIER_PREFIX):
-            key, _, tier = name.removeprefix(TIER_PREFIX).partition(".")
-            if key in self._tier_counters:
-                self._tier_counters[key].labels(*values, tier).inc(news)
-        elif name.startswith(TIER_NOW):
-            key, _, rest = name.removeprefix(TIER_NOW).partition(".")
-            tier, _, side = rest.rpartition(".")
-            if key in self._tier_gauges:
-                self._tier_gauges[key].labels(*values, tier, side).set(news)
+
+def _each(observe: Callable[[float], None]) -> Callable[[Sequence[float]], None]:
+    """Takes a list of times."""
+
+    def sink(times: Sequence[float]) -> None:
+        for seconds in times:
+            observe(seconds)
+
+    return sink
 
 
 @functools.cache

@@ -153,6 +153,18 @@ def state_directory() -> str | None:
     return os.path.join(below, "ucm") if os.path.isabs(below) else None
 
 
+def layout_of(config: Mapping[str, Any]) -> str:
+    """How blocks lie below the first root of an opened store (file, segment), as its marker says;
+    empty for a server or a bucket."""
+    roots = config.get("storage_backends") or ()
+    first = roots if isinstance(roots, str) else next(iter(roots), "")
+    try:
+        with open(os.path.join(first, ROOT_MARKER), "rb") as file:
+            return str(json.loads(file.read(LONGEST))["layout"]["kind"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
 class RootFile:
     """Entries by name, each an object, in the list ``kind`` of one file."""
 

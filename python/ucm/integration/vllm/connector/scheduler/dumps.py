@@ -49,7 +49,7 @@ from ucm.integration.vllm.connector.metadata import Dump, DumpResult, RankReport
 from ucm.integration.vllm.connector.scheduler.lookup import BlockTracker
 from ucm.integration.vllm.connector.scheduler.readiness import RankHealth
 from ucm.integration.vllm.connector.scheduler.requests import FAR, Chain, RequestTracker
-from ucm.integration.vllm.connector.stats import ENDED, OVERWRITTEN
+from ucm.metrics.names import ENDED, OVERWRITTEN
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

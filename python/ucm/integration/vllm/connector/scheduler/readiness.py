@@ -23,16 +23,18 @@ request, so while any rank is unhealthy no hit is claimed.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from ucm import __version__
 from ucm.integration.vllm.connector.guard import IDLE, Background, logger, throttle
 from ucm.integration.vllm.connector.identity.engine_identity import differences
 from ucm.integration.vllm.connector.identity.weights import WeightsReport
 from ucm.integration.vllm.connector.metadata import Handshake, RankReport, StoreSetup
-from ucm.integration.vllm.connector.stores import ConfiguredStore
+from ucm.integration.vllm.connector.stores import ConfiguredStore, layout_of
 from ucm.reasons import MissReason
 from ucm.store import part_mask
 from ucm.store.factory import why_unavailable
@@ -114,6 +116,7 @@ class StoreSelection:
         self._setup: StoreSetup | None = None
         self._ready: set[int] = set()
         self.store: UcmKVStoreBaseV1 | None = None  # the scheduler side's own, for lookups
+        self._layout = ""  # how blocks lie on it
         self.failed = ""  # why there will never be a store: the only one cannot be opened
 
     @property
@@ -137,6 +140,11 @@ class StoreSelection:
         path."""
         tiers = self.store.tier_names if self.store is not None else ()
         return " ".join([f"{self._choice}: {self._stores[self._choice].name}", *tiers])
+
+    @property
+    def layout_and_tiers(self) -> tuple[str, str]:
+        """How blocks lie on the chosen store, empty where that is not known, and its tiers."""
+        return self._layout, ",".join(self.store.tier_names if self.store is not None else ())
 
     @property
     def trying(self) -> bool:
@@ -169,6 +177,7 @@ class StoreSelection:
             store, why = None, ""
             try:
                 store = configured.make(config)
+                self._layout = layout_of(config)
                 why = why_unavailable(store) if self.several else ""
             except BaseException as error:  # reported by the next poll
                 why = f"it cannot be opened: {error}"
@@ -321,6 +330,7 @@ class Readiness:
         self.why_off = ""
         self.reason = MissReason.IDENTITY_PENDING  # of the misses, while it is not open
         self.identity_text = ""
+        self.info = ""  # of the stores, while they are open: values of the labels of ``ucm_info``
         self.masks: list[bytes] = []
         self.ranks: list[int] = []
         self.readers: list[list[int]] = []  # ranks that hold each part, in the order of masks
@@ -342,7 +352,7 @@ class Readiness:
     def off(self, why: str, reason: MissReason = MissReason.DISABLED) -> None:
         """Switch the cache off for the life of this engine."""
         if self.phase != OFF:
-            self.phase, self.why_off, self.reason = OFF, why, reason
+            self.phase, self.why_off, self.reason, self.info = OFF, why, reason, ""
             logger.warning("the cache is off: %s", why)
 
     def handshake(self, handshakes: Sequence[Handshake]) -> None:
@@ -449,6 +459,8 @@ class Readiness:
                 self.off(f"the store: {self._selection.failed}")
             elif self._selection.chosen:
                 self.phase = OPEN
+                digest = hashlib.sha256(self.identity_text.encode()).hexdigest()[:32]
+                self.info = "|".join([__version__, digest, *self._selection.layout_and_tiers])
                 self._log_open()
 
     def _log_open(self) -> None:
@@ -471,6 +483,7 @@ class Readiness:
 
     def _open(self, text: str, handshakes: Sequence[Handshake]) -> None:
         self.phase, self.identity_text, self._opening_since = OPENING, text, self._clock()
+        self.info = ""
         self._open_logged = False
         self.reason = MissReason.UNHEALTHY  # if it takes too long
         first = handshakes[0]

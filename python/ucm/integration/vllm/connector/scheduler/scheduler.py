@@ -75,7 +75,8 @@ from ucm.integration.vllm.connector.scheduler.requests import (
     misses,
 )
 from ucm.integration.vllm.connector.scheduler.roles import PublishWaits, answer
-from ucm.integration.vllm.connector.stats import BUSY, MissStats, TierCounts
+from ucm.integration.vllm.connector.stats import SCHEDULER, MissStats, StoreInfo, TierCounts
+from ucm.metrics.names import BUSY, MEMORY_NOW
 from ucm.reasons import MissReason, named
 
 if TYPE_CHECKING:
@@ -187,7 +188,8 @@ class UCMConnectorScheduler:
         self.put_off = 0  # steps that requests lost by waiting for an answer
         self._late_dumps: list[Dump] = []  # of ended requests, sent with the next step
         self.miss_stats = MissStats(block_tokens, clock(), admission.rates)
-        self._tiers = TierCounts(clock, "scheduler")
+        self._tiers = TierCounts(clock, SCHEDULER)
+        self._info, self._held_bytes = StoreInfo(), 0
         self._rank_hints = RankHints(self._relocate, block_tokens, clock)
 
     # What vLLM binds
@@ -434,7 +436,7 @@ class UCMConnectorScheduler:
                 return self._answer(tracker, computed)
             return None
         finally:
-            self.miss_stats.log_request(request, tracker.tally)
+            self.miss_stats.ended(request, tracker.tally)
             if not self._live and self._device_cache_is_empty():
                 # vLLM's cache is empty, so other weights need no reset of it.
                 self.readiness.begin_generation(emptied=False)
@@ -883,8 +885,16 @@ class UCMConnectorScheduler:
         self._events.forget()
 
     def take_tiers(self) -> dict[str, Any]:
-        """News of the tiers of this side's store, about once a second."""
-        return self._tiers.take(self.readiness.store)
+        """News of the tiers of this side's store, about once a second, and of the device."""
+        news = self._tiers.take(self.readiness.store) | self._info.take(self.readiness.info)
+        if self._pool is not None and self.readiness.group_bytes:
+            # vLLM's null block is no request's
+            blocks = self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks()
+            held = blocks * max(self.readiness.group_bytes)
+            if held != self._held_bytes:
+                self._held_bytes = held
+                news[f"{MEMORY_NOW}gpu.{SCHEDULER}"] = held
+        return news
 
     def stats(self) -> Mapping[str, Any]:
         """Counters of this side."""

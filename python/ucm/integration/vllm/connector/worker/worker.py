@@ -37,13 +37,7 @@ from ucm.integration.vllm.connector.metadata import (
     join_keys,
 )
 from ucm.integration.vllm.connector.platforms import Platform
-from ucm.integration.vllm.connector.stats import (
-    DUMP_SECONDS,
-    LOAD_SECONDS,
-    LOADED_BYTES,
-    PUBLISHED_BYTES,
-    TierCounts,
-)
+from ucm.integration.vllm.connector.stats import TierCounts
 from ucm.integration.vllm.connector.stores import ConfiguredStore
 from ucm.integration.vllm.connector.worker.transfers import (
     Dumps,
@@ -52,6 +46,7 @@ from ucm.integration.vllm.connector.worker.transfers import (
     Loads,
     layer_bytes,
 )
+from ucm.metrics.names import DUMP_SECONDS, LOAD_SECONDS, LOADED_BYTES, PUBLISHED_BYTES
 from ucm.store import part_mask, record_ids
 from ucm.store.factory import why_unavailable
 from ucm.store.kv_layout import KVLayout
@@ -67,6 +62,8 @@ R = TypeVar("R")
 CLOSE_S = 0.5
 #: Below this many free slots every change is reported to the scheduler side.
 _FEW_SLOTS = 256
+#: Operation -> names of its bytes and of its times.
+_OPERATIONS = {"load": (LOADED_BYTES, LOAD_SECONDS), "dump": (PUBLISHED_BYTES, DUMP_SECONDS)}
 #: Seconds between two reports of how much the store holds.
 ROOM_S = 1.0
 
@@ -183,6 +180,7 @@ class UCMConnectorWorker:
         self.dumps = Dumps(clock)
         self.health = health or StoreHealth()
         self._tiers = TierCounts(clock, str(rank.number))
+        self._moved = {operation: [0.0, 0.0] for operation in _OPERATIONS}
 
     # Start
     # ----------------------------------------------------------------------------------------------
@@ -504,6 +502,18 @@ class UCMConnectorWorker:
         """Seconds of each load and dump that ended on this rank since the last call, by name."""
         taken = {LOAD_SECONDS: self.loads.times.take(), DUMP_SECONDS: self.dumps.times.take()}
         return {name: seconds for name, seconds in taken.items() if seconds}
+
+    def take_transfers(self) -> dict[str, Any]:
+        """Bytes and seconds since the last call, and the mean speeds since the start."""
+        news: dict[str, Any] = (self.take_bytes() or {}) | self.take_seconds()
+        for operation, (size, seconds) in _OPERATIONS.items():
+            if size in news or seconds in news:
+                moved = self._moved[operation]
+                moved[0] += news.get(size, 0)
+                moved[1] += sum(news.get(seconds, ()))
+                if moved[1] > 0:
+                    news[f"{operation}_gbps"] = moved[0] / moved[1] / 1e9
+        return news
 
     def take_tiers(self) -> dict[str, Any]:
         """News of the tiers of this rank's store, about once a second."""
