@@ -14,6 +14,7 @@ import click
 
 from ucm import __version__
 from ucm.cli.bench import bench as _bench
+from ucm.cli.doctor import doctor as _doctor
 from ucm.cli.gc import gc as _gc
 from ucm.cli.inspect import inspect as _inspect
 from ucm.cli.pd_proxy import pd_proxy as _pd_proxy
@@ -56,5 +57,5 @@ def main() -> None:
     """
 
 
-for _command in (_inspect, _verify, _gc, _pd_proxy, _bench):
+for _command in (_doctor, _inspect, _verify, _gc, _bench, _pd_proxy):
     main.add_command(_command)

