@@ -1,5 +1,5 @@
 """The command line: ``ucm inspect``, ``ucm verify``, ``ucm gc`` on roots of every store, live ones
-too; ``ucm pd-proxy`` and ``ucm bench``.
+too; ``ucm doctor``, ``ucm pd-proxy`` and ``ucm bench``.
 
 Records are read and verified by the compiled core; vLLM is not needed. What a user can mend (a
 wrong path, a root without marker, missing rights) is one sentence and exit status 2, never a
@@ -49,7 +49,7 @@ class _Group(click.Group):
 )
 @click.version_option(__version__, prog_name="ucm")
 def main() -> None:
-    """Look into, check and clean roots of ucm, the directories that storage_backends names; serve
+    """Check a machine; look into, check and clean roots, the directories of storage_backends; serve
     over prefill and decode servers; measure servers, stores and devices.
 
     Engines may use roots at the same time. docs/tools.md explains every command and its JSON,
