@@ -24,7 +24,7 @@ reserves space and writes its index. A single block is an object of its own, and
 ms between two such.
 
 A directory (segments, through the page cache) and memory of this host are also measured, without a
-comparison: ``--write`` fills the table of all stores in ``docs/stores.md``.
+comparison: ``--write`` fills the table of all stores in ``docs/stores-compared.md``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Number of a store's threads: few after opening, never more than in docs/stores.md.
+"""Number of a store's threads: few after opening, never more than in docs/store-threads.md.
 
 Counted by name in a process of its own. No store is closed before it is counted: idle threads do
 not end.
@@ -20,8 +20,8 @@ pytest.importorskip("ucm._core", reason="the core is not compiled here")
 #: Most threads that read and write by default, and those that look up.
 IO, LOOKUP = 16, 8
 
-#: As in the table of docs/stores.md: name, keys, most threads of a store that moves blocks, and of
-#: one that looks up.
+#: As in the table of docs/store-threads.md: name, keys, most threads of a store that moves blocks,
+#: and of one that looks up.
 KINDS: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "files": ("UcmPosixStore", {}, IO + 13, LOOKUP + 6),
     "segments": ("UcmPosixStore", {"layout": "segment"}, IO + 17, LOOKUP + 10),

@@ -159,10 +159,10 @@ def test_a_number_that_the_machine_does_not_have(soft: Any) -> None:
 def test_the_example_of_the_documentation(
     memory: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = (Path(__file__).parents[2] / "docs/devices.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/device-streams.md").read_text()
     (program,) = re.findall(r"## Streams from Python.*?```python\n(.*?)```", text, re.DOTALL)
     monkeypatch.setenv("PLATFORM", memory.platform)
-    exec(compile(program, "docs/devices.md", "exec"), {})
+    exec(compile(program, "docs/device-streams.md", "exec"), {})
     assert capsys.readouterr().out == "copied\n"
 
 

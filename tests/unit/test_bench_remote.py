@@ -62,7 +62,7 @@ def test_a_figure_that_an_arm_has_not_is_left_out(rows: Any) -> None:
 def test_our_own_figures_go_between_the_marks_of_the_docs(
     report: ModuleType, rows: Any, tmp_path: Path
 ) -> None:
-    page = shutil.copy(ROOT / "docs" / "stores.md", tmp_path / "stores.md")
+    page = shutil.copy(ROOT / "docs" / "stores-compared.md", tmp_path / "stores-compared.md")
     for _ in range(2):
         report.write(Path(page), report.own_figures(rows))
     text = Path(page).read_text()

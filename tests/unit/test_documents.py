@@ -204,8 +204,7 @@ def test_links_lead_somewhere(name: str) -> None:
 
 PAGES = sorted(name for name in DOCUMENTS if re.fullmatch(r"docs/[\w-]+\.md", name))
 #: Pages to look things up in, mostly tables, and longer than others.
-LONG = {"configuration", "devices", "format", "pd", "performance", "sparse", "stores"}
-LONG |= {"tenants", "tools", "trust", "vllm"}
+LONG = {"configuration", "format", "pd", "performance", "tenants", "tools", "trust"}
 MOST_WORDS = 1500
 
 

@@ -1,4 +1,4 @@
-"""The tests that docs/stores.md lists for each kind of store exist."""
+"""The tests that docs/stores-compared.md lists for each kind of store exist."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCS = REPOSITORY / "docs"
 SECTION = re.search(
-    r"^## What is tried on each$.*?(?=^## )",
-    (DOCS / "stores.md").read_text(),
+    r"^## What is tried on each$.*?(?=^## |\Z)",
+    (DOCS / "stores-compared.md").read_text(),
     re.DOTALL | re.MULTILINE,
 )
 ROWS = [
