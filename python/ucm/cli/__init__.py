@@ -18,6 +18,7 @@ from ucm.cli.doctor import doctor as _doctor
 from ucm.cli.gc import gc as _gc
 from ucm.cli.inspect import inspect as _inspect
 from ucm.cli.pd_proxy import pd_proxy as _pd_proxy
+from ucm.cli.plan import plan as _plan
 from ucm.cli.verify import verify as _verify
 from ucm.errors import UcmError
 
@@ -57,5 +58,5 @@ def main() -> None:
     """
 
 
-for _command in (_doctor, _inspect, _verify, _gc, _bench, _pd_proxy):
+for _command in (_doctor, _plan, _inspect, _verify, _gc, _bench, _pd_proxy):
     main.add_command(_command)

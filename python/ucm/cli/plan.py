@@ -1,0 +1,201 @@
+"""``ucm plan``: the room that a workload takes in memory and on disk, the slowest store that pays
+for a model, and a configuration to paste.
+
+Sizes are those of :func:`ucm.utils.estimate_storage_requirements`. Times are estimates: computing
+by the model's operations and the speed of the device, or by a measured rate; loading by bytes and
+the speed of the store.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ucm.cli import terminal
+from ucm.errors import ConfigError
+from ucm.logger import in_units
+
+#: Stores and their usual speed in GB/s, the fastest first.
+TIERS = (
+    ("memory (Cache)", 20.0),
+    ("NVMe disk (Posix)", 5.0),
+    ("network share, 25 Gbit/s (Posix)", 2.5),
+    ("network share, 10 Gbit/s (Posix)", 1.0),
+    ("bucket (Object)", 0.5),
+)
+#: Share of the time to compute that a load may take: admission_share of the configuration.
+SHARE = 0.8
+
+
+@click.command()
+@click.argument("model")
+@click.option("--context", required=True, type=click.IntRange(1), help="Tokens of a request.")
+@click.option("--concurrency", required=True, type=click.IntRange(1), help="Requests at a time.")
+@click.option("--hit-rate", default=0.8, show_default=True, type=click.FloatRange(0, 1))
+@click.option("--disk-gbps", type=click.FloatRange(0, min_open=True), help="GB/s of your disk.")
+@click.option("--block-size", default=16, show_default=True, type=click.IntRange(1))
+@click.option("--kv-dtype", default="auto", show_default=True, help="vLLM's --kv-cache-dtype.")
+@click.option("--ranks", default=1, show_default=True, type=click.IntRange(1), help="TP times PP.")
+@click.option(
+    "--tflops",
+    default=400.0,
+    show_default=True,
+    type=click.FloatRange(0, min_open=True),
+    help="Speed of all devices together as it is reached, not its peak.",
+)
+@click.option(
+    "--prefill-tps",
+    type=click.FloatRange(0, min_open=True),
+    help="Measured instead: ucm_prefill_tokens_per_second of an engine.",
+)
+@terminal.json_output
+def plan(model: str, as_json: bool, **given: Any) -> None:
+    """Size the stores for MODEL: a directory or file of its config.json, a name in the hub's cache,
+    or billions of parameters.
+    """
+    document = make_plan(read_model(model), **given)
+    if as_json:
+        terminal.document({"command": "plan", "model": model, **document})
+    else:
+        _show(document)
+
+
+def read_model(model: str) -> Mapping[str, Any] | float:
+    """The model's configuration, or its size in billions of parameters."""
+    try:
+        return float(model)
+    except ValueError:
+        pass
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.exists():
+        try:
+            from huggingface_hub import try_to_load_from_cache
+
+            path = Path(str(try_to_load_from_cache(model, "config.json")))
+        except (ImportError, ValueError):  # no name of the hub
+            pass
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"{model} is neither a number of billions, nor a config.json, nor a directory with one,"
+            " nor a model in the hub's cache"
+        )
+    return found
+
+
+def make_plan(
+    model: Mapping[str, Any] | float,
+    *,
+    context: int,
+    concurrency: int,
+    hit_rate: float,
+    disk_gbps: float | None,
+    block_size: int,
+    kv_dtype: str,
+    ranks: int,
+    tflops: float,
+    prefill_tps: float | None,
+) -> dict[str, Any]:
+    """The plan, as it stands in the JSON document."""
+    from ucm.utils import estimate_storage_requirements
+
+    room = estimate_storage_requirements(model, context, concurrency, block_size, kv_dtype=kv_dtype)
+    token, hits = int(room["kv_bytes_per_token"]), context * hit_rate
+    operations = _operations(model, context)
+    compute_s = hits / prefill_tps if prefill_tps else hits * operations / (tflops * 1e12)
+    yours = [("your disk", disk_gbps)] if disk_gbps else []
+    tiers = [_tier(name, speed, hits * token, compute_s) for name, speed in (*yours, *TIERS)]
+    paying = [tier for tier in tiers if tier["pays"]]
+    cache = max(1, math.ceil(room["recommended_memory_gb"] / ranks))
+    disk = max(1, math.ceil(room["recommended_storage_gb"]))
+    return {
+        "bytes_per_token": token,
+        "bytes_per_block": token * block_size,
+        "working_set_bytes": int(room["kv_cache_size_gb"] * (1 << 30)),
+        "memory_bytes": int(room["recommended_memory_gb"] * (1 << 30)),
+        "disk_bytes": int(room["recommended_storage_gb"] * (1 << 30)),
+        "tokens_loaded": int(hits),
+        "compute_seconds": compute_s,
+        "least_gbps": hits * token / (compute_s * SHARE) / 1e9 if hits else 0.0,
+        "tiers": tiers,
+        "slowest_that_pays": min(paying, key=lambda tier: tier["gbps"])["name"] if paying else None,
+        "configuration": {
+            "store_pipeline": "Cache|Posix",
+            "storage_backends": "/data/ucm",
+            "cache_size": f"{cache}GiB",
+            "storage_capacity": f"{disk}GiB",
+        },
+    }
+
+
+def _tier(name: str, gbps: float, loaded: float, compute_s: float) -> dict[str, Any]:
+    seconds = loaded / (gbps * 1e9)
+    return {
+        "name": name,
+        "gbps": gbps,
+        "load_seconds": seconds,
+        "pays": loaded > 0 and seconds <= SHARE * compute_s,
+    }
+
+
+def _operations(model: Mapping[str, Any] | float, context: int) -> float:
+    """Operations of computing one token of a prompt, averaged over the prompt: two for each active
+    parameter, and attention over half of it."""
+    if isinstance(model, float):
+        return 2e9 * model
+    text = model.get("text_config")
+    config = text if isinstance(text, dict) and "num_hidden_layers" in text else model
+
+    def of(*names: str) -> int:
+        return next((int(config[name]) for name in names if config.get(name) is not None), 0)
+
+    layers, hidden = of("num_hidden_layers", "n_layer", "num_layers"), of("hidden_size", "n_embd")
+    heads = of("num_attention_heads", "n_head") or 1
+    width = heads * (of("head_dim") or hidden // heads)
+    shared = width * (of("num_key_value_heads") or heads) // heads
+    experts = of("num_experts_per_tok")
+    inner = of("intermediate_size", "n_inner") or 4 * hidden
+    if experts:
+        inner = experts * (of("moe_intermediate_size") or inner)
+    weights = layers * (2 * hidden * (width + shared) + 3 * hidden * inner)
+    return 2.0 * weights + 2.0 * layers * width * context
+
+
+def _show(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    terminal.pairs(
+        [
+            ("a token", in_units(found["bytes_per_token"])),
+            ("a block", in_units(found["bytes_per_block"])),
+            ("working set", in_units(found["working_set_bytes"])),
+            ("memory", f"{in_units(found['memory_bytes'])}: 1.5 times, with room for transfers"),
+            ("disk", f"{in_units(found['disk_bytes'])}: 10 times, for history"),
+            ("least speed", f"{found['least_gbps']:.2f} GB/s: slower loads are computed instead"),
+        ]
+    )
+    table = Table("store", "GB/s", "load", "compute", "pays", box=None)
+    for tier in found["tiers"]:
+        load, compute = _time(tier["load_seconds"]), _time(found["compute_seconds"])
+        table.add_row(
+            tier["name"], f"{tier['gbps']:g}", load, compute, "yes" if tier["pays"] else "no"
+        )
+    Console(highlight=False).print(table)
+    click.echo(f"slowest store that pays: {found['slowest_that_pays'] or 'none of these'}")
+    click.echo("\n# ucm.yaml; cache_size is of each rank")
+    for key, value in found["configuration"].items():
+        click.echo(f"{key}: {value}")
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
