@@ -20,6 +20,7 @@ from ucm.cli.inspect import inspect as _inspect
 from ucm.cli.pd_proxy import pd_proxy as _pd_proxy
 from ucm.cli.plan import plan as _plan
 from ucm.cli.verify import verify as _verify
+from ucm.cli.vllm_args import vllm_args as _vllm_args
 from ucm.errors import UcmError
 
 __all__ = ["main"]
@@ -58,5 +59,5 @@ def main() -> None:
     """
 
 
-for _command in (_doctor, _plan, _inspect, _verify, _gc, _bench, _pd_proxy):
+for _command in (_doctor, _plan, _vllm_args, _inspect, _verify, _gc, _bench, _pd_proxy):
     main.add_command(_command)

@@ -1,0 +1,72 @@
+"""``ucm vllm-args``: arguments that vLLM parses, of a configuration that was checked."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my ucm.yaml").write_text(f"storage_backends: {tmp_path}\n")
+    return tmp_path / "my ucm.yaml"
+
+
+def transfer(words: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(words[words.index("--kv-transfer-config") + 1])
+    return found
+
+
+def test_a_file_is_named_by_its_whole_path(ucm: Run, file: Path) -> None:
+    done = ucm("vllm-args", "--config", file.name, "--role", "kv_consumer")
+    assert transfer(shlex.split(done.stdout)) == {
+        "kv_connector": "UCMConnector",
+        "kv_role": "kv_consumer",
+        "kv_connector_extra_config": {"ucm_config_path": str(file)},
+    }
+
+
+def test_the_arguments_of_the_original_become_those_of_vllm(
+    ucm_json: Callable[..., dict[str, Any]], file: Path
+) -> None:
+    given = {"storage_backend": "posix", "storage_path": "/data/kv_cache"}
+    seeds = ("--kv-connector", "UCMDirectConnector", "--kv-connector-config")
+    model = ("--model", "/path/to/model", "--tensor-parallel-size", "4")
+    words = ucm_json("vllm-args", *model, *seeds, json.dumps(given))["arguments"]
+    assert words[:4] == list(model)
+    assert transfer(words)["kv_connector"] == "UCMDirectConnector"
+    assert transfer(words)["kv_connector_extra_config"] == given
+    of_file = ucm_json("vllm-args", *seeds, file)["arguments"]
+    assert transfer(of_file)["kv_connector_extra_config"] == {"ucm_config_path": str(file)}
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--kv-connector-config", '{"storage_pth": "/data"}'), 'unknown key "storage_pth"'),
+        (("--kv-connector-config", "{"), "is no JSON"),
+        (("--kv-connector-config", "nowhere.yaml"), "neither a file nor a JSON object"),
+        (("--config", "nowhere.yaml"), "cannot be read"),
+        (("--kv-connector", "NixlConnector", "--config", "my ucm.yaml"), "kv_connector"),
+        (("--kv-connector", "UCMBlendConnector"), "not built yet"),
+        (
+            ("--kv-connector-config", '{"storage_backend": "nfs", "nfs_path": "server:/kv_cache"}'),
+            "mount",
+        ),
+    ],
+)
+def test_what_would_not_run_is_refused(
+    words: tuple[str, ...], problem: str, ucm: Run, file: Path
+) -> None:
+    done = ucm("vllm-args", *words)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert problem in " ".join(done.stderr.split())
