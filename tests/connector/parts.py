@@ -265,6 +265,7 @@ class Rig:
                 dump=settings.pop("dump", "all"),
                 min_dump_tokens=settings.pop("min_dump_tokens", 0),
                 on_reset=settings.pop("on_reset", "keep"),
+                debug=settings.pop("debug", False),
                 consumer_dump=settings.pop("consumer_dump", False),
                 pd_wait_ms=settings.pop("pd_wait_ms", 2000),
                 storage_backends=settings.pop("roots", ("/nowhere",)),

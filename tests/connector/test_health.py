@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from ucm.integration.vllm.connector.metadata import (  # noqa: E402
     UCMConnectorWorkerMetadata,
 )
 from ucm.integration.vllm.connector.scheduler.readiness import STALE_S  # noqa: E402
-from ucm.integration.vllm.connector.worker.worker import StoreHealth  # noqa: E402
+from ucm.integration.vllm.connector.worker.worker import UNUSABLE_S, StoreHealth  # noqa: E402
 
 
 class Moody(Memory):
@@ -241,6 +242,25 @@ def test_a_watch_asks_the_store_until_it_is_well() -> None:
     health.check(store)  # and again
     watches.pop()()
     assert health.healthy
+
+
+def test_a_root_that_only_its_owner_can_mend_is_logged_once_and_tried_rarely(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    watches, store, pauses = Watches(), Moody(), list[float]()
+    (tmp_path / "file").write_text("in the way")
+    store.well, store.asks = False, 3
+    why = f"off: cannot read [path={tmp_path}/file/root]: Not a directory (os error 20)"
+    store.trouble = lambda: why  # type: ignore[method-assign]
+    health = StoreHealth(pause=0.0, spawn=watches)
+    health._stop.wait = lambda pause: pauses.append(pause)  # type: ignore[method-assign, assignment]
+    health.check(store)
+    watches.pop()()
+    assert pauses == [UNUSABLE_S] * 3
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert said[0].startswith(f"the store is unusable: {tmp_path}/file is a file, not a directory")
+    assert "tried again every 60 s" in said[0]
 
 
 def test_a_watch_ends_with_its_rank() -> None:

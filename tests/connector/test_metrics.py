@@ -202,6 +202,30 @@ def test_times_that_are_not_read_are_bounded() -> None:
     assert len(stats.data["load_seconds"]) == 4 * TIMES
 
 
+def test_the_first_stored_and_the_first_loaded_blocks_have_a_line_each(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Then a summary a minute, if there is anything new."""
+    stats = MissStats(BLOCK, 0.0)
+    with caplog.at_level("INFO", "ucm"):
+        stats.dumped(0, 3)
+        stats.loaded(stats.total, 0)
+        assert not caplog.records
+        for blocks in (5, 7):
+            stats.dumped(blocks, 0)
+            stats.loaded(stats.total, blocks + 1)
+        first = [record.getMessage() for record in caplog.records]
+        caplog.clear()
+        stats.summary(60.0, 1 << 20)
+        stats.summary(120.0, 1 << 20)
+    assert first == [
+        f"the first blocks are stored: 5 blocks, {5 * BLOCK} tokens can be loaded now",
+        f"the first load: 6 blocks, {6 * BLOCK} tokens were not computed",
+    ]
+    (summary,) = [record.getMessage() for record in caplog.records]
+    assert "12 published (12.0 MiB), 3 not" in summary
+
+
 def test_the_time_of_an_answered_lookup_is_reported_once() -> None:
     rig = Rig()
     request = rig.request("a", 2 * BLOCK + 1)

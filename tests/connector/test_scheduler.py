@@ -740,3 +740,19 @@ def test_salted_requests_share_nothing() -> None:
     assert record_ids(keys.first(plain), part_mask(0, 0, 0)) != record_ids(
         keys.first(plain), part_mask(0, 0, 1)
     )
+
+
+# Debug
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_debug_checks_that_the_counts_of_a_request_add_up(
+    lost: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(debug=True)
+    request = rig.request("a", 3 * BLOCK + 1)
+    rig.admit(request)
+    rig.scheduler._live["a"].tally.asked += lost
+    rig.scheduler.request_finished(request)
+    assert ("its counts do not add up" in caplog.text) == bool(lost)

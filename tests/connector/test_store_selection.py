@@ -210,6 +210,22 @@ def test_none_available_is_misses_and_another_round_later(caplog: pytest.LogCapt
     assert rig.readiness.phase == OPEN
 
 
+def test_stores_whose_directories_only_their_owner_can_mend_are_tried_again_rarely() -> None:
+    def denied(config: dict[str, Any]) -> Any:
+        raise OSError("cannot make it [path=/nowhere/a]: Permission denied (os error 13)")
+
+    rig = opening(denied, denied)
+    for _ in range(2):
+        rig.later.run()
+        rig.step()
+    rig.clock.now += module.UNUSABLE_S - 1
+    rig.step()
+    assert not rig.later.jobs
+    rig.clock.now += 2
+    rig.step()
+    assert rig.later.jobs
+
+
 def test_a_constructor_that_hangs_costs_its_deadline_once() -> None:
     rig = opening(Memory, Memory)
     hanging, rig.later.jobs = rig.later.jobs, []

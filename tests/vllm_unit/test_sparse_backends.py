@@ -36,7 +36,7 @@ from sparse_parts import (
 from torch import Tensor
 
 from ucm.errors import ConfigError
-from ucm.integration.vllm.attention import registering
+from ucm.integration.vllm.attention import backends, registering
 from ucm.integration.vllm.attention.backends import derive_impl
 from ucm.integration.vllm.attention.host import SparseHost, served_layers, set_active_host
 from ucm.integration.vllm.attention.plan import SparsePlan
@@ -124,6 +124,7 @@ print(sorted(name for name in new if name.partition(".")[0] not in sys.stdlib_mo
         "ucm.integration.vllm",
         "ucm.integration.vllm.attention",
         "ucm.integration.vllm.attention.registering",
+        "ucm.integration.vllm.early",
     }
 
 
@@ -177,26 +178,31 @@ def test_the_configuration_is_read_only_where_it_may_be_sparse(
     assert registering._may_be_sparse(None) is False
 
 
-def test_an_error_of_the_configuration_gives_vllms_class_and_one_warning(
+def test_any_other_error_gives_vllms_class_and_one_warning(
     engines: Any,
     tiny: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The connector's constructor is what reports it; no model is built with half of sparse
-    attention before."""
+    """The connector's constructor reports it. A wrong configuration ends the start before
+    (``test_early.py``)."""
     from vllm.config import set_current_vllm_config
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     monkeypatch.setattr(registering, "_warned", False)
     monkeypatch.setattr(logging.getLogger("ucm"), "propagate", True)
-    config = sparse_engine(engines, tiny, tmp_path, sparse_type="Qwest")
+    config = sparse_engine(engines, tiny, tmp_path, sparse_type="Quest")
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no such backend")
+
+    monkeypatch.setattr(backends, "backend_for", fails)
     with set_current_vllm_config(config):
         assert registering.CPU_ATTN is registering.CPU_ATTN is CPUAttentionBackend
     said = [record.getMessage() for record in caplog.records if record.name == "ucm.vllm"]
     assert len(said) == 1
-    assert "Qwest" in said[0]
+    assert "no such backend" in said[0]
 
 
 def test_another_plugins_override_stays(monkeypatch: pytest.MonkeyPatch) -> None:

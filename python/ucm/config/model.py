@@ -144,10 +144,10 @@ class MetricsConfig(Section):
 
 
 class ProfileConfig(Section):
-    """Profiling of ucm itself."""
+    """A profile of ucm itself, as a Chrome trace."""
 
     enabled: Flag = False
-    output: str | None = None
+    output: str = "ucm-profile.json"
 
 
 class SparseConfig(Section):
@@ -277,6 +277,7 @@ class UcmConfig(StoreSettings):
     pd_wait_ms: Annotated[Number, Field(le=3_600_000)] = 2000
     on_reset: Annotated[Literal["keep", "forget"], BeforeValidator(word)] = "keep"
     enable_prefix_cache: Flag = True
+    require_store: Flag = False
     load_only_first_rank: Flag = False
     platform: Annotated[str, BeforeValidator(parse_platform)] | None = None
     debug: Flag = False
@@ -413,7 +414,7 @@ DEFAULT_TEXT: dict[str, str] = {
     **dict.fromkeys(
         (
             *("ucm_connector_module_path", "sparse.module_path", "store_pipeline", "metrics.port"),
-            *("metrics.config_path", "profile.output", "sparse.type", "log.file"),
+            *("metrics.config_path", "sparse.type", "log.file"),
             *("tenant_key_file", "encryption_key_file", "tenant_quota"),
         ),
         "none",

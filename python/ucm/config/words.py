@@ -276,7 +276,6 @@ _BOTH = (
     " up what is read there"
 )
 _NOT_KEPT = "nothing: a damaged record stays where it is until the next dump replaces it"
-_NO_PROFILE = "nothing: profiling is not built yet, and nothing is recorded"
 
 #: Known key without meaning here -> what to write instead.
 MEANINGLESS: dict[str, str] = {
@@ -336,8 +335,6 @@ UNUSED: dict[str, str] = {
     "kv_connector": "`kv_connector` of vLLM's `--kv-transfer-config`; ours are all the same",
     "metrics.port": _EXPORTED,
     "metrics.config_path": _EXPORTED,
-    "profile.enabled": _NO_PROFILE,
-    "profile.output": _NO_PROFILE,
 }
 
 #: Words for a medium that other caches use -> word of the store that is meant.

@@ -26,6 +26,7 @@ from ucm.config.words import (
     why_not_alone,
 )
 from ucm.errors import ConfigError, UcmError, UnknownConnectorError
+from ucm.store.remedies import remedy
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 from ucm.store.v0 import UcmKVStoreBase, V0OverV1, V1OverV0, with_v0_words
 
@@ -149,9 +150,14 @@ def _classes(module: Any) -> list[str]:
 
 
 def why_unavailable(store: UcmKVStoreBaseV1) -> str:
-    """Why a store that was just opened cannot be used, empty when it can."""
+    """Why a store that was just opened cannot be used, with the cure where only the owner of a
+    directory can mend it; empty when it can."""
     try:
-        return "" if store.healthy() else store.trouble() or "it says that it is unhealthy"
+        if store.healthy():
+            return ""
+        why = store.trouble() or "it says that it is unhealthy"
+        cure = remedy(why)
+        return f"{why}: {cure}" if cure else why
     except Exception as error:
         return f"its healthy() failed: {error}"
 

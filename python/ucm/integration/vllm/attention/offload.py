@@ -25,6 +25,7 @@ from torch import Tensor
 from ucm.errors import BusyError, DeadlineError, TaskError
 from ucm.integration.vllm.attention.plan import OffloadChange
 from ucm.integration.vllm.connector.guard import throttle
+from ucm.profiling import step
 from ucm.reasons import is_transient
 from ucm.sparse.base import SparseRow
 from ucm.sparse.method import BlockSparse
@@ -285,7 +286,8 @@ class Offload:
                 loads.append((each.residency, block))
         if not loads:
             return
-        store, left = self._store(), self._deadline - self._clock()
+        began = self._clock()
+        store, left = self._store(), self._deadline - began
         task = None
         if store is not None and left > 0:
             place, slots = self._places[layer], np.array(targets, dtype=np.int64)
@@ -301,6 +303,7 @@ class Offload:
         loading = _Loading(task, store, loads)
         if not self._settle(loading, left):
             self._late.append(loading)
+        step("load layer", began, self._clock(), layer=layer, blocks=len(loads))
 
     def _settle(self, loading: _Loading, seconds: float) -> bool:
         """Wait up to ``seconds`` for a load, and process its result; False: it has not ended."""

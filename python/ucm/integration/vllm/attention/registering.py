@@ -3,9 +3,10 @@ backends.
 
 :func:`register` overrides each name with a path into this module, by vLLM's own
 :func:`register_backend`. It runs before an engine has a configuration, and vLLM resolves the paths
-in engines without ucm too. So this module imports only the standard library and vLLM; the rest of
-ucm, and the compiled core, are imported where the configuration may request sparse attention.
-Everywhere else, and after any error, a path gives vLLM's own class.
+in engines without ucm too. So this module imports only the standard library, vLLM and
+:mod:`..early`; the rest of ucm, and the compiled core, are imported where our connector is
+configured. Everywhere else, and after any error but a wrong configuration of ours, a path gives
+vLLM's own class.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ucm.integration.vllm.early import refuse_wrong, section_of
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import AttentionBackend
-
-#: Our connectors, as vLLM's configuration names them.
-CONNECTORS = ("UCMConnector", "UCMDirectConnector")
 
 #: Names of vLLM's attention backends that have a block table and lengths for each row. FlashInfer
 #: plans its kernels ahead from both, and sparse backends of vLLM's own choose tokens already.
@@ -64,9 +64,10 @@ def __getattr__(name: str) -> type[AttentionBackend]:
     """The backend behind one of the names, in the engine whose configuration vLLM has set."""
     if name not in OVERRIDDEN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    own = vllms_own(name)
+    own, vllm_config = vllms_own(name), _current_config()
+    if (ours := extra_config(vllm_config)) is not None:
+        refuse_wrong(ours)  # before the model is built
     try:
-        vllm_config = _current_config()
         if not _may_be_sparse(vllm_config):
             return own
         from ucm.integration.vllm.attention.backends import backend_for
@@ -91,20 +92,7 @@ def extra_config(vllm_config: Any) -> Any:
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     if transfer is None:
         return None
-    return _section(transfer.kv_connector, transfer.kv_connector_extra_config or {})
-
-
-def _section(connector: Any, extra: Any) -> Any:
-    if connector in CONNECTORS:
-        return extra
-    children = extra.get("connectors", ()) if isinstance(extra, Mapping) else ()
-    for child in children if isinstance(children, list | tuple) else ():
-        if not isinstance(child, Mapping):
-            continue
-        found = _section(child.get("kv_connector"), child.get("kv_connector_extra_config") or {})
-        if found is not None:
-            return found
-    return None
+    return section_of(transfer.kv_connector, transfer.kv_connector_extra_config or {})
 
 
 def _current_config() -> VllmConfig | None:

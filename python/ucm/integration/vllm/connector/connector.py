@@ -40,10 +40,15 @@ from ucm.integration.vllm.connector.metadata import (
 from ucm.integration.vllm.connector.scheduler.readiness import OFF, OPEN
 from ucm.integration.vllm.connector.scheduler.scheduler import NOTHING, UCMConnectorScheduler
 from ucm.integration.vllm.connector.stats import MissStats, UcmPromMetrics, UcmStats
-from ucm.integration.vllm.connector.stores import refuse_model_directory
+from ucm.integration.vllm.connector.stores import (
+    refuse_missing_store,
+    refuse_model_directory,
+)
 from ucm.integration.vllm.connector.worker.transfers import PendingLoads
 from ucm.integration.vllm.connector.worker.worker import UCMConnectorWorker
+from ucm.integration.vllm.early import refuse_wrong
 from ucm.logger import init_logger
+from ucm.profiling import profile
 from ucm.reasons import MissReason
 from ucm.store.factory import UcmConnectorFactoryV1
 
@@ -86,10 +91,14 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         config = load(self._kv_transfer_config.kv_connector_extra_config)
         init_logger("ucm", config.log.level, config.log.file, log_format=config.log.format)
+        if config.enabled and config.profile.enabled:
+            profile.open(config.profile.output, role.name.lower())
         for store in (config, *config.alternatives):
             UcmConnectorFactoryV1.resolve(store.ucm_connector_name, store.ucm_connector_module_path)
         if config.enabled:
             refuse_model_directory(config, models_of(vllm_config))
+            if config.require_store:
+                refuse_missing_store(config)
         self._exports_metrics = config.metrics.enabled
         self._scheduler: UCMConnectorScheduler | None = None
         self._worker: UCMConnectorWorker | None = None
@@ -108,6 +117,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         if off := why_off(
             config, vllm_config, kv_cache_config, decides=role == KVConnectorRole.SCHEDULER
         ):
+            if config.enabled and config.require_store:
+                raise ConfigError(f"require_store is true, and the cache would be off: {off[1]}")
             if role == KVConnectorRole.SCHEDULER:
                 self._off, why = off
                 self._miss_stats = MissStats(vllm_config.cache_config.block_size, time.monotonic())
@@ -123,6 +134,13 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             self._block_tokens = block_tokens(vllm_config, kv_cache_config)
             for line in config.describe():
                 logger.debug("configuration: %s", line)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Nothing is done layer by layer inside of a graph. vLLM asks in its first process, where a
+        wrong configuration is refused."""
+        refuse_wrong(extra_config)
+        return False
 
     def _make_sparse(
         self,
@@ -406,8 +424,9 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """vLLM may sleep: it calls the next two methods."""
-        del kv_transfer_config
+        """vLLM may sleep: it calls the next two methods. It asks in its first process, where a
+        wrong configuration is refused."""
+        refuse_wrong(kv_transfer_config.kv_connector_extra_config)
         return True
 
     def unregister_kv_caches(self) -> None:
@@ -638,6 +657,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.shutdown()
         if self._scheduler is not None:
             self._scheduler.shutdown()
+        profile.close()
 
 
 class UCMDirectConnector(UCMConnector):

@@ -275,7 +275,8 @@ def make_scheduler(
     world = parallel.world_size
     platform = _served_platform(config)
     origin = "configured" if config.platform else "what vLLM runs on"
-    logger.info("ucm %s: the KV lies on %s (%s)", __version__, platform.word, origin)
+    text = "ucm %s in vLLM %s: the KV lies on %s (%s)"
+    logger.info(text, __version__, installed(), platform.word, origin)
     stores = engine_stores(config, parallel, platform.word, _step_tokens(vllm_config))
     readiness = Readiness(
         own_identity=identity_without_weights(own),

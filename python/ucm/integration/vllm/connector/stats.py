@@ -97,6 +97,7 @@ class MissStats:
         self._recent: Counter[str] = Counter()  # since the last summary
         self._times: dict[str, list[float]] = {}  # by name, since the last take()
         self.next_summary = now + SUMMARY_S
+        self._unlogged = {names.LOADED, names.PUBLISHED}  # what has not happened yet
 
     # What happened
     # ------------------------------------------------------------------------------------------
@@ -137,6 +138,8 @@ class MissStats:
         speed = self._rates().get("prefill_tokens_per_second") if blocks else None
         if speed:
             self._news[names.SAVED_SECONDS] += blocks * self._block_tokens / speed
+        text = "the first load: %d blocks, %d tokens were not computed"
+        self._log_first(names.LOADED, blocks, text)
 
     def looked_up(self, seconds: float) -> None:
         """The store answered a lookup after ``seconds``."""
@@ -173,7 +176,15 @@ class MissStats:
     def dumped(self, published: int, failed: int) -> None:
         """Blocks that every rank published, and blocks that some rank did not."""
         self._count(names.PUBLISHED, published)
+        text = "the first blocks are stored: %d blocks, %d tokens can be loaded now"
+        self._log_first(names.PUBLISHED, published, text)
         self._count(names.UNPUBLISHED, failed)
+
+    def _log_first(self, name: str, blocks: int, text: str) -> None:
+        """One line in an engine's life, so that its user sees that it works."""
+        if blocks > 0 and name in self._unlogged:
+            self._unlogged.discard(name)
+            logger.info(text, blocks, blocks * self._block_tokens)
 
     def unstored(self, reason: str, blocks: int) -> None:
         """These blocks were not stored for want of staging."""

@@ -28,7 +28,8 @@ from ucm.config.fields import without_login
 from ucm.config.rules import real_path
 from ucm.config.words import STATE_VARIABLE
 from ucm.errors import ConfigError
-from ucm.store.factory import StoreClass, UcmConnectorFactoryV1
+from ucm.store.factory import StoreClass, UcmConnectorFactoryV1, why_unavailable
+from ucm.store.remedies import ROOT_MARKER, why_unusable
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
 # Configured stores
@@ -93,6 +94,47 @@ def refuse_model_directory(config: UcmConfig, models: Iterable[str]) -> None:
                 )
 
 
+def refuse_missing_store(config: UcmConfig) -> None:
+    """Raise :class:`~ucm.errors.ConfigError` if none of the configured stores can be used here: a
+    directory in which nothing can be written, or a store that does not answer in time. Of a user's
+    own store only its directories are tried."""
+    configs, allowance = (config, *config.alternatives), config.deadlines.probe_s
+    stores = zip(configs, stores_of(config, 1), strict=True)
+    whys = [_why_missing(one, store, allowance) for one, store in stores]
+    if all(whys):
+        raise ConfigError(f"require_store is true, and no store can be used: {'; '.join(whys)}")
+
+
+def _why_missing(config: UcmConfig, store: ConfiguredStore, allowance: float) -> str:
+    answer: Future[str] = Future()
+
+    def look() -> None:
+        try:
+            answer.set_result(_why_unusable(config, store))
+        except BaseException as error:
+            answer.set_result(f"{store.where}: {error}")
+
+    threading.Thread(target=look, name="ucm-require", daemon=True).start()
+    try:
+        return answer.result(allowance)
+    except TimeoutError:
+        return f"{store.where}: no answer within {allowance:g} s"
+
+
+def _why_unusable(config: UcmConfig, store: ConfiguredStore) -> str:
+    if why := "; ".join(filter(None, map(why_unusable, config.roots))):
+        return why
+    if config.user_store:
+        return ""
+    sizes = dict.fromkeys(("tensor_size", "shard_size", "block_size"), 4096)
+    lookups_only = {**store.config, **sizes, "identity": "require_store", "device_id": -1}
+    opened = store.make(lookups_only)
+    try:
+        return f"{store.where}: {why}" if (why := why_unavailable(opened)) else ""
+    finally:
+        opened.close()
+
+
 def _configured_store(config: UcmConfig, engine: dict[str, Any]) -> ConfiguredStore:
     """``engine``: the facts of the engine that a store of ucm's gets."""
     name, module = config.ucm_connector_name, config.ucm_connector_module_path
@@ -127,9 +169,6 @@ def _must_serve_accelerators(store: StoreClass, platform: str) -> None:
 # Files beside a root
 # --------------------------------------------------------------------------------------------------
 
-#: The file that makes a directory a store's root; nothing is written beside it where it is missing
-#: (an unmounted share, a root no store has opened yet).
-ROOT_MARKER = "ucm-root.json"
 #: Most bytes of such a file.
 LONGEST = 16 << 20
 
@@ -173,8 +212,8 @@ class RootFile:
         self._root, self._name, self._kind, self._limit = root, name, kind, limit
 
     def marked(self) -> bool:
-        """Whether a store has opened the root and it is there. The state directory is made if
-        necessary."""
+        """Whether a store has opened the root and it is there; nothing is written where it is not
+        (an unmounted share, a new root). The state directory is made if necessary."""
         if self._root != state_directory():
             return os.path.exists(os.path.join(self._root, ROOT_MARKER))
         with contextlib.suppress(OSError):

@@ -2,24 +2,28 @@
 connectors with vLLM by name, and overrides vLLM's attention backends by name, for sparse attention.
 
 It runs in engines that do not use ucm too. Neither this module nor :mod:`..attention.registering`
-imports the compiled core or the configuration, so a core that cannot be imported does no harm
-there.
+imports the compiled core or the configuration there, so a core that cannot be imported does no
+harm. Where the command line of a server names our connector, its configuration is checked at once:
+see :mod:`..early`.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
+
+from ucm.integration.vllm.early import CONNECTORS, refuse_wrong_arguments
 
 _MODULE = "ucm.integration.vllm.connector"
 
 
 def register() -> None:
-    """Register what is not registered yet; vLLM calls this in every process, sometimes twice. Never
-    raises."""
+    """Register what is not registered yet; vLLM calls this in every process, sometimes twice. It
+    raises only :class:`SystemExit`, for a server whose arguments or environment configure our
+    connector wrongly."""
+    refuse_wrong_arguments(sys.argv)
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-        from ucm.integration.vllm.attention.registering import CONNECTORS
 
         for name in CONNECTORS:
             if name not in KVConnectorFactory._registry:

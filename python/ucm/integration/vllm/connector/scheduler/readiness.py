@@ -38,6 +38,7 @@ from ucm.integration.vllm.connector.stores import ConfiguredStore, layout_of
 from ucm.reasons import MissReason
 from ucm.store import part_mask
 from ucm.store.factory import why_unavailable
+from ucm.store.remedies import remedy
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
 # Health of the ranks' stores
@@ -82,8 +83,9 @@ class RankHealth:
 # Choice of the store
 # --------------------------------------------------------------------------------------------------
 
-#: Between two rounds through all stores when none was available, in seconds.
-RETRY_S = 10.0
+#: Between two rounds through all stores when none was available, in seconds; the second where each
+#: has a directory that only its owner can mend.
+RETRY_S, UNUSABLE_S = 10.0, 60.0
 
 
 class StoreSelection:
@@ -145,6 +147,13 @@ class StoreSelection:
     def layout_and_tiers(self) -> tuple[str, str]:
         """How blocks lie on the chosen store, empty where that is not known, and its tiers."""
         return self._layout, ",".join(self.store.tier_names if self.store is not None else ())
+
+    @property
+    def where(self) -> str:
+        """The chosen store as it is configured, with its tiers, for the log."""
+        tiers = ", ".join(self.store.tier_names) if self.store is not None else ""
+        where = self._stores[self._choice].where
+        return f"{where} ({tiers})" if tiers else where
 
     @property
     def trying(self) -> bool:
@@ -255,10 +264,11 @@ class StoreSelection:
         self._try(self._choice + 1)
 
     def _none(self) -> None:
-        self._retry_at = self._clock() + RETRY_S
+        lasting = all(remedy(self._why[at]) for at in range(len(self._stores)))
+        self._retry_at = self._clock() + (UNUSABLE_S if lasting else RETRY_S)
         whys = "; ".join(f"{each.where}: {self._why[at]}" for at, each in enumerate(self._stores))
         throttle.warning(
-            "no store", "no store is available, requests are computed; tried again soon: %s", whys
+            "no store", "no store is available, requests are computed; tried again: %s", whys
         )
 
 
@@ -471,7 +481,8 @@ class Readiness:
             return
         self._open_logged = True
         took = self._clock() - self._opening_since
-        logger.info("the cache is open on %d rank(s), after %.0f ms", self._world, took * 1e3)
+        text = "the cache is open on %d rank(s), after %.0f ms: %s"
+        logger.info(text, self._world, took * 1e3, self._selection.where)
 
     def recheck(self) -> None:
         """Now and then: whether the identity still holds. Does not wait."""

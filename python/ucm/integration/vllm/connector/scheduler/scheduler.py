@@ -77,6 +77,7 @@ from ucm.integration.vllm.connector.scheduler.requests import (
 from ucm.integration.vllm.connector.scheduler.roles import PublishWaits, answer
 from ucm.integration.vllm.connector.stats import SCHEDULER, MissStats, StoreInfo, TierCounts
 from ucm.metrics.names import BUSY, MEMORY_NOW
+from ucm.profiling import span
 from ucm.reasons import MissReason, named
 
 if TYPE_CHECKING:
@@ -278,7 +279,10 @@ class UCMConnectorScheduler:
         if not tracker.lookup.settled(self._allowance) or self._waits_on(tracker):
             return self._postpone(tracker)
         if tracker.adopt(self._block_tracker):
-            self.miss_stats.looked_up(tracker.lookup.seconds)
+            lookup = tracker.lookup
+            self.miss_stats.looked_up(lookup.seconds)
+            ended, name = lookup.began + lookup.seconds, request.request_id
+            span("lookup", lookup.began, ended, request=name, hits=lookup.hits)
         size = self._block_tokens
         tokens = tracker.claimable(self._block_tracker, size) * size - num_computed_tokens
         if tokens < max(self._min_hit_tokens, 1):
@@ -321,6 +325,8 @@ class UCMConnectorScheduler:
                 rest=[part for part in parts[1:] if part.keys],
             )
             self._loads.append(load)
+            if tracker.lookup is not None:
+                span("queue", tracker.lookup.began, self._clock(), request=load.request)
             tracker.holds = self._blocks_of(tracker, first + count)
             tracker.loading, tracker.failures = range(first, first + count), {}
         self._others.admitted(tracker, blocks.blocks)
@@ -437,9 +443,19 @@ class UCMConnectorScheduler:
             return None
         finally:
             self.miss_stats.ended(request, tracker.tally)
+            if self._config.debug:
+                self._check_counts(tracker)
             if not self._live and self._device_cache_is_empty():
                 # vLLM's cache is empty, so other weights need no reset of it.
                 self.readiness.begin_generation(emptied=False)
+
+    @staticmethod
+    def _check_counts(tracker: RequestTracker) -> None:
+        """With ``debug``: each block of an ended request was loaded, or missed for one reason."""
+        tally, name = tracker.tally, tracker.request.request_id
+        if tally.asked != tally.loaded + sum(tally.missed.values()):
+            text = "request %s: its counts do not add up (%s): a bug in ucm, please report it"
+            throttle.warning("counts", text, name, tally)
 
     def _answer(self, tracker: RequestTracker, computed: int) -> dict[str, Any] | None:
         """The answer of a producer's request, None where its blocks will not be in the store."""

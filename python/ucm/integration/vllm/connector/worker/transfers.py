@@ -41,6 +41,7 @@ from ucm.integration.vllm.connector.metadata import (
     split_keys,
 )
 from ucm.integration.vllm.connector.stats import TIMES
+from ucm.profiling import span
 from ucm.reasons import LEFT_ALONE, MissReason, is_transient, reason_of
 from ucm.store import record_ids
 from ucm.store.kv_layout import KVLayout, block_numbers
@@ -164,6 +165,7 @@ class _Running:
     keep: Any = None  # what must live as long as the device may read it
     staged: bool = False
     began: float = 0.0
+    staged_at: float = 0.0
 
 
 class _Times:
@@ -249,6 +251,10 @@ class Loads:
                 still.append(loading)
                 continue
             self.times.ended(loading)
+            request, now = loading.load.request, self.times.clock()
+            for running in loading.tasks:
+                group, blocks = running.work.group, len(running.work.blocks)
+                span("load", loading.began, now, request=request, group=group, blocks=blocks)
             load, failures, tiers = loading.load, dict[int, BlockFailure](), Counter[int]()
             for running in loading.tasks:
                 part: GroupBlocks = running.work
@@ -505,11 +511,14 @@ class Dumps:
             store = running.store
             if not running.staged and finished(store, running.task, staged=True):
                 running.staged, running.keep = True, None
+                self._span("gather", running, running.began)
+                running.staged_at = self.times.clock()
                 self._staged.append(dump.job)
             if not running.staged or not finished(store, running.task):
                 still.append(running)
                 continue
             self.times.ended(running)
+            self._span("publish", running, running.staged_at)
             failures = failed_rows(store, running.task, len(dump.blocks))
             self.published[dump.group] += len(dump.blocks) - len(failures)
             # The store logs these once: such a block is not stored, and other dumps go on.
@@ -521,6 +530,11 @@ class Dumps:
             rows = tuple(sorted(failed)), tuple(sorted(left_alone))
             self._done.append(DumpResult(dump.job, rows[0], busy, rows[1]))
         self._running = still
+
+    def _span(self, name: str, running: _Running, began: float) -> None:
+        dump: Dump = running.work
+        blocks = len(dump.blocks)
+        span(name, began, self.times.clock(), request=dump.request, group=dump.group, blocks=blocks)
 
     def take(self) -> tuple[list[int], list[DumpResult]]:
         """Jobs staged and jobs ended since the last call."""

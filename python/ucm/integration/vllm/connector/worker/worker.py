@@ -47,9 +47,11 @@ from ucm.integration.vllm.connector.worker.transfers import (
     layer_bytes,
 )
 from ucm.metrics.names import DUMP_SECONDS, LOAD_SECONDS, LOADED_BYTES, PUBLISHED_BYTES
+from ucm.profiling import step
 from ucm.store import part_mask, record_ids
 from ucm.store.factory import why_unavailable
 from ucm.store.kv_layout import KVLayout
+from ucm.store.remedies import remedy
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
 if TYPE_CHECKING:
@@ -172,6 +174,7 @@ class UCMConnectorWorker:
         self._prefetch_room = 0
         self._room_due = float("-inf")  # when the store's limit is to be reported
         self._plan: UCMConnectorMetadata | None = None
+        self._step_began = clock()
         self._closed = False
         self._sparse = sparse
         if sparse is not None:
@@ -322,6 +325,7 @@ class UCMConnectorWorker:
         """The plan of the step that begins. Transfers left from the step before begin first: with
         speculative decoding vLLM does not have every pipeline rank save, and a dump that one rank
         does not report never ends."""
+        self._step_began = self._clock()
         self.start_load_kv()
         self.start_dumps(late=True)
         if plan.flush_all:
@@ -424,6 +428,8 @@ class UCMConnectorWorker:
 
     def build_connector_worker_meta(self) -> UCMConnectorWorkerMetadata | None:
         """News for the scheduler side, None when there are none."""
+        began, rank = self._step_began, self.rank.number
+        step("step", began, self._clock(), rank=rank, loads=len(self.loads), dumps=len(self.dumps))
         self.dumps.poll()
         self._take_opened()
         unavailable = self._unavailable[1] if self._unavailable[0] == self._attempt else ""
@@ -574,6 +580,8 @@ class UCMConnectorWorker:
 
 #: Seconds between two polls of an unhealthy store. Its breaker decides when it is tried again.
 LOOK_S = 0.5
+#: Seconds between two polls of a store whose directory only its owner can mend.
+UNUSABLE_S = 60.0
 #: The id of no block, looked up to poll an unhealthy store.
 _NO_BLOCK = bytes(16)
 
@@ -596,14 +604,16 @@ class StoreHealth:
         self._pause, self._spawn = pause, spawn
         self._stop = threading.Event()
         self._watching = False
+        self._unusable = ""  # the cause and the cure that were logged last
         self.healthy = True
 
     def check(self, store: UcmKVStoreBaseV1) -> None:
-        """After a failure, or while it was unhealthy: read the store's health, without waiting.
-        Never raises."""
+        """When it was opened, after a failure, or while it was unhealthy: read the store's health,
+        without waiting. Never raises."""
         if self._watching or self._stop.is_set():
             return
         self.healthy = is_healthy(store)
+        self._log_unusable(store)
         if self.healthy:
             return
         self._watching = True
@@ -620,7 +630,17 @@ class StoreHealth:
         except Exception as error:
             throttle.warning("health", "an unhealthy store was polled: %s", error)
         self.healthy = is_healthy(store)
+        self._log_unusable(store)
         return self.healthy
+
+    def _log_unusable(self, store: UcmKVStoreBaseV1) -> None:
+        """Log once what only the owner of a directory can mend, and how."""
+        cure = remedy(_answer("trouble()", store.trouble, ""))
+        if cure and cure != self._unusable:
+            which = "part of the store" if self.healthy else "the store"
+            text = "%s is unusable: %s. It is tried again every %.0f s"
+            logger.warning(text, which, cure, UNUSABLE_S)
+        self._unusable = cure
 
     def close(self) -> None:
         """Stop polling. Idempotent."""
@@ -628,8 +648,9 @@ class StoreHealth:
 
     def _watch(self, store: UcmKVStoreBaseV1) -> None:
         try:
-            while not self._stop.wait(self._pause) and not self.look(store):
-                pass
+            while not self._stop.wait(UNUSABLE_S if self._unusable else self._pause):
+                if self.look(store):
+                    break
         finally:
             self._watching = False
 

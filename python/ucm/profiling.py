@@ -1,0 +1,107 @@
+"""A profile of what ucm does, as a Chrome trace: Perfetto (https://ui.perfetto.dev) opens it.
+
+All processes of an engine append to one file, each its lines: an array of events that is never
+closed, which the format allows. Spans that overlap, such as loads of several requests, are
+asynchronous events with an id; a step of a rank is a complete event. Times are those of the
+machine's monotonic clock, so that the processes of one host agree.
+
+Where no profile is open, :func:`span` returns at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import threading
+from typing import Any
+
+#: Events kept before they are written, and seconds after which they are.
+BUFFERED, WRITE_S = 256, 1.0
+
+_log = logging.getLogger("ucm.profile")
+
+
+class Profile:
+    """The events of one process."""
+
+    def __init__(self) -> None:
+        self._file = -1
+        self._lines: list[str] = []
+        self._lock = threading.Lock()
+        self._ids = itertools.count(1)
+        self._written = 0.0
+
+    @property
+    def on(self) -> bool:
+        """Whether spans are recorded."""
+        return self._file >= 0
+
+    def open(self, path: str, process: str) -> None:
+        """Append to this file from now on, under this process's name. Where it cannot be opened
+        there is a warning and no profile."""
+        if self.on:
+            return
+        how = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+        try:
+            try:
+                self._file = os.open(path, how | os.O_CREAT | os.O_EXCL, 0o644)
+                os.write(self._file, b"[\n")
+            except FileExistsError:
+                self._file = os.open(path, how)
+        except OSError as error:
+            _log.warning("no profile is written: %s: %s", path, error.strerror)
+            return
+        _log.info("a profile is appended to %s; open it with https://ui.perfetto.dev", path)
+        self._add({"name": "process_name", "ph": "M", "args": {"name": f"ucm {process}"}})
+
+    def span(self, name: str, began: float, ended: float, **args: Any) -> None:
+        """Something that others may overlap; times in seconds of the monotonic clock."""
+        if not self.on:
+            return
+        own = {"name": name, "cat": "ucm", "id": next(self._ids)}
+        self._add(own | {"ph": "b", "ts": _micros(began), "args": args})
+        self._add(own | {"ph": "e", "ts": _micros(ended)}, now=ended)
+
+    def step(self, name: str, began: float, ended: float, **args: Any) -> None:
+        """Something that this thread did alone."""
+        if self.on:
+            took = _micros(ended) - _micros(began)
+            event = {"name": name, "cat": "ucm", "ph": "X", "ts": _micros(began), "dur": took}
+            self._add(event | {"args": args}, now=ended)
+
+    def _add(self, event: dict[str, Any], now: float = 0.0) -> None:
+        here = {"pid": os.getpid(), "tid": threading.get_native_id()}
+        line = json.dumps(event | here, separators=(",", ":"), default=str)
+        with self._lock:
+            self._lines.append(line)
+            if len(self._lines) >= BUFFERED or now - self._written >= WRITE_S:
+                self._written = now
+                self._write()
+
+    def _write(self) -> None:
+        text = "".join(f"{line},\n" for line in self._lines)
+        self._lines.clear()
+        try:
+            os.write(self._file, text.encode())
+        except OSError as error:
+            _log.warning("the profile ends here: %s", error.strerror)
+            self._file = -1
+
+    def close(self) -> None:
+        """Write what is left. Idempotent."""
+        with self._lock:
+            if self.on:
+                self._write()
+                os.close(self._file)
+                self._file = -1
+
+
+def _micros(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+#: The one of this process.
+profile = Profile()
+span, step = profile.span, profile.step

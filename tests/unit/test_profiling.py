@@ -1,0 +1,117 @@
+"""The profile: each line is an event of the Chrome trace format, and spans are closed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from ucm.profiling import BUFFERED, WRITE_S, Profile
+
+#: Chrome's trace event format, as far as we write it: the "JSON array" form and its event types.
+NUMBER = {"type": "integer", "minimum": 0}
+ALL = {"name": {"type": "string"}, "pid": NUMBER, "tid": NUMBER}
+SCHEMA = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "required": ["name", "ph", "pid", "tid"],
+        "oneOf": [
+            {
+                "properties": ALL | {"ph": {"const": "M"}, "args": {"required": ["name"]}},
+                "additionalProperties": False,
+            },
+            {
+                "properties": ALL
+                | {"ph": {"const": "X"}, "cat": {"type": "string"}, "ts": NUMBER, "dur": NUMBER}
+                | {"args": {"type": "object"}},
+                "required": ["ts", "dur", "cat"],
+                "additionalProperties": False,
+            },
+            {
+                "properties": ALL
+                | {"ph": {"enum": ["b", "e"]}, "cat": {"type": "string"}, "ts": NUMBER}
+                | {"id": NUMBER, "args": {"type": "object"}},
+                "required": ["ts", "id", "cat"],
+                "additionalProperties": False,
+            },
+        ],
+    },
+}
+
+
+def events_of(path: Path) -> list[dict[str, Any]]:
+    """All events; the array of the file is not closed."""
+    text = path.read_text()
+    assert text.startswith("[\n") and text.endswith(",\n")
+    found: list[dict[str, Any]] = json.loads(f"{text[:-2]}]")
+    Draft202012Validator(SCHEMA).validate(found)
+    opened = [(one["pid"], one["id"]) for one in found if one["ph"] == "b"]
+    closed = [(one["pid"], one["id"]) for one in found if one["ph"] == "e"]
+    assert sorted(opened) == sorted(closed)
+    assert len(set(opened)) == len(opened)
+    return found
+
+
+def record(path: Path, process: str, spans: int) -> None:
+    profile = Profile()
+    profile.open(str(path), process)
+    for at in range(spans):
+        profile.span("load", at, at + 0.5, request=f"{process}{at}")
+    profile.step("step", 1.0, 1.25, rank=0)
+    profile.close()
+
+
+def test_processes_append_to_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    record(path, "scheduler", 3)
+    fork = multiprocessing.get_context("fork")
+    workers = [fork.Process(target=record, args=(path, f"rank{at}", 300)) for at in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    found = events_of(path)
+    names = {one["args"]["name"] for one in found if one["ph"] == "M"}
+    assert names == {"ucm scheduler", "ucm rank0", "ucm rank1", "ucm rank2"}
+    assert {one["pid"] for one in found} == {os.getpid(), *(worker.pid for worker in workers)}
+    assert sum(one["ph"] == "b" for one in found) == 903
+    (step,) = [one for one in found if one["ph"] == "X" and one["pid"] == os.getpid()]
+    assert (step["ts"], step["dur"], step["args"]) == (1_000_000, 250_000, {"rank": 0})
+
+
+def test_events_are_written_now_and_then(tmp_path: Path) -> None:
+    profile, path = Profile(), tmp_path / "p.json"
+    profile.open(str(path), "x")
+    size = path.stat().st_size
+    profile.span("load", 0.0, 0.5)
+    assert path.stat().st_size == size
+    profile.span("load", 0.0, WRITE_S)
+    assert len(events_of(path)) == 5
+    for _ in range(BUFFERED // 2):
+        profile.span("load", 0.0, WRITE_S + 0.5)
+    assert len(events_of(path)) == 5 + BUFFERED
+    profile.close()
+    profile.close()
+    profile.span("load", 0.0, 9.0)
+    assert len(events_of(path)) == 5 + BUFFERED
+
+
+def test_a_file_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    profile = Profile()
+    with caplog.at_level(logging.WARNING, "ucm"):
+        profile.open(str(tmp_path), "x")
+    assert not profile.on
+    assert [record.getMessage() for record in caplog.records] == [
+        f"no profile is written: {tmp_path}: Is a directory"
+    ]
+    profile.span("load", 0.0, 1.0)
+    profile.close()
