@@ -19,7 +19,7 @@ from ucm.cli import main
 from ucm.pd import Settings
 from ucm.pd.toy_proxy_server import arguments
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "pd.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "pd-proxy.md").read_text()
 
 
 def run(*given: str) -> Result:
