@@ -1,6 +1,7 @@
-"""A hook of mkdocs: links to files outside ``docs`` become names of these files.
+"""A hook of mkdocs: what a forge renders and Python-Markdown does not.
 
-The site has the pages alone; on a forge the same links lead to the sources.
+Links to files outside ``docs`` become names of these files, because the site has the pages alone. A
+bar inside code in a table loses its backslash, which only a forge needs.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ import re
 from typing import Any
 
 OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#\s]+)[^)]*\)")
+ROW = re.compile(r"^\|.*$", re.MULTILINE)
+CODE = re.compile(r"`[^`]*`")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """The text of a page before it is rendered; mkdocs calls it."""
-    return OUTSIDE.sub(r"\1 (`\2`)", markdown)
+    text = OUTSIDE.sub(r"\1 (`\2`)", markdown)
+    return ROW.sub(lambda row: CODE.sub(lambda code: code[0].replace("\\|", "|"), row[0]), text)
