@@ -394,14 +394,14 @@ $(VENV)/.stamp-core: $(VENV)/.stamp-dev $(RUST_SOURCES) pyproject.toml
 
 # --- servers -------------------------------------------------------------------------------------------------------
 
-# Servers for the tests and the demo of network stores. redis-server and openssl are packages of Debian, installed if
-# permitted; moto is one of the Python test requirements. s3s-fs, which keeps its data over a restart, is built once,
+# Servers for the tests and the demo of network stores, and for tests of metrics. redis-server, openssl and prometheus
+# are packages of Debian, installed if permitted; moto is one of the Python test requirements. s3s-fs, which keeps its data over a restart, is built once,
 # separately; that takes minutes, so only make test-long and make demo STORE=s3 do it.
 S3S_FS := .tools/bin/s3s-fs
 .PHONY: servers servers-long
 servers-long: servers $(S3S_FS) ## set up these servers and the S3 server of make test-long
 servers: ## set up the servers for the tests of network stores
-	@for program in redis-server openssl; do command -v $$program > /dev/null || missing="$${missing:-} $$program"; done; \
+	@for program in redis-server openssl prometheus; do command -v $$program > /dev/null || missing="$${missing:-} $$program"; done; \
 	if [ -z "$${missing:-}" ]; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
 	    $(STAGE) "install$$missing" env DEBIAN_FRONTEND=noninteractive bash -c \

@@ -86,6 +86,9 @@ def test_they_reach_prometheus_with_their_tier() -> None:
         config, TYPES, ["model_name", "engine"], {0: ["tiered", "0"]}
     )  # type: ignore[arg-type]
     assert metrics is not None
+    metrics.observe({"tier_now.healthy.posix.0": 1}, 0)
+    begun = {"model_name": "tiered", "engine": "0", "tier": "posix"}
+    assert REGISTRY.get_sample_value("ucm_tier_refused_blocks_total", begun) == 0
     metrics.observe(stats.data | {"tier.newer.memory": 1, "tier_now.newer.memory.1": 1}, 0)  # type: ignore[attr-defined]
     labels = {"model_name": "tiered", "engine": "0", "tier": "memory"}
     assert REGISTRY.get_sample_value("ucm_tier_hit_blocks_total", labels) == 3

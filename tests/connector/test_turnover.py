@@ -376,6 +376,7 @@ def test_what_is_remembered_is_bounded() -> None:
     for _ in range(64):
         turnover.asked_again(1, WINDOW // 8)
     assert turnover._counts[b""].total == WINDOW
+    assert turnover.evicted == 64 * (WINDOW // 8)
     assert turnover.exceeded()  # in what is remembered, which is less than the store holds
     turnover.limited(None)
     assert not turnover.exceeded()
@@ -385,6 +386,15 @@ def test_what_is_remembered_is_bounded() -> None:
     assert len(turnover._counts) == MOST_TENANTS
     assert turnover.exceeded(number.to_bytes(32, "little"))
     assert not turnover.exceeded(bytes(32))
+
+
+def test_evicted_blocks_are_reported_once() -> None:
+    scheduler = Rig().scheduler
+    scheduler.take_tiers()
+    scheduler._turnover.limited(StoreLimit("model", "storage_capacity", 100, RECORD, full=True))
+    scheduler._turnover.asked_again(1, 3)
+    assert scheduler.take_tiers() == {"evicted": 3}
+    assert scheduler.take_tiers() == {}
 
 
 def test_the_limit_is_that_of_all_parts_once_each_has_been_reported() -> None:

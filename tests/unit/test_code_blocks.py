@@ -123,7 +123,8 @@ def _commands(text: str) -> list[list[str]]:
             found.append([])
         else:
             found[-1].append(word)
-    return [words for words in found if words]
+    # without redirections
+    return [words[: words.index(">")] if ">" in words else words for words in found if words]
 
 
 @pytest.mark.parametrize("text", params("sh"))

@@ -14,6 +14,7 @@ import click
 
 from ucm import __version__
 from ucm.cli.bench import bench as _bench
+from ucm.cli.dashboard import dashboard as _dashboard
 from ucm.cli.doctor import doctor as _doctor
 from ucm.cli.gc import gc as _gc
 from ucm.cli.inspect import inspect as _inspect
@@ -59,5 +60,8 @@ def main() -> None:
     """
 
 
-for _command in (_doctor, _plan, _vllm_args, _inspect, _verify, _gc, _bench, _pd_proxy):
+for _command in (
+    *(_doctor, _plan, _vllm_args, _inspect, _verify, _gc),
+    *(_dashboard, _bench, _pd_proxy),
+):
     main.add_command(_command)

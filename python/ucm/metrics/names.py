@@ -28,6 +28,7 @@ SPARSE_PREFIX, REQUESTS, MEMORY_NOW, INFO = "sparse.", "requests.", "memory_now.
 # --------------------------------------------------------------------------------------------------
 
 ASKED, HIT, LOADED, PUBLISHED, UNPUBLISHED = "asked", "hit", "loaded", "published", "unpublished"
+EVICTED = "evicted"
 #: Counts admissions, not blocks.
 ASKED_REQUESTS, HIT_REQUESTS = "asked_requests", "hit_requests"
 #: Counts tokens, not blocks.
@@ -48,6 +49,11 @@ COUNTERS = {
     ),
     HIT_REQUESTS: Series(
         "ucm_hit_requests", "Admissions of requests with at least one block of a hit."
+    ),
+    EVICTED: Series(
+        "ucm_evicted_blocks",
+        "Asked blocks that this engine knew to be stored and that had been evicted for want of"
+        " space.",
     ),
     PUBLISHED: Series("ucm_published_blocks", "Blocks stored by every rank."),
     UNPUBLISHED: Series("ucm_unpublished_blocks", "Blocks that some rank failed to store."),

@@ -482,6 +482,8 @@ class UcmPromMetrics(KVConnectorPromMetrics):
             key, _, rest = name.removeprefix(names.TIER_NOW).partition(".")
             tier, _, side = rest.rpartition(".")
             if key in names.TIER_GAUGES:
+                for counted in names.TIER_COUNTERS.values():  # from 0, so that a first one is seen
+                    self._made(self._counter, counted, values, tier=tier)
                 series = names.TIER_GAUGES[key]
                 return (self._made(self._gauge, series, values, tier=tier, side=side).set,)
         elif name.startswith(names.MEMORY_NOW):

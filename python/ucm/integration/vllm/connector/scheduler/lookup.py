@@ -177,6 +177,7 @@ class Turnover:
         self._chance = chance
         self._limit: StoreLimit | None = None
         self._counts: dict[bytes, _Counts] = {}  # by tenant; empty for all that share the store
+        self.evicted = 0  # requested blocks that had been evicted, since the start
         self._unexplained = 0  # blocks removed above a quota, not counted as evicted yet
         self._warned: set[int] = set()  # the limits in blocks of which a warning was logged
 
@@ -202,6 +203,7 @@ class Turnover:
         capacity, tenant = self._capacity(limit, tenant)
         if not limit.full:
             evicted = 0 if not tenant else min(evicted, self._unexplained)
+        self.evicted += evicted
         if tenant:
             self._unexplained -= min(evicted, self._unexplained)
         counts = self._counts.pop(tenant) if tenant in self._counts else _Counts()

@@ -76,7 +76,7 @@ from ucm.integration.vllm.connector.scheduler.requests import (
 )
 from ucm.integration.vllm.connector.scheduler.roles import PublishWaits, answer
 from ucm.integration.vllm.connector.stats import SCHEDULER, MissStats, StoreInfo, TierCounts
-from ucm.metrics.names import BUSY, MEMORY_NOW
+from ucm.metrics.names import BUSY, EVICTED, MEMORY_NOW
 from ucm.profiling import span
 from ucm.reasons import MissReason, named
 
@@ -190,7 +190,7 @@ class UCMConnectorScheduler:
         self._late_dumps: list[Dump] = []  # of ended requests, sent with the next step
         self.miss_stats = MissStats(block_tokens, clock(), admission.rates)
         self._tiers = TierCounts(clock, SCHEDULER)
-        self._info, self._held_bytes = StoreInfo(), 0
+        self._info, self._held_bytes, self._evicted = StoreInfo(), 0, 0
         self._rank_hints = RankHints(self._relocate, block_tokens, clock)
 
     # What vLLM binds
@@ -903,6 +903,9 @@ class UCMConnectorScheduler:
     def take_tiers(self) -> dict[str, Any]:
         """News of the tiers of this side's store, about once a second, and of the device."""
         news = self._tiers.take(self.readiness.store) | self._info.take(self.readiness.info)
+        if evicted := self._turnover.evicted - self._evicted:
+            self._evicted += evicted
+            news[EVICTED] = evicted
         if self._pool is not None and self.readiness.group_bytes:
             # vLLM's null block is no request's
             blocks = self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks()

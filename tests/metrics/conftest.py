@@ -1,0 +1,9 @@
+"""The modules that these tests share."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS / "metrics"), str(TESTS / "store")]  # and required_servers

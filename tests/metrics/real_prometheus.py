@@ -1,0 +1,123 @@
+"""A real Prometheus over endpoints of a test, with the rules of the wheel; and the expressions of
+the dashboard and of the rules."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import httpx
+import yaml
+from required_servers import missing_server
+
+from ucm.metrics.file import OVERVIEW, RULES, read
+
+#: Seconds; only a hang reaches it.
+DEADLINE = 60.0
+
+
+def program(name: str) -> str:
+    """The path of a program of Debian's package ``prometheus``."""
+    found = shutil.which(name)
+    if found is None:
+        missing_server(f"{name} is not installed (apt-get install prometheus)")
+    return found
+
+
+def of_dashboard() -> list[tuple[str, str]]:
+    """Panels and their expressions, with Grafana's variables replaced."""
+    return [
+        (panel.title, query.expr.replace("$model", ".*").replace("$__rate_interval", "1m"))
+        for board in read(OVERVIEW).grafana.dashboards
+        for panel in board.panels
+        for query in panel.query
+    ]
+
+
+def of_rules() -> list[tuple[str, str]]:
+    """Recorded series, and the recorded series that alerts compare."""
+    found = []
+    for group in yaml.safe_load(RULES.read_text())["groups"]:
+        for rule in group["rules"]:
+            name = rule.get("record") or re.split(r" [<>=]+ ", rule["expr"])[0]
+            found.append((rule.get("alert", name), name))
+    return found
+
+
+class Prometheus:
+    """A running one."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def get(self, path: str, **parameters: str) -> Any:
+        """The data of an answer of its API."""
+        answer = httpx.get(f"{self.url}/api/v1/{path}", params=parameters, trust_env=False)
+        return answer.raise_for_status().json()["data"]
+
+    def values(self, expression: str) -> list[float]:
+        """The values of an expression now, one for each series."""
+        return [float(one["value"][1]) for one in self.get("query", query=expression)["result"]]
+
+    def wait_for(self, expressions: dict[str, str], work: Callable[[], object]) -> None:
+        """Wait until each expression returns a series; ``work`` is done again and again."""
+        missing, end = dict(expressions), time.monotonic() + DEADLINE
+        while missing := {one: name for one, name in missing.items() if not self.values(one)}:
+            assert time.monotonic() < end, f"without a series: {missing}"
+            work()
+            Event().wait(0.05)
+
+
+@contextmanager
+def prometheus(directory: Path, *targets: str) -> Iterator[Prometheus]:
+    """Prometheus, scraping ``host:port`` five times a second, with the rules of the wheel."""
+    command = program("prometheus")
+    port = free_port()
+    directory.mkdir(parents=True, exist_ok=True)
+    often = {"scrape_interval": "200ms", "evaluation_interval": "200ms"}
+    config = {
+        "global": often | {"scrape_timeout": "200ms"},
+        "rule_files": [str(RULES)],
+        "scrape_configs": [{"job_name": "ucm", "static_configs": [{"targets": list(targets)}]}],
+    }
+    path = directory / "prometheus.yml"
+    path.write_text(yaml.safe_dump(config))
+    with (directory / "prometheus.log").open("wb") as log:
+        process = subprocess.Popen(
+            [
+                command,
+                f"--config.file={path}",
+                f"--storage.tsdb.path={directory / 'data'}",
+                f"--web.listen-address=127.0.0.1:{port}",
+            ],
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        made, end = Prometheus(f"http://127.0.0.1:{port}"), time.monotonic() + DEADLINE
+        while True:
+            assert process.poll() is None, (directory / "prometheus.log").read_text()[-3000:]
+            assert time.monotonic() < end, "Prometheus does not answer"
+            with suppress(httpx.HTTPError):
+                made.get("status/buildinfo")
+                break
+            Event().wait(0.05)
+        yield made
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def free_port() -> int:
+    """A port on which no server listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
