@@ -59,15 +59,22 @@ HYBRID = {
     * (LAYERS // 4),
     "sliding_window": WINDOW,
 }
-#: The models, by the KV groups that vLLM makes of them: one of full attention, the others with
-#: windows.
+#: A window in every layer.
+MISTRAL = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "sliding_window": WINDOW,
+}
+KINDS: dict[str, dict[str, object]] = {"llama": {}, "hybrid": HYBRID, "mistral": MISTRAL}
+#: The models of the demo, by the KV groups that vLLM makes of them: one of full attention, the
+#: others with windows.
 GROUPS = {"llama": 1, "hybrid": 4}
 
 
 def write(directory: pathlib.Path, kind: str = "llama") -> int:
     """Write the checkpoint unless it is there already; returns the size of the weights in bytes."""
     weights = directory / "model.safetensors"
-    config = json.dumps(CONFIG | (HYBRID if kind == "hybrid" else {}), indent=2) + "\n"
+    config = json.dumps(CONFIG | KINDS[kind], indent=2) + "\n"
     if not (weights.exists() and (directory / "config.json").read_text() == config):
         directory.mkdir(parents=True, exist_ok=True)
         save_file(_weights(), weights, metadata={"format": "pt"})

@@ -131,13 +131,16 @@ def main() -> None:
     arguments.add_argument(
         "--restart", action="store_true", help="another engine is asked the second time"
     )
+    arguments.add_argument(
+        "--model", choices=demo_model.KINDS, default="llama", help="without, with some, all windows"
+    )
     arguments.add_argument("--json", type=Path)
     chosen = arguments.parse_args()
     rounds: list[dict[str, dict[str, Any]]] = []
     missing: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="ttft-") as folder:
         work = Path(folder)
-        demo_model.write(work / "model")
+        demo_model.write(work / "model", chosen.model)
         for number in range(chosen.rounds):
             rounds.append({})
             for place, variant in enumerate(chosen.variant):
@@ -152,6 +155,7 @@ def main() -> None:
             if chosen.json:  # after every round, so that an early end keeps the results so far
                 date = dt.datetime.now(dt.UTC).strftime("%Y-%m-%d")
                 settings = {
+                    "model": chosen.model,
                     "tokens": chosen.tokens,
                     "prompts": chosen.prompts,
                     "rounds": number + 1,
