@@ -207,7 +207,8 @@ impl Quota {
                 if quota.answers(bytes, now) {
                     return true;
                 }
-                if now >= until || turned && quota.told.trouble.is_some() {
+                let hopeless = |error: &Error| error.kind() != ErrorKind::Timeout; // not only slow
+                if now >= until || turned && quota.told.trouble.as_ref().is_some_and(hopeless) {
                     return false;
                 }
                 quota.asking.waiting += 1;
@@ -255,8 +256,7 @@ impl Quota {
     /// Reserves `bytes` for a write that nothing depends on, of what is granted already, without
     /// waiting. `Busy` when that is too little.
     pub fn try_reserve(&self, bytes: u64) -> Result<Reservation> {
-        let now = self.clock.now();
-        let spare = self.quota().try_reserve(bytes, now);
+        let spare = self.quota().try_reserve(bytes, self.clock.now());
         let none = || Error::new(ErrorKind::Busy, "there is no room to spare now");
         spare.ok_or_else(|| none().with("bytes", bytes))
     }

@@ -103,23 +103,23 @@ impl<B: AppendBlobs> Suite<B> {
     }
 
     fn reserved(&self) -> B::Room {
+        let job = self.job_now();
         loop {
-            if let Some(room) = self.blobs.reserve(&self.job_now(), ROOM, true).unwrap() {
-                return room;
+            match self.blobs.reserve(&job, ROOM, true) {
+                Ok(Some(room)) => return room,
+                Ok(None) => {}
+                Err(error) => assert!(job.still_wanted().is_ok(), "no room in time: {error}"),
             }
         }
     }
 
     /// A blob of one page.
     fn begun(&self) -> (SegmentName, B::Room) {
-        let (name, room, head) = (
-            self.blobs.next_name(),
-            self.reserved(),
-            content(0..PAGE_LEN),
-        );
-        self.blobs
-            .create(&self.job_now(), name, &head, ROOM)
-            .unwrap();
+        let (name, room) = (self.blobs.next_name(), self.reserved());
+        let created = self
+            .blobs
+            .create(&self.job_now(), name, &content(0..PAGE_LEN), ROOM);
+        created.unwrap();
         (name, room)
     }
 
@@ -271,10 +271,8 @@ impl<B: AppendBlobs> Suite<B> {
         self.assert_whole(&two);
         // Past every cache, into a slot as a load has it.
         let arena = HostArena::with(2 * PAGE_LEN, ArenaOptions::default()).unwrap();
-        let mut slot = SlotPool::new(arena, 2 * PAGE_LEN)
-            .unwrap()
-            .try_acquire()
-            .unwrap();
+        let pool = SlotPool::new(arena, 2 * PAGE_LEN).unwrap();
+        let mut slot = pool.try_acquire().unwrap();
         let (read, into) = (at(one.blob, false, PAGE_LEN), slot.as_mut_slice());
         let into = vec![(into, 2 * PAGE_LEN)];
         let filled = self
