@@ -7,6 +7,9 @@ library.
 from __future__ import annotations
 
 from ucm.errors import UcmError
+from ucm.refused import install
+
+install()
 
 __version__ = "0.1.0"
 

@@ -32,6 +32,8 @@ from ucm.store import (
     UcmConnectorFactory,
     UcmConnectorFactoryV1,
     UcmKVStoreBaseV1,
+    V0ToV1Adapter,
+    compute_block_hash,
     select_storage,
 )
 from ucm.store.cache import UcmCacheStore
@@ -378,3 +380,53 @@ def test_keys_of_a_request_are_those_of_the_block_hasher() -> None:
     assert RequestHasher(old, 1).compute_block_hashes(tokens, 8) == expected
     assert RequestHasher(new, rank_id=1).compute_block_hashes(tokens) == expected
     assert RequestHasher(new, 0).compute_block_hashes(tokens) != expected
+
+
+# One block, and stores in the form of document 001
+# ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["sha256", "md5"])
+def test_one_block_has_the_key_that_the_chain_gives_it(method: str) -> None:
+    tokens = [70_000 + at for at in range(12)]
+    chain = BlockHasher(b"", 4, method).hash_blocks(tokens)
+    first = compute_block_hash(tokens[:4], 4, hash_method=method)
+    assert first == chain[0].hex()
+    second = compute_block_hash(tokens[4:8], 4, first, hash_method=method)  # type: ignore[arg-type]
+    assert second == chain[1].hex()
+    assert compute_block_hash(chain[1], tokens[8:], hash_method=method) == chain[2]
+    assert RequestHasher().compute_block_hashes(tokens, 4) == BlockHasher(b"", 4).hash_blocks(
+        tokens
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (bytes(16), 4),
+        ([1, 2, 3], 4),
+        (bytes(3), [1]),
+        ([1], [2]),
+        (bytes(16), [1 << 32]),
+        (bytes(16), ["a"]),
+    ],
+)
+def test_one_block_is_hashed_in_two_forms_only(arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(InvalidInputError):
+        compute_block_hash(*arguments)
+
+
+def test_a_store_is_made_from_a_configuration_and_a_rank(tmp_path: Path) -> None:
+    own = roomy(tmp_path)
+    whole = {
+        "ucm_connectors": [{"ucm_connector_name": "UcmPosixStore", "ucm_connector_config": own}]
+    }
+    for config in (whole, whole["ucm_connectors"][0]):
+        store = UcmConnectorFactory.create_connector(config, 0)
+        assert store.lookup([bytes(16).hex()]) == [False]
+        store.close()
+    with pytest.raises(ConfigError, match="names no store"):
+        UcmConnectorFactory.create_connector({}, 0)
+    with pytest.raises(ConfigError, match="from \\(ucm_config, local_rank\\)"):
+        UcmConnectorFactory.create_connector(parse({"storage_path": str(tmp_path)}, {}), 0)
+    assert V0ToV1Adapter is V1OverV0

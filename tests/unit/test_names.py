@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-import ucm
+import ucm.sparse.state
+from ucm.config import UCMConfig, parse
+from ucm.config.words import INSTEAD
+from ucm.errors import ConfigError
+from ucm.refused import REFUSED
 
 #: Names that need neither vLLM nor the core; each part that is built adds its own line.
 LIGHT = [
@@ -21,7 +27,12 @@ LIGHT = [
     "ucm.utils.include_dir",
     "ucm.utils.validate_config",
     "ucm.utils.estimate_storage_requirements",
+    "ucm.bench.BenchmarkMetrics",
+    "ucm.bench.check_performance_regression",
     "ucm.config.load",
+    "ucm.config.UCMConfig",
+    "ucm.config.UCMConfig.from_yaml",
+    "ucm.config.UCMConfig.from_vllm_config",
     "ucm.cli.main",
     "ucm.pd.Settings",
     "ucm.pd.toy_proxy_server.main",
@@ -40,6 +51,9 @@ CORE = [
     "ucm.store.BlockId",
     "ucm.store.RequestHasher",
     "ucm.store.select_storage",
+    "ucm.store.V0ToV1Adapter",
+    "ucm.store.v0.V0ToV1Adapter",
+    "ucm.store.compute_block_hash",
     "ucm.store.part_mask",
     "ucm.store.record_ids",
     "ucm.store.ucmstore.Task",
@@ -111,7 +125,12 @@ VLLM = [
     "ucm.integration.vllm.ucm_connector.UCMConnector",
     "ucm.integration.vllm.ucm_connector.UCMDirectConnector",
     "ucm.integration.vllm.ucm_connector.RequestHasher",
+    "ucm.integration.vllm.ucm_connector.UCMConnectorMetadata",
+    "ucm.integration.vllm.ucm_connector.compute_block_hash",
 ]
+
+#: Of those that are refused, the ones that need vLLM or torch to be refused.
+NEEDING = ("ucm.integration.vllm.ucm_connector.", "ucm.sparse.kvstar.")
 
 
 def importable(names: list[str]) -> tuple[list[str], set[str]]:
@@ -121,7 +140,12 @@ def importable(names: list[str]) -> tuple[list[str], set[str]]:
         "wrong = []\n"
         "for dotted in sys.argv[1:]:\n"
         "    module, _, name = dotted.rpartition('.')\n"
-        "    if getattr(importlib.import_module(module), name, None) is None:\n"
+        "    try:\n"
+        "        found = importlib.import_module(module)\n"
+        "    except ModuleNotFoundError:\n"
+        "        module, _, above = module.rpartition('.')\n"
+        "        found = getattr(importlib.import_module(module), above)\n"
+        "    if getattr(found, name, None) is None:\n"
         "        wrong.append(dotted)\n"
         "print('\\n' + ' '.join(wrong))\n"
         "print(' '.join(sys.modules))\n"
@@ -162,6 +186,81 @@ def test_names_that_need_vllm() -> None:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed here")
     assert importable(VLLM)[0] == []
+
+
+def refusals(names: list[str]) -> dict[str, list[str]]:
+    """The answers of a new process to both forms of an import of each name."""
+    code = (
+        "import importlib, json, sys\n"
+        "def answer(text):\n"
+        "    try:\n"
+        "        exec(text, {})\n"
+        "    except ImportError as error:\n"
+        "        return str(error)\n"
+        "    return 'imported'\n"
+        "found = {}\n"
+        "for dotted in sys.argv[1:]:\n"
+        "    module, _, name = dotted.rpartition('.')\n"
+        "    found[dotted] = [answer(f'from {module} import {name}')]\n"
+        "    if name.islower() and hasattr(importlib.import_module(module), '__path__'):\n"
+        "        found[dotted].append(answer(f'import {dotted}.deeper'))\n"
+        "print('\\n' + json.dumps(found))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *names], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_every_other_name_of_the_documents_is_refused_by_its_sentence() -> None:
+    light = [name for name in REFUSED if not name.startswith(NEEDING)]
+    for name, answers in refusals(light).items():
+        assert set(answers) == {f"{name}: {REFUSED[name]} (docs/not-ours.md)"}
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_names_that_need_vllm_to_be_refused() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed here")
+    for name, answers in refusals([n for n in REFUSED if n.startswith(NEEDING)]).items():
+        assert answers[0] == f"{name}: {REFUSED[name]} (docs/not-ours.md)"
+
+
+def test_another_wrong_name_is_no_refusal() -> None:
+    answers = refusals(["ucm.nothing", "ucm.store.Nothing", "ucm.sparse.state.nothing"])
+    assert answers["ucm.nothing"][1] == "No module named 'ucm.nothing'"
+    for name, (answer, *_) in answers.items():
+        assert answer.startswith(f"cannot import name '{name.rpartition('.')[2]}' from 'ucm")
+    assert not hasattr(ucm.sparse.state, "Nothing")
+
+
+@pytest.mark.parametrize("key", INSTEAD)
+def test_every_word_of_other_caches_is_refused_with_what_to_do(key: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse({"storage_path": "/nowhere", key: 1}, {})
+    expected = f'unknown key "{key}" in kv_connector_extra_config; {INSTEAD[key]}'
+    assert error.value.message == expected
+
+
+def test_the_page_has_every_refusal() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "not-ours.md").read_text()
+    rows = [f"| `{name}` | {why} |" for name, why in (*REFUSED.items(), *INSTEAD.items())]
+    assert [row for row in rows if row not in page] == []
+    tables = page.partition("## Decisions")[0]
+    assert sum(line.startswith("| `") for line in tables.splitlines()) == len(rows)
+
+
+def test_the_book_s_ways_into_a_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "ucm.yaml"
+    file.write_text("storage_backends: /a\nmin_hit_tokens: 7\n")
+    assert UCMConfig.from_yaml(str(file)).min_hit_tokens == 7
+    transfer = SimpleNamespace(kv_connector_extra_config={"UCM_CONFIG_FILE": str(file)})
+    assert UCMConfig.from_vllm_config(SimpleNamespace(kv_transfer_config=transfer)).root == "/a"
+    with pytest.raises(ConfigError, match="no kv_transfer_config"):
+        UCMConfig.from_vllm_config(SimpleNamespace(kv_transfer_config=None))
 
 
 def test_importing_ucm_imports_nothing_heavy() -> None:

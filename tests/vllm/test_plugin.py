@@ -21,6 +21,7 @@ LEAF = {
     "ucm.integration.vllm.attention.registering",
     "ucm.integration.vllm.early",
     "ucm.integration.vllm.plugin",
+    "ucm.refused",
 }
 
 

@@ -125,6 +125,7 @@ print(sorted(name for name in new if name.partition(".")[0] not in sys.stdlib_mo
         "ucm.integration.vllm.attention",
         "ucm.integration.vllm.attention.registering",
         "ucm.integration.vllm.early",
+        "ucm.refused",
     }
 
 

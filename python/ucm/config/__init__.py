@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ucm.config.fields import Capacity, parse_capacity, parse_flag, parse_paths, parse_size
-    from ucm.config.loading import load, parse, warn_once
+    from ucm.config.loading import UCMConfig, load, parse, warn_once
     from ucm.config.model import (
         DEADLINE_KEYS,
         Deadlines,
@@ -41,6 +41,7 @@ __all__ = [
     "ReropeConfig",
     "SparseConfig",
     "Stage",
+    "UCMConfig",
     "UcmConfig",
     "load",
     "parse",
@@ -52,7 +53,7 @@ __all__ = [
 ]
 
 _FIELDS = frozenset({"Capacity", "parse_capacity", "parse_flag", "parse_paths", "parse_size"})
-_LOADING = frozenset({"load", "parse", "warn_once"})
+_LOADING = frozenset({"UCMConfig", "load", "parse", "warn_once"})
 
 
 def __getattr__(name: str) -> Any:

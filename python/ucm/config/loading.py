@@ -42,6 +42,7 @@ from ucm.config.words import (
     ENVIRONMENT,
     FOREIGN_STAGES,
     GIBIBYTES,
+    INSTEAD,
     KNOWN_STORES,
     MEANINGLESS,
     MEANINGLESS_ENVIRONMENT,
@@ -242,9 +243,9 @@ def _read_key(layer: Layer, key: str, value: Any, written: str) -> None:
     elif folded(key) in BUILT_IN and isinstance(value, Mapping):
         _choose(layer, str(algorithm_of(key)), value, written, layer.source)
     else:
+        instead = f"; {INSTEAD[key]}" if key in INSTEAD else key_hint(key, known_keys())
         raise ConfigError(
-            f'unknown key "{written}" in {layer.source}{key_hint(key, known_keys())}',
-            context={"key": written},
+            f'unknown key "{written}" in {layer.source}{instead}', context={"key": written}
         )
 
 
@@ -1118,6 +1119,23 @@ def _one(inline: Mapping[str, Any], env: Mapping[str, str], choice: int) -> tupl
     layers = [read_file(*named, choice)] if named is not None else []
     layers += [read_inline(inline, choice), read_environment(env)]
     return assemble(layers), max(layer.entries for layer in layers)
+
+
+class UCMConfig:
+    """The configuration by the book's name: its two ways in."""
+
+    @staticmethod
+    def from_yaml(path: str | os.PathLike[str]) -> UcmConfig:
+        """:func:`load` of a file; the environment is later, and wins."""
+        return load({"ucm_config_path": os.fspath(path)})
+
+    @staticmethod
+    def from_vllm_config(vllm_config: Any) -> UcmConfig:
+        """:func:`load` of the extra configuration of vLLM's connector."""
+        transfer = getattr(vllm_config, "kv_transfer_config", None)
+        if transfer is None:
+            raise ConfigError("this engine has no kv_transfer_config")
+        return load(transfer.kv_connector_extra_config)
 
 
 def warn_once(message: str) -> None:

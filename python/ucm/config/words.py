@@ -367,7 +367,23 @@ MEANT_KEYS: dict[str, str] = {
     **dict.fromkeys(("timeout", "timeouts"), "deadlines"),
     **dict.fromkeys(("disable", "disabled"), "enabled"),
     "ttl": "expire_after",
-    "chunk_size": "block_size",
+}
+
+#: Keys of other caches that no key replaces -> what to do instead.
+INSTEAD: dict[str, str] = {
+    "chunk_size": "leave it out: a block has the tokens of vLLM's --block-size",
+    "save_decode_cache": "write `dump: all` (the default) to store answers too, or `dump: prompt`",
+    "save_unfull_chunk": (
+        "leave it out: full blocks are stored, and the rest of a prompt is computed"
+    ),
+    "enable_blending": "leave it out: only prefixes are reused",
+    "skip_save": (
+        'write `dump: none`, or in one request kv_transfer_params {"ucm": {"dump": false}}'
+    ),
+    "mode": "write `dump: none` to load only; with vLLM's kv_role kv_producer nothing is loaded",
+    "load_mode": "leave it out: loads run beside the steps of other requests",
+    "kv_layout": "leave it out: the layout is the one that vLLM registers",
+    "dump_every": "write `min_dump_tokens` to store long prompts only",
 }
 
 #: Sparse attention: other spelling -> key, in the section of any algorithm that has that key.

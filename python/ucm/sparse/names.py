@@ -419,15 +419,19 @@ class HashEncoder:
 
     def __init__(
         self,
-        input_dim: int,
-        hash_bits: int,
+        input_dim: int = 0,
+        hash_bits: int = 0,
         dtype: torch.dtype = torch.float32,
         device: Any = "cpu",
         *,
         seed: int = 0,
         layer: int = 0,
+        head_dim: int = 0,
+        hash_dim: int = 0,
     ) -> None:
-        """``hash_bits`` is a multiple of 8; ``dtype`` is that of the directions."""
+        """``hash_bits`` is a multiple of 8; ``dtype`` is that of the directions. ``head_dim`` and
+        ``hash_dim`` are other names of the first two."""
+        input_dim, hash_bits = input_dim or head_dim, hash_bits or hash_dim
         if input_dim < 1 or hash_bits < 8 or hash_bits % 8:
             raise InvalidInputError(
                 "an encoder needs channels, and bits that fill bytes",
@@ -450,6 +454,10 @@ class HashEncoder:
         encode = triton_hash_code if x.device.type == "cuda" else torch_hash_code
         codes = encode(x.reshape(-1, self.input_dim), self.hash_weights, self.bit_masks)
         return codes.view(*x.shape[:-1], -1)
+
+    def hash_code(self, x: Tensor) -> Tensor:
+        """:meth:`compute_hash` in numbers of 32 bits, of which ``bits`` are a multiple."""
+        return self.compute_hash(x).view(torch.int32)
 
 
 def torch_hash_code(x: Tensor, hash_weights: Tensor, bit_masks: Tensor | None = None) -> Tensor:

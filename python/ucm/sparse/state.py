@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from ucm.errors import InvalidInputError
+from ucm.refused import refuse
 from ucm.sparse.base import UcmSparseBase, UcmSparseRole
 
 _method: UcmSparseBase | None = None
@@ -45,3 +46,7 @@ def ensure_ucm_sparse_initialized(
 
         set_ucm_sparse(UcmSparseFactory.create_configured(vllm_config, role))
     return _method
+
+
+def __getattr__(name: str) -> Any:
+    raise refuse(__name__, name)

@@ -241,20 +241,37 @@ class UcmConnectorFactory:
 
     @classmethod
     def create_connector(
-        cls, connector_name: str, config: Mapping[str, Any], module_path: str | None = None
+        cls, connector_name: Any, config: Any, module_path: str | None = None
     ) -> UcmKVStoreBase:
         """A store of the V0 interface: a user's own as it is, any V1 store behind
-        :class:`V0OverV1`.
+        :class:`V0OverV1`. Also in the form of document 001, ``(ucm_config, local_rank)``: the first
+        of its ``ucm_connectors``, on that device.
 
         ``config`` may have the original's keys: ``kv_block_size`` and ``io_size`` (bytes), ``role``
         scheduler or worker, ``device``. Raises as the V1 factory's :meth:`create_connector`.
         """
+        if not isinstance(connector_name, str):
+            connector_name, config, module_path = _first_store(connector_name, config)
         found = UcmConnectorFactoryV1.resolve(connector_name, module_path)
         if not issubclass(found, UcmKVStoreBaseV1):
             with named_errors(connector_name):
                 return found(config)
         ours = _in_our_words(connector_name, config)
         return V0OverV1(UcmConnectorFactoryV1.create_connector(connector_name, ours, module_path))
+
+
+def _first_store(config: Any, local_rank: Any) -> tuple[str, dict[str, Any], str | None]:
+    if not isinstance(config, Mapping) or not isinstance(local_rank, int):
+        raise ConfigError(
+            "a store is made from (connector_name, config), or from (ucm_config, local_rank): a"
+            " dictionary with ucm_connectors and a number"
+        )
+    entries = config.get("ucm_connectors") or [config]
+    first = entries[0] if isinstance(entries, list | tuple) else entries
+    name, own = first.get("ucm_connector_name"), first.get("ucm_connector_config") or {}
+    if not name:
+        raise ConfigError("ucm_config names no store: write ucm_connectors, or ucm_connector_name")
+    return name, {"device_id": local_rank, **own}, first.get("ucm_connector_module_path")
 
 
 def _in_our_words(name: str, config: Mapping[str, Any]) -> dict[str, Any]:

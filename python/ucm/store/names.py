@@ -7,7 +7,8 @@ Every store takes plain ``bytes``, and the vLLM connector computes keys for a wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from ucm._core import BlockHasher
@@ -45,6 +46,39 @@ class BlockId(bytes):
         return cls(block_id(hex_str))
 
 
+def compute_block_hash(
+    parent: bytes | Sequence[int],
+    tokens: Sequence[int] | int,
+    prefix_hash: str | None = None,
+    *,
+    hash_method: str = "sha256",
+) -> bytes | str:
+    """The key of one block in the chain of :class:`RequestHasher`, in the two forms of the book:
+    ``(parent_hash, token_ids)`` gives bytes; ``(token_ids, block_size, prefix_hash)`` gives 32 hex
+    digits, and without a prefix hash begins a chain without identity. Raises
+    :class:`~ucm.errors.InvalidInputError`."""
+    if isinstance(parent, bytes) and not isinstance(tokens, int):
+        return _next_key(block_id(parent), tokens, hash_method)
+    if isinstance(parent, bytes) or not isinstance(tokens, int) or len(parent) != tokens:
+        raise InvalidInputError(
+            "a block's key is made from (parent_hash, token_ids), or from (token_ids, block_size,"
+            " prefix_hash) with as many tokens as the block has"
+        )
+    if prefix_hash is None:
+        return BlockHasher(b"", tokens, hash_method).hash_blocks(parent)[0].hex()
+    return _next_key(block_id(prefix_hash), parent, hash_method).hex()
+
+
+def _next_key(parent: bytes, tokens: Sequence[int], hash_method: str) -> bytes:
+    if hash_method not in ("sha256", "md5"):
+        raise InvalidInputError(f"one block is hashed by sha256 or md5, not {hash_method}")
+    try:
+        content = parent + b"".join(token.to_bytes(4, "little") for token in tokens)
+    except (AttributeError, OverflowError) as error:
+        raise InvalidInputError(f"a token is a number of 32 bits: {error}") from error
+    return hashlib.new(hash_method, content, usedforsecurity=False).digest()[:16]
+
+
 #: Tokens of a block by default.
 DEFAULT_BLOCK_SIZE = 16
 
@@ -52,11 +86,12 @@ DEFAULT_BLOCK_SIZE = 16
 class RequestHasher:
     """Chained keys of the full blocks of a request; what is left over at its end has none."""
 
-    def __init__(self, config: Any, rank_id: int = 0) -> None:
+    def __init__(self, config: Any = None, rank_id: int = 0) -> None:
         """``config`` is vLLM's configuration, whose model, ranks and dtype, with ``rank_id``, make
         keys differ; or a dictionary with ``block_size`` (tokens), ``hash_method`` and perhaps
-        ``identity``."""
-        if isinstance(config, Mapping):
+        ``identity``; or None for the defaults of these."""
+        if config is None or isinstance(config, Mapping):
+            config = config or {}
             self.block_size = int(config.get("block_size", DEFAULT_BLOCK_SIZE))
             self.hash_method = str(config.get("hash_method", "sha256"))
             self.meta_bytes = str(config.get("identity", "")).encode()

@@ -66,7 +66,16 @@ from ucm.store.ucmstore_v1 import (
     wait_all,
 )
 
-__all__ = ["DUPLICATE_KEY", "OK", "Task", "UcmKVStoreBase", "V0OverV1", "V1OverV0", "block_id"]
+__all__ = [
+    "DUPLICATE_KEY",
+    "OK",
+    "Task",
+    "UcmKVStoreBase",
+    "V0OverV1",
+    "V0ToV1Adapter",
+    "V1OverV0",
+    "block_id",
+]
 
 Ints = Sequence[int]
 
@@ -975,6 +984,10 @@ class V1OverV0(UcmKVStoreBaseV1):
         self._dumps.close()
         if callable(close := getattr(self.v0, "close", None)):
             close()
+
+
+#: The name of the book.
+V0ToV1Adapter = V1OverV0
 
 
 def _names(block_ids: Sequence[Any]) -> list[str]:

@@ -1,6 +1,20 @@
 """The names users of the original import."""
 
-from ucm.integration.vllm.connector import UCMConnector, UCMDirectConnector
-from ucm.store.names import RequestHasher
+from typing import Any
 
-__all__ = ["RequestHasher", "UCMConnector", "UCMDirectConnector"]
+from ucm.integration.vllm.connector import UCMConnector, UCMDirectConnector
+from ucm.integration.vllm.connector.metadata import UCMConnectorMetadata
+from ucm.refused import refuse
+from ucm.store.names import RequestHasher, compute_block_hash
+
+__all__ = [
+    "RequestHasher",
+    "UCMConnector",
+    "UCMConnectorMetadata",
+    "UCMDirectConnector",
+    "compute_block_hash",
+]
+
+
+def __getattr__(name: str) -> Any:
+    raise refuse(__name__, name)
