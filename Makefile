@@ -237,6 +237,7 @@ test-long-engines: $(RUN_ENV) ## part of test-long: tests with vLLM engines, one
 	@UCM_TEST_COMPILED=1 $(STAGE) "sparse attention, compiled" $(RUN_BIN)/python -m pytest tests/vllm/test_sparse.py -k "not v2"
 	@$(foreach name,$(SPARSE_NAMES),$(STAGE) "demo of $(name)" $(RUN_BIN)/python demo/sparse.py $(name);)
 	@$(MAKE) test-versions
+	@$(MAKE) test-readme
 
 # The other versions of vLLM, each unpacked into build/vllm to stand before the installed one: make test-versions
 # VERSIONS="0.30.0 0.33.0". The installed version runs all tests in make test.
