@@ -1,0 +1,351 @@
+"""``ucm export`` and ``ucm import``: records from one root into another, by way of the store's own
+loads and dumps.
+
+An archive is a root: what inspects, verifies or serves a root does so with an archive. A record is
+verified when it is loaded, encrypted by the key of its new root when it is dumped, and becomes
+visible whole or not at all. What the target has already is passed over, so a command that was
+interrupted goes on where it ended. Blocks are copied in the order of their prompts, beginnings
+first: what is there can be hit. Side shards are not copied.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import click
+
+from ucm.cli import terminal
+from ucm.cli.records import (
+    FIRST,
+    HEADER_FIRST,
+    Header,
+    Manifest,
+    Refused,
+    Shape,
+    header_of,
+    read_footer,
+    read_manifest,
+    reader_of,
+    verdict_of,
+)
+from ucm.cli.roots import MARKER, AnyRoot, Found, Kind, open_root, pick
+from ucm.errors import BusyError, ConfigError, NoSpaceError, TaskError
+from ucm.logger import in_units
+from ucm.reasons import reason_of
+
+#: Bytes of KV that are copied at a time.
+BATCH = 64 << 20
+#: Seconds for which a target that is busy or full is waited for, and between two attempts.
+PATIENCE_S, PAUSE_S = 60.0, 0.2
+#: Room in an archive beyond the records, as a share of them and in bytes.
+_SPARE, _LEAST = 1.25, 256 << 20
+_PART = re.compile(r"g([0-9]+)p([0-9]+)t([0-9]+)")
+
+
+def _common(command: Any) -> Any:
+    for option in (
+        terminal.json_output,
+        terminal.of_store,
+        click.option("--to-key-file", metavar="FILE", help="Key with which the target encrypts."),
+        click.option("--key-file", metavar="FILE", help="Keys with which the source is decrypted."),
+        click.option(
+            "--keys",
+            "ids_file",
+            type=click.File(),
+            metavar="FILE",
+            help="Copy only records with these ids, 32 hex digits on a line of their own.",
+        ),
+        click.option(
+            "--namespace",
+            "wanted",
+            multiple=True,
+            help="Only this namespace (how its name begins); repeatable.",
+        ),
+        click.pass_context,
+    ):
+        command = option(command)
+    return command
+
+
+@click.command("export")
+@click.argument("source", metavar="ROOT")
+@click.argument("target", metavar="ARCHIVE")
+@_common
+def export(ctx: click.Context, **arguments: Any) -> None:
+    """Copy the records of ROOT into ARCHIVE, a directory that is a root itself.
+
+    Exit status: 0 all copied or there before, 1 some were not, 2 it could not be done, 130
+    interrupted (run it again, it goes on).
+    """
+    _run(ctx, "export", **arguments)
+
+
+@click.command("import")
+@click.argument("source", metavar="ARCHIVE")
+@click.argument("target", metavar="ROOT")
+@click.option("--capacity", metavar="SIZE", help="storage_capacity of a ROOT that is new.")
+@_common
+def import_(ctx: click.Context, **arguments: Any) -> None:
+    """Copy the records of ARCHIVE, or of any root, into ROOT, which engines may use meanwhile.
+
+    Exit status: as of export.
+    """
+    _run(ctx, "import", **arguments)
+
+
+def _run(
+    ctx: click.Context,
+    command: str,
+    source: str,
+    target: str,
+    wanted: tuple[str, ...],
+    ids_file: Any,
+    key_file: str | None,
+    to_key_file: str | None,
+    options: Mapping[str, str],
+    as_json: bool,
+    capacity: str | None = None,
+) -> None:
+    ids = _ids(ids_file.read()) if ids_file is not None else None
+    began, counts = time.monotonic(), Counter[str]()
+    with open_root(source, options if terminal.scheme_of(source) else {}) as root:
+        names = pick(root.namespaces(), wanted, root.shown)
+        size = sum(found.size for name in names for found in root.scan(name).files)
+        if command == "export":
+            capacity = str(int(size * _SPARE) + _LEAST)
+        ends = (
+            _End(source, key_file, options, None),
+            _End(target, to_key_file, options, capacity),
+        )
+        interrupted = False
+        try:
+            for name in names:
+                _Copy(root, name, ends, ids, counts).run()
+        except KeyboardInterrupt:
+            interrupted = True
+    document = {
+        "command": command,
+        "source": root.shown,
+        "target": target,
+        "namespaces": names,
+        **{key: counts[key] for key in ("copied", "present", "failed", "bytes")},
+        "reasons": {key[7:]: n for key, n in sorted(counts.items()) if key.startswith("reason ")},
+        "seconds": round(time.monotonic() - began, 3),
+        "interrupted": interrupted,
+    }
+    terminal.document(document) if as_json else _show(document)
+    ctx.exit(130 if interrupted else 1 if counts["failed"] else 0)
+
+
+def _ids(text: str) -> frozenset[bytes]:
+    lines = text.split()
+    if wrong := next((line for line in lines if not re.fullmatch("[0-9a-fA-F]{32}", line)), None):
+        raise click.UsageError(f"--keys: {wrong!r} is no record id of 32 hex digits")
+    return frozenset(map(bytes.fromhex, lines))
+
+
+@dataclass(frozen=True)
+class _End:
+    """Where records come from or go to."""
+
+    place: str
+    key_file: str | None
+    options: Mapping[str, str]
+    capacity: str | None
+
+    def open(self, manifest: Manifest, part: str, shape: Shape) -> Any:
+        """The store there, for the records of one part of a namespace."""
+        from ucm.config.words import DEFAULT_STORE, STORE_OF_SCHEME
+        from ucm.store.factory import UcmConnectorFactoryV1
+
+        tensors, layers, tokens, dtype = shape
+        scheme, found = terminal.scheme_of(self.place), _PART.fullmatch(part)
+        assert found is not None  # the name of a shape
+        store = STORE_OF_SCHEME.get(scheme, DEFAULT_STORE) if scheme else DEFAULT_STORE
+        layer = sum(tensors)
+        config = {
+            "storage_backends": [self.place],
+            "identity": json.dumps(manifest.identity, separators=(",", ":"), ensure_ascii=True),
+            "labels": {name: str(value) for name, value in manifest.labels.items()},
+            "part": tuple(map(int, found.groups())),
+            "tensor_size_list": tensors,
+            "shard_size": layer * layers,
+            "block_size": layer * layers,
+            "block_tokens": tokens,
+            "dtype": dtype,
+            "staging_capacity": max(2 * BATCH, 8 * layer * layers),
+            "deadlines": {"load_max_s": 600.0, "load_unknown_s": 600.0, "dump_s": 600.0},
+            **(dict(self.options) if scheme else {}),
+        }
+        if self.key_file is not None:
+            config["encryption_key_file"] = self.key_file
+        if self.capacity is not None and not _is_root(self.place):
+            config |= {"storage_capacity": self.capacity, "free_space_floor": 0}
+        return UcmConnectorFactoryV1.create_connector(store, config)
+
+
+def _is_root(place: str) -> bool:
+    return os.path.exists(os.path.join(place, MARKER))
+
+
+class _Copy:
+    """One namespace."""
+
+    def __init__(
+        self,
+        root: AnyRoot,
+        namespace: str,
+        ends: tuple[_End, _End],
+        ids: frozenset[bytes] | None,
+        counts: Counter[str],
+    ) -> None:
+        self._root, self._namespace, self._ends = root, namespace, ends
+        self._ids, self._counts = ids, counts
+        self._patient_until = time.monotonic() + PATIENCE_S
+
+    def run(self) -> None:
+        """Copies its records, those of one part after the other."""
+        from tqdm import tqdm
+
+        manifest = read_manifest(self._root, self._namespace)
+        if manifest.state != "ok":
+            text = f"the manifest of {self._namespace[:12]} is {manifest.state}; its records stay"
+            raise ConfigError(text)
+        headers = list(self._headers())
+        hidden = {"unit": "B", "unit_scale": True, "unit_divisor": 1024, "disable": None}
+        total = sum(header["kv_bytes"] for header in headers)
+        with tqdm(total=total, desc=self._namespace[:12], file=sys.stderr, **hidden) as bar:
+            for part in sorted({header["part"] for header in headers}):
+                own = [header for header in headers if header["part"] == part]
+                if part not in manifest.shapes:
+                    self._failed(len(own), "unknown shape")
+                    continue
+                with (
+                    self._ends[0].open(manifest, part, manifest.shapes[part]) as source,
+                    self._ends[1].open(manifest, part, manifest.shapes[part]) as target,
+                ):
+                    for batch in _batches(sorted(own, key=lambda header: header["ordinal"])):
+                        self._copy(batch, source, target, manifest.shapes[part])
+                        bar.update(sum(header["kv_bytes"] for header in batch))
+
+    def _failed(self, records: int, reason: str) -> None:
+        self._counts["failed"] += records
+        self._counts[f"reason {reason}"] += records
+
+    def _headers(self) -> Iterator[Header]:
+        """Those of the records with KV that are wanted, each once."""
+        reader, contents, seen = reader_of(self._root), self._root.scan(self._namespace), set()
+        for found in contents.files:
+            try:
+                for offset in self._offsets(found):
+                    header = header_of(reader.read(found, min(HEADER_FIRST, FIRST), offset)[0])
+                    name = bytes.fromhex(header["record_id"])
+                    if not header["without_kv"] and name not in seen and self._wants(name):
+                        seen.add(name)
+                        yield header
+            except (OSError, Refused) as error:
+                if (verdict := verdict_of(error)).state != "removed":
+                    self._failed(1, verdict.reason)
+
+    def _offsets(self, found: Found) -> list[int]:
+        if found.kind is Kind.RECORD:
+            return [0]
+        if found.kind is not Kind.SEGMENT:
+            return []
+        return [entry.offset for entry in read_footer(reader_of(self._root), found).entries]
+
+    def _wants(self, name: bytes) -> bool:
+        return self._ids is None or name in self._ids
+
+    def _copy(self, headers: Sequence[Header], source: Any, target: Any, shape: Shape) -> None:
+        import numpy as np
+
+        names = [bytes.fromhex(header["record_id"]) for header in headers]
+        there = target.lookup(names)
+        wanted = [header for header, is_there in zip(headers, there, strict=True) if not is_there]
+        self._counts["present"] += len(headers) - len(wanted)
+        if not wanted:
+            return
+        tensors, layers, _, _ = shape
+        pieces = np.concatenate(([0], np.cumsum(tensors * layers)))
+        memory = np.empty((len(wanted), int(pieces[-1])), dtype=np.uint8)
+        first = np.uint64(memory.ctypes.data)
+        starts = first + np.arange(len(wanted), dtype=np.uint64) * np.uint64(pieces[-1])
+        rows = starts[:, None] + pieces[:-1].astype(np.uint64)[None, :]
+        names = [bytes.fromhex(header["record_id"]) for header in wanted]
+        shards = [0] * len(names)
+        bad = _failures(lambda: source.wait(source.load_data(names, shards, rows)), wanted)
+        good = [at for at in range(len(wanted)) if at not in bad]
+        for tenant in sorted({wanted[at]["tenant"] for at in good}):
+            own = [at for at in good if wanted[at]["tenant"] == tenant]
+            target.describe(
+                [names[at] for at in own],
+                parents=[bytes.fromhex(wanted[at]["parent"]) for at in own],
+                ordinals=[wanted[at]["ordinal"] for at in own],
+                tokens=[wanted[at]["tokens"] for at in own],
+                tenant=None if tenant == "none" else bytes.fromhex(tenant),
+            )
+        unsent = self._dump(target, [names[at] for at in good], rows[good])
+        for why in (*bad.values(), *unsent.values()):
+            self._failed(1, str(reason_of(why)))
+        copied = [wanted[at]["kv_bytes"] for row, at in enumerate(good) if row not in unsent]
+        self._counts["copied"] += len(copied)
+        self._counts["bytes"] += sum(copied)
+
+    def _dump(self, target: Any, names: Sequence[bytes], rows: Any) -> dict[int, BaseException]:
+        """Stores these blocks; the failures by row. A target that is busy, or counts what it holds,
+        is waited for."""
+        failures: dict[int, BaseException] = {}
+        left = list(range(len(names)))
+        while left:
+            sent, shards, addresses = [names[at] for at in left], [0] * len(left), rows[left]
+            tried = partial(target.dump_data, sent, shards, addresses)
+            found = _failures(lambda: target.wait(tried()), left)  # noqa: B023
+            failures |= {left[row]: why for row, why in found.items()}
+            left = [at for at in failures if isinstance(failures[at], BusyError | NoSpaceError)]
+            if time.monotonic() > self._patient_until:
+                break
+            for at in left:
+                del failures[at]
+            time.sleep(PAUSE_S if left else 0)
+        return failures
+
+
+def _failures(work: Any, rows: Sequence[Any]) -> dict[int, BaseException]:
+    """The failures of a task by row."""
+    if not rows:
+        return {}
+    try:
+        work()
+    except TaskError as error:
+        return dict(error.failures) or dict.fromkeys(range(len(rows)), error)
+    return {}
+
+
+def _batches(headers: Sequence[Header]) -> Iterator[Sequence[Header]]:
+    step = max(1, BATCH // max(1, headers[0]["kv_bytes"])) if headers else 1
+    for at in range(0, len(headers), step):
+        yield headers[at : at + step]
+
+
+def _show(document: dict[str, Any]) -> None:
+    click.echo(f"{document['source']} -> {document['target']}")
+    rows: list[tuple[str, object]] = [
+        ("copied", f"{document['copied']} ({in_units(document['bytes'])})"),
+        ("there before", document["present"]),
+    ]
+    if document["failed"]:
+        whys = ", ".join(f"{count} {reason}" for reason, count in document["reasons"].items())
+        rows.append(("not copied", f"{document['failed']}: {whys}"))
+    terminal.pairs(rows)
+    if document["interrupted"]:
+        click.echo("\ninterrupted: run the same command again, and it goes on")

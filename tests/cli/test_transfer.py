@@ -1,0 +1,130 @@
+"""``ucm export`` and ``ucm import``: what is copied is served, byte for byte, under the target's
+key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cli_roots import BLOCK, LAYERS, PIECES, Written
+
+Json = Callable[..., dict[str, Any]]
+
+
+def content(root: Written, ids: list[bytes], **changes: Any) -> np.ndarray:
+    """The KV of these blocks, loaded by a store that is opened on a root."""
+    found = np.zeros((len(ids), BLOCK), dtype=np.uint8)
+    offsets = [layer * sum(PIECES) + at for layer in range(LAYERS) for at in (0, PIECES[0])]
+    rows = np.array([[row.ctypes.data + at for at in offsets] for row in found], dtype=np.uint64)
+    with root.open(**changes) as store:
+        store.wait(store.load_data(ids, [0] * len(ids), rows))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["file", "segment"])
+def test_an_archive_holds_and_gives_back_every_record(
+    root: Written, tmp_path: Path, ucm_json: Json, layout: str
+) -> None:
+    root.fill("one", 6, layout=layout)
+    ids = list(root.ids)
+    root.fill("two", 3, layout=layout)
+    before = content(root, ids, layout=layout)
+    out = ucm_json("export", root.path, tmp_path / "archive")
+    assert (out["exit"], out["copied"], out["failed"]) == (0, 9, 0)
+    assert out["bytes"] == 9 * BLOCK
+    assert len(out["namespaces"]) == 2
+    archive = ucm_json("verify", tmp_path / "archive")
+    assert (archive["exit"], archive["good"], archive["bad"]) == (0, 9, 0)
+    back = ucm_json("import", tmp_path / "archive", tmp_path / "new", "--capacity", "64MiB")
+    assert (back["exit"], back["copied"], back["present"]) == (0, 9, 0)
+    new = Written(tmp_path / "new")
+    assert (content(new, ids, layout="segment") == before).all()
+
+
+def test_what_is_there_is_passed_over_so_it_goes_on(
+    root: Written, tmp_path: Path, ucm_json: Json
+) -> None:
+    root.fill("one", 6)
+    keys = tmp_path / "keys"
+    keys.write_text("\n".join(name.hex() for name in root.ids[:2]))
+    first = ucm_json("export", root.path, tmp_path / "archive", "--keys", keys)
+    assert (first["copied"], first["present"]) == (2, 0)
+    second = ucm_json("export", root.path, tmp_path / "archive")
+    assert (second["exit"], second["copied"], second["present"]) == (0, 4, 2)
+
+
+def test_a_damaged_record_is_not_copied_and_is_named(
+    root: Written, tmp_path: Path, ucm_json: Json
+) -> None:
+    root.fill("one", 4)
+    path = root.records()[1]
+    data = bytearray(path.read_bytes())
+    data[9000] ^= 1
+    path.write_bytes(data)
+    out = ucm_json("export", root.path, tmp_path / "archive")
+    assert (out["exit"], out["copied"], out["failed"]) == (1, 3, 1)
+    assert list(out["reasons"].values()) == [1]
+    assert ucm_json("verify", tmp_path / "archive")["good"] == 3
+
+
+def test_records_are_encrypted_by_the_target_s_key(
+    root: Written, tmp_path: Path, ucm_json: Json
+) -> None:
+    keys = [tmp_path / "old", tmp_path / "new"]
+    for at, key in enumerate(keys):
+        key.touch(0o600)
+        key.write_text(f"{at + 1:064x}\n")
+    root.fill("one", 3, encryption_key_file=str(keys[0]))
+    before = content(root, root.ids, encryption_key_file=str(keys[0]))
+    target = tmp_path / "target"
+    options = ("--key-file", keys[0], "--to-key-file", keys[1], "--capacity", "64MiB")
+    assert ucm_json("import", root.path, target, *options)["copied"] == 3
+    with_new = ucm_json("verify", target, "--key-file", keys[1])
+    assert (with_new["good"], with_new["encrypted"], with_new["decrypted"]) == (3, 3, 3)
+    new = content(Written(target), root.ids, encryption_key_file=str(keys[1]), layout="segment")
+    assert (new == before).all()
+
+
+def test_one_namespace_only_and_the_chain_of_its_blocks(
+    root: Written, tmp_path: Path, ucm_json: Json
+) -> None:
+    with root.open("one") as store:
+        ids = [bytes([at]) * 16 for at in range(1, 4)]
+        parents, tenant = [bytes(16), *ids[:-1]], b"t" * 32
+        store.describe(ids, parents=parents, ordinals=[0, 1, 2], tokens=[16] * 3, tenant=tenant)
+        data = np.ones((3, BLOCK), dtype=np.uint8)
+        offsets = [layer * sum(PIECES) + at for layer in range(LAYERS) for at in (0, PIECES[0])]
+        rows = np.array([[row.ctypes.data + at for at in offsets] for row in data], dtype=np.uint64)
+        store.wait(store.dump_data(ids, [0] * 3, rows))
+    root.fill("two", 2)
+    out = ucm_json("export", root.path, tmp_path / "a", "--namespace", root.namespace("one")[:8])
+    assert out["copied"] == 3
+    again = ucm_json("import", tmp_path / "a", tmp_path / "b", "--capacity", "64MiB")
+    assert again["copied"] == 3
+    for path in (root.path, tmp_path / "b"):
+        (found,) = ucm_json("inspect", "--tenants", path)["roots"]
+        assert [one["tenant"] for one in found["tenants"] if one["tenant"]] == ["74" * 32]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("export", "/nowhere", "/tmp/x"), "/nowhere"),
+        (("export", "ROOT", "ARCHIVE", "--namespace", "zz"), "no namespace of"),
+        (("export", "ROOT", "ARCHIVE", "--keys", "KEYS"), "is no record id"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence(
+    root: Written, tmp_path: Path, ucm: Any, arguments: tuple[str, ...], text: str
+) -> None:
+    root.fill("one", 1)
+    (tmp_path / "keys").write_text("12")
+    names = {"ROOT": root.path, "ARCHIVE": tmp_path / "a", "KEYS": tmp_path / "keys"}
+    result = ucm(*(names.get(word, word) for word in arguments))
+    assert result.exit_code == 2
+    assert text in result.stderr
+    assert "Traceback" not in result.output
+    assert not (tmp_path / "a").exists()
