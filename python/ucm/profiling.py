@@ -17,9 +17,6 @@ import os
 import threading
 from typing import Any
 
-#: Events kept before they are written, and seconds after which they are.
-BUFFERED, WRITE_S = 256, 1.0
-
 _log = logging.getLogger("ucm.profile")
 
 
@@ -28,10 +25,7 @@ class Profile:
 
     def __init__(self) -> None:
         self._file = -1
-        self._lines: list[str] = []
-        self._lock = threading.Lock()
         self._ids = itertools.count(1)
-        self._written = 0.0
 
     @property
     def on(self) -> bool:
@@ -62,40 +56,29 @@ class Profile:
             return
         own = {"name": name, "cat": "ucm", "id": next(self._ids)}
         self._add(own | {"ph": "b", "ts": _micros(began), "args": args})
-        self._add(own | {"ph": "e", "ts": _micros(ended)}, now=ended)
+        self._add(own | {"ph": "e", "ts": _micros(ended)})
 
     def step(self, name: str, began: float, ended: float, **args: Any) -> None:
         """Something that this thread did alone."""
         if self.on:
             took = _micros(ended) - _micros(began)
             event = {"name": name, "cat": "ucm", "ph": "X", "ts": _micros(began), "dur": took}
-            self._add(event | {"args": args}, now=ended)
+            self._add(event | {"args": args})
 
-    def _add(self, event: dict[str, Any], now: float = 0.0) -> None:
+    def _add(self, event: dict[str, Any]) -> None:
         here = {"pid": os.getpid(), "tid": threading.get_native_id()}
         line = json.dumps(event | here, separators=(",", ":"), default=str)
-        with self._lock:
-            self._lines.append(line)
-            if len(self._lines) >= BUFFERED or now - self._written >= WRITE_S:
-                self._written = now
-                self._write()
-
-    def _write(self) -> None:
-        text = "".join(f"{line},\n" for line in self._lines)
-        self._lines.clear()
         try:
-            os.write(self._file, text.encode())
+            os.write(self._file, f"{line},\n".encode())  # at once: a process may be killed
         except OSError as error:
             _log.warning("the profile ends here: %s", error.strerror)
-            self._file = -1
+            self.close()
 
     def close(self) -> None:
-        """Write what is left. Idempotent."""
-        with self._lock:
-            if self.on:
-                self._write()
-                os.close(self._file)
-                self._file = -1
+        """Record nothing more. Idempotent."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
 
 
 def _micros(seconds: float) -> int:

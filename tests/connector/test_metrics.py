@@ -210,7 +210,9 @@ def test_the_first_stored_and_the_first_loaded_blocks_have_a_line_each(
     with caplog.at_level("INFO", "ucm"):
         stats.dumped(0, 3)
         stats.loaded(stats.total, 0)
+        stats.offered(stats.total, 0)
         assert not caplog.records
+        stats.offered(stats.total, 5)
         for blocks in (5, 7):
             stats.dumped(blocks, 0)
             stats.loaded(stats.total, blocks + 1)
@@ -219,6 +221,7 @@ def test_the_first_stored_and_the_first_loaded_blocks_have_a_line_each(
         stats.summary(60.0, 1 << 20)
         stats.summary(120.0, 1 << 20)
     assert first == [
+        f"the first blocks go to the store: 5 blocks, {5 * BLOCK} tokens",
         f"the first blocks are stored: 5 blocks, {5 * BLOCK} tokens can be loaded now",
         f"the first load: 6 blocks, {6 * BLOCK} tokens were not computed",
     ]

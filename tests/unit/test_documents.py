@@ -88,7 +88,7 @@ CRATES = {
 COMMANDS = set(
     re.findall(r"^def (\w+)\(|add_parser\(\s*\"(\w+)\"", _source("python/ucm/cli/"), re.MULTILINE)
 )
-SUBCOMMANDS = {name for names in COMMANDS for name in names if name}
+SUBCOMMANDS = {name.rstrip("_") for names in COMMANDS for name in names if name}
 
 
 def _wrong(command: str) -> str:

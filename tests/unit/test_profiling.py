@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from ucm.profiling import BUFFERED, WRITE_S, Profile
+from ucm.profiling import Profile
 
 #: Chrome's trace event format, as far as we write it: the "JSON array" form and its event types.
 NUMBER = {"type": "integer", "minimum": 0}
@@ -86,21 +86,27 @@ def test_processes_append_to_one_file(tmp_path: Path) -> None:
     assert (step["ts"], step["dur"], step["args"]) == (1_000_000, 250_000, {"rank": 0})
 
 
-def test_events_are_written_now_and_then(tmp_path: Path) -> None:
+def test_an_event_is_in_the_file_at_once(tmp_path: Path) -> None:
     profile, path = Profile(), tmp_path / "p.json"
     profile.open(str(path), "x")
-    size = path.stat().st_size
+    profile.open(str(tmp_path / "other"), "x")
     profile.span("load", 0.0, 0.5)
-    assert path.stat().st_size == size
-    profile.span("load", 0.0, WRITE_S)
-    assert len(events_of(path)) == 5
-    for _ in range(BUFFERED // 2):
-        profile.span("load", 0.0, WRITE_S + 0.5)
-    assert len(events_of(path)) == 5 + BUFFERED
+    assert len(events_of(path)) == 3
     profile.close()
     profile.close()
     profile.span("load", 0.0, 9.0)
-    assert len(events_of(path)) == 5 + BUFFERED
+    assert len(events_of(path)) == 3
+
+
+def test_a_full_disk_ends_the_profile_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    profile = Profile()
+    with caplog.at_level(logging.WARNING, "ucm"):
+        profile.open("/dev/full", "x")
+    assert not profile.on
+    profile.span("load", 0.0, 1.0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the profile ends here: No space left on device"
+    ]
 
 
 def test_a_file_that_cannot_be_written_is_a_warning(

@@ -97,7 +97,7 @@ class MissStats:
         self._recent: Counter[str] = Counter()  # since the last summary
         self._times: dict[str, list[float]] = {}  # by name, since the last take()
         self.next_summary = now + SUMMARY_S
-        self._unlogged = {names.LOADED, names.PUBLISHED}  # what has not happened yet
+        self._unlogged = {"offered", names.LOADED, names.PUBLISHED}  # what has not happened yet
 
     # What happened
     # ------------------------------------------------------------------------------------------
@@ -172,6 +172,7 @@ class MissStats:
         """``blocks`` of a request are being dumped."""
         tally.offered += blocks
         self.total.offered += blocks
+        self._log_first("offered", blocks, "the first blocks go to the store: %d blocks, %d tokens")
 
     def dumped(self, published: int, failed: int) -> None:
         """Blocks that every rank published, and blocks that some rank did not."""
