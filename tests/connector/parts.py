@@ -266,6 +266,7 @@ class Rig:
                 min_dump_tokens=settings.pop("min_dump_tokens", 0),
                 on_reset=settings.pop("on_reset", "keep"),
                 debug=settings.pop("debug", False),
+                block_trace=settings.pop("block_trace", None),
                 consumer_dump=settings.pop("consumer_dump", False),
                 pd_wait_ms=settings.pop("pd_wait_ms", 2000),
                 storage_backends=settings.pop("roots", ("/nowhere",)),

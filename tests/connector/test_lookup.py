@@ -4,7 +4,9 @@ ours."""
 from __future__ import annotations
 
 import gc
+import json
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,3 +159,14 @@ def test_a_lookup_of_several_groups_says_why_it_is_no_longer() -> None:
     lookup = found(4)
     assert (lookup.hits, lookup.reason) == (2, MissReason.UNHEALTHY)
     assert lookup.tables[0] == bytes((0, 0, UNKNOWN, UNKNOWN))
+
+
+def test_looked_up_requests_are_traced(tmp_path: Path) -> None:
+    rig = Rig(block_trace=str(tmp_path / "trace"))
+    for name in ("a", "b"):
+        rig.admit(rig.request(name, 3 * BLOCK + 1))
+    (first, second) = [
+        json.loads(line)["blocks"] for line in (tmp_path / "trace").read_text().splitlines()
+    ]
+    assert len(first) == 3
+    assert first == second, "both requests have the same tokens"

@@ -20,6 +20,7 @@ from ucm.cli.gc import gc as _gc
 from ucm.cli.inspect import inspect as _inspect
 from ucm.cli.pd_proxy import pd_proxy as _pd_proxy
 from ucm.cli.plan import plan as _plan
+from ucm.cli.trace import trace as _trace
 from ucm.cli.transfer import export as _export
 from ucm.cli.transfer import import_ as _import
 from ucm.cli.verify import verify as _verify
@@ -64,6 +65,6 @@ def main() -> None:
 
 for _command in (
     *(_doctor, _plan, _vllm_args, _inspect, _verify, _gc, _export, _import),
-    *(_dashboard, _bench, _pd_proxy),
+    *(_dashboard, _trace, _bench, _pd_proxy),
 ):
     main.add_command(_command)

@@ -281,6 +281,7 @@ class UcmConfig(StoreSettings):
     load_only_first_rank: Flag = False
     platform: Annotated[str, BeforeValidator(parse_platform)] | None = None
     debug: Flag = False
+    block_trace: str | None = None
     deadlines: Deadlines = Deadlines()
     breaker: BreakerConfig = BreakerConfig()
     identity: IdentityConfig = IdentityConfig()
@@ -415,7 +416,7 @@ DEFAULT_TEXT: dict[str, str] = {
         (
             *("ucm_connector_module_path", "sparse.module_path", "store_pipeline", "metrics.port"),
             *("metrics.config_path", "sparse.type", "log.file"),
-            *("tenant_key_file", "encryption_key_file", "tenant_quota"),
+            *("block_trace", "tenant_key_file", "encryption_key_file", "tenant_quota"),
         ),
         "none",
     ),

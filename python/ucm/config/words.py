@@ -462,6 +462,7 @@ ENVIRONMENT: dict[str, str] = {
     "UCM_ENABLE_METRICS": "metrics.enabled",
     "UCM_METRICS_PORT": "metrics.port",
     "UCM_DEBUG": "debug",
+    "UCM_BLOCK_TRACE": "block_trace",
     "UCM_PROFILE": "profile.enabled",
     "UCM_PROFILE_OUTPUT": "profile.output",
 }

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ucm.block_trace import BlockTrace
 from ucm.config import UcmConfig
 from ucm.integration.vllm.connector.admission.admission import Admission, RateMemory
 from ucm.integration.vllm.connector.groups import ONE_GROUP, Group, fails_whole
@@ -163,6 +164,7 @@ class UCMConnectorScheduler:
             lambda: readiness.group_bytes,
         )
         self._closers = closers
+        self._trace = BlockTrace(config.block_trace) if config.block_trace else None
         self._clock, self._pause = clock, pause
         self._turnover = Turnover(chance)
         self._rooms: dict[int, StoreRoom] = {}  # of each rank that writes
@@ -283,6 +285,8 @@ class UCMConnectorScheduler:
             self.miss_stats.looked_up(lookup.seconds)
             ended, name = lookup.began + lookup.seconds, request.request_id
             span("lookup", lookup.began, ended, request=name, hits=lookup.hits)
+            if self._trace is not None:
+                self._trace.add(self._clock(), lookup.keys or ())
         size = self._block_tokens
         tokens = tracker.claimable(self._block_tracker, size) * size - num_computed_tokens
         if tokens < max(self._min_hit_tokens, 1):
@@ -941,6 +945,8 @@ class UCMConnectorScheduler:
         )
         if self.readiness.store is not None:
             self.readiness.store.close()
+        if self._trace is not None:
+            self._trace.close()
         for close in self._closers:
             close()
 
