@@ -75,7 +75,7 @@ endif
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo "  demo and test-py take WHEEL=<file> and then run from that wheel instead of the source tree"
 
 .PHONY: demo
@@ -162,7 +162,7 @@ test-without-engines: $(if $(WHEEL),,$(RUN_ENV)) ## run the Python tests without
 	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --durations 20 --timeout 120 tests \
 		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py --ignore tests/trans --ignore tests/gpu \
 		--ignore tests/triton --ignore tests/mooncake --ignore tests/remote/test_engine.py \
-		--ignore tests/connector/test_long_prompts.py
+		--ignore tests/connector/test_long_prompts.py --ignore tests/e2e
 	@TRITON_INTERPRET=1 $(STAGE) "pytest triton, interpreted" $(RUN_BIN)/python -m pytest --quiet tests/triton
 	@$(MAKE) --no-print-directory test-mooncake
 	@$(STAGE) "pytest trans" $(RUN_BIN)/python -m pytest --quiet tests/trans tests/gpu
@@ -177,6 +177,14 @@ test-engines: export UCM_TEST_SOFT3FS = $(dir $(SOFTCUDA))libsoft3fs.so
 test-engines: $(if $(WHEEL),,$(RUN_ENV)) ## run the Python tests with vLLM engines, one at a time
 	@$(STAGE) "pytest vllm" $(RUN_BIN)/python -m pytest --durations 20 tests/vllm tests/trust/test_engine.py \
 		tests/remote/test_engine.py
+	@$(STAGE) "end to end, without the evaluator" $(RUN_BIN)/python -m pytest --quiet tests/e2e --stage 0-2
+
+# Against another server: make e2e URL=http://host:8000. More: make e2e E2E_ARGS="--stage 1+ --baseline build/e2e-before"
+URL ?=
+E2E_ARGS ?=
+.PHONY: e2e
+e2e: $(if $(URL),$(VENV)/.stamp-core,$(RUN_ENV)) ## run the end-to-end tests: on a tiny server, or on URL= (E2E_ARGS=)
+	@$(STAGE) "end to end" $(RUN_BIN)/python -m pytest -rs tests/e2e --report build/e2e $(if $(URL),--url $(URL)) $(E2E_ARGS)
 
 # Mooncake's client brings threads and a runtime of its own into the process that loads it, so these tests run in one of their own.
 .PHONY: test-mooncake
@@ -235,6 +243,7 @@ test-long-engines: $(RUN_ENV) ## part of test-long: tests with vLLM engines, one
 	@UCM_TEST_LONG=1 UCM_TEST_DRIVER=$(SOFTCUDA) $(STAGE) "what is on one runner every day, or on none" \
 		$(RUN_BIN)/python -m pytest -m "one_runner or long" tests/vllm
 	@UCM_TEST_COMPILED=1 $(STAGE) "sparse attention, compiled" $(RUN_BIN)/python -m pytest tests/vllm/test_sparse.py -k "not v2"
+	@$(MAKE) e2e
 	@$(foreach name,$(SPARSE_NAMES),$(STAGE) "demo of $(name)" $(RUN_BIN)/python demo/sparse.py $(name);)
 	@$(MAKE) test-versions
 	@$(MAKE) test-readme

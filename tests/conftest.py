@@ -70,7 +70,7 @@ def open_store() -> Iterator[Callable[[str, Mapping[str, Any]], UcmPosixStore]]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options of the trust matrix."""
+    """Options of the trust matrix and of end-to-end tests."""
     group = parser.getgroup("trust", "trust matrix (tests/trust)")
     group.addoption(
         "--trust-table", metavar="FILE", help="write the table of the trust matrix as markdown"
@@ -83,6 +83,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
             " harmed; our own counters are then not checked"
         ),
     )
+
+    group = parser.getgroup("e2e", "end to end (tests/e2e)")
+    group.addoption("--url", help="the server under test; else a tiny one is started")
+    group.addoption("--sparse-url", help="a server of the same model with sparse attention")
+    group.addoption("--stage", metavar="N", help="only these stages: 2, 0-2 or 1+")
+    group.addoption("--feature", action="append", default=[], help="only this feature; repeatable")
+    group.addoption("--platform", default="cpu", help="of the server: cpu (default), cuda, ...")
+    group.addoption("--dataset", metavar="FILE", help="JSON lines of questions and answers")
+    group.addoption("--report", metavar="DIR", help="keep figures and plots here")
+    group.addoption("--baseline", metavar="DIR", help="figures of an earlier --report")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -41,6 +41,7 @@ from harness import Engine, EngineError
 from specs import prompt
 
 import model as demo_model
+from ucm.bench.metrics import Better, ratio
 
 ROWS = ("load", "dump", "lookup", "ttft", "idle")
 LAYOUTS = {"file": "files", "segment": "segments"}
@@ -67,7 +68,7 @@ class Case(ABC):
     call."""
 
     label: str
-    rows: Sequence[tuple[str, str, paired.Better]]
+    rows: Sequence[tuple[str, str, Better]]
 
     @abstractmethod
     def turn(self, build: Build, work: Path) -> Figures:
@@ -239,7 +240,7 @@ def measured(
             except (FailedError, EngineError) as error:
                 raise FailedError(f"{case.label}, {side} ({builds[side].name}): {error}") from error
         ratios = (
-            f"{name} {paired.ratio(figures['old'][-1][name], figures['new'][-1][name], better):.3f}"
+            f"{name} {ratio(figures['old'][-1][name], figures['new'][-1][name], better):.3f}"
             for name, _, better in case.rows
         )
         told(f"{case.label}, pair {number + 1} of {pairs}: " + ", ".join(ratios))

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paired import Better, interval, ratio
+from ucm.bench.metrics import Better, interval, ratio
 
 #: The goal relative to the client library alone.
 GOAL = 0.9

@@ -19,7 +19,7 @@ from ucm.config import load
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMPOSE = sorted((REPOSITORY / "examples" / "compose").glob("*.yaml"))
 WORKFLOWS = sorted((REPOSITORY / ".github" / "workflows").glob("*.yaml"))
-TARGETS = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
+TARGETS = set(re.findall(r"^([a-z0-9-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
 
 
 def configuration(command: list[str]) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def test_commits_exist(text: str) -> None:
 
 
 MAKEFILE = (REPOSITORY / "Makefile").read_text()
-TARGETS = set(re.findall(r"^([a-z][a-z-]*)(?: [a-z-]+)*:(?!=)", MAKEFILE, re.MULTILINE)) | set(
+TARGETS = set(re.findall(r"^([a-z][a-z0-9-]*)(?: [a-z-]+)*:(?!=)", MAKEFILE, re.MULTILINE)) | set(
     re.findall(r"^[a-z-]+ ([a-z-]+):", MAKEFILE, re.MULTILINE)
 )
 BENCHES = set(
@@ -100,7 +100,7 @@ def _wrong(command: str) -> str:
         return ""
     program, rest = words[0], words[1:]
     if program == "make":
-        targets = [word for word in rest if re.fullmatch(r"[a-z][a-z-]*", word)]
+        targets = [word for word in rest if re.fullmatch(r"[a-z][a-z0-9-]*", word)]
         return next((f"make has no target {word}" for word in targets if word not in TARGETS), "")
     if program == "cargo" and rest[0] in ("bench", "nextest", "test"):
         crate = re.search(r"-p (\S+)", command)
@@ -114,7 +114,7 @@ def _wrong(command: str) -> str:
         if files and files[0].endswith(".py"):
             if files[0] not in FILES:
                 return f"there is no {files[0]}"
-            if program == "python" and not files[0].startswith("tools/"):
+            if program == "python" and not files[0].startswith(("tools/", "examples/")):
                 return f"{files[0]} needs the environment: .venv/bin/python"
             source = _source(str(Path(files[0]).parent))
             return next(

