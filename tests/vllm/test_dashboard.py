@@ -1,0 +1,99 @@
+"""The dashboard and the rules over a real engine with two API servers, scraped by a real
+Prometheus: after some requests every expression returns a series. Those of sparse attention, of the
+proxy and of DCGM are in ``tests/metrics``."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import EngineHost, machine_lock, wait_until
+from lives import LAYERS, new_disk
+from models import llama_config, write_model
+from served import (
+    NAME,
+    PATIENCE,
+    SEVERAL_SERVERS,
+    Server,
+    vllm_server,
+    write_tokenizer,
+)
+from specs import BLOCK, EngineSpec, prompt
+
+# real_prometheus, and required_servers
+sys.path += [str(Path(__file__).parents[1] / name) for name in ("metrics", "store")]
+from real_prometheus import Prometheus, of_dashboard, of_rules, prometheus
+
+pytestmark = pytest.mark.one_runner
+#: Panels of what this engine does not have.
+WITHOUT = {"Sparse Ratio", "Prefill and Decode", "GPU"}
+#: Prompts that do not fit on the device together.
+PROMPTS, LONG, POOL = 6, 8 * BLOCK + 1, 24
+#: Panels that are above 0 while requests come.
+BUSY = {
+    *("Cache Hit Rate", "Hit Rate since Start", "Saved Prefill", "Store in Use", "I/O Throughput"),
+    *("Breaker", "Time to First Token", "Throughput", "Load and Dump Latency"),
+}
+
+
+@pytest.fixture(scope="module")
+def site(work: Path, host: EngineHost) -> Iterator[tuple[Server, Prometheus, Path]]:
+    """The server, Prometheus, and the root of its store."""
+    model = write_model(work / "metrics-model", llama_config(LAYERS))
+    write_tokenizer(model)
+    disk = new_disk(work, "metrics")
+    spec = EngineSpec(model, "v1", disk.store(), blocks=POOL, extra_config={"min_hit_tokens": 1})
+    host.stop()
+    with machine_lock():
+        server = vllm_server(
+            spec, work / "metrics.log", "--api-server-count=2", program=SEVERAL_SERVERS
+        )
+        try:
+            wait_until(server.started, f"{server.log} starts", PATIENCE)
+            with prometheus(work / "prometheus", server.at.removeprefix("http://")) as running:
+                yield server, running, disk.root
+        finally:
+            server.close()
+
+
+def test_every_expression_returns_a_series_and_gauges_are_not_summed(
+    site: tuple[Server, Prometheus, Path],
+) -> None:
+    server, running, root = site
+    turns = itertools.count()
+
+    def work() -> None:
+        """One of the prompts, which the device has evicted since."""
+        tokens = prompt(next(turns) % PROMPTS, LONG)
+        body = {"model": NAME, "prompt": tokens, "max_tokens": 4, "ignore_eos": True}
+        server.client.post("/v1/completions", json=body).raise_for_status()
+
+    boards = {text: panel for panel, text in of_dashboard() if panel not in WITHOUT}
+    while not server.metric("ucm_saved_prefill_seconds_total"):
+        work()
+    running.wait_for(boards | {name: rule for rule, name in of_rules()}, work)
+    idle = [
+        panel
+        for text, panel in boards.items()
+        if panel in BUSY and not max(running.values(text)) > 0
+    ]
+    assert idle == []
+    # One engine has one value, whichever of the servers got it.
+    text = server.client.get("/metrics").text
+    for series in ("ucm_info{", 'ucm_cache_hit_rate{cache_type="block"', "ucm_kv_cache_hit_rate{"):
+        found = [line for line in text.splitlines() if line.startswith(series)]
+        assert len(found) == 1, found
+    wait_until(lambda: server.metric("ucm_memory_usage_bytes", location="gpu") == 0, "it is idle")
+    asked, hit = (server.metric(f"ucm_{name}_blocks_total") for name in ("asked", "hit"))
+    missed, loaded = (server.metric(f"ucm_{name}_blocks_total") for name in ("missed", "loaded"))
+    assert asked == missed + loaded
+    assert server.metric("ucm_kv_cache_hit_rate") == pytest.approx(hit / asked)
+    assert server.metric("ucm_requests_total", status="success") == next(turns)
+    assert server.metric("ucm_requests_total", status="error") == 0
+    assert server.metric("ucm_info", layout="file", tiers="posix") == 1
+    (namespace,) = [path.name for path in root.iterdir() if path.is_dir() and len(path.name) == 32]
+    assert server.metric("ucm_info", identity=namespace) == 1
+    assert "ucm_sparse" not in text
