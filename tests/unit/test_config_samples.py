@@ -361,4 +361,5 @@ def test_the_build_flag_alone_does_not_refuse_the_start() -> None:
 
 
 def test_metrics_that_are_exported_are_not_said_to_be_missing() -> None:
-    assert parse({"storage_path": "/d"}, {"UCM_METRICS_ENABLE": "true"}).warnings == ()
+    environment = {"UCM_METRICS_ENABLE": "true", "UCM_METRICS_PORT": "9100"}
+    assert parse({"storage_path": "/d"}, environment).warnings == ()

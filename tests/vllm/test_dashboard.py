@@ -31,7 +31,7 @@ pytestmark = pytest.mark.one_runner
 #: Panels of what this engine does not have.
 WITHOUT = {"Sparse Ratio", "Prefill and Decode", "GPU"}
 #: Prompts that do not fit on the device together.
-PROMPTS, LONG, POOL = 6, 8 * BLOCK + 1, 24
+PROMPTS, LONG, POOL = 6, 24 * BLOCK + 1, 80
 #: Panels that are above 0 while requests come.
 BUSY = {
     *("Cache Hit Rate", "Hit Rate since Start", "Saved Prefill", "Store in Use", "I/O Throughput"),

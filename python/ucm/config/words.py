@@ -269,7 +269,7 @@ _CAPACITY = (
 _ROOT_FORMAT = "nothing: the layout of a root is fixed by its format"
 _ALWAYS = "nothing: it is always on"
 _VLLM = "the option of vLLM of that name, on vLLM's own command line"
-_EXPORTED = "vLLM's own `/metrics`, which has ours too"
+_METRICS_FILE = "`metrics.config_path`: the metrics file with these sections"
 _THREADS = "nothing: blocks are read and written by threads, `posix_data_trans_concurrency` of them"
 _BOTH = (
     "nothing: `storage_policy: tiered` writes every block to the colder directories too, and brings"
@@ -317,7 +317,7 @@ MEANINGLESS: dict[str, str] = {
     **dict.fromkeys(("enable_event_sync", "use_request_async_load"), _ALWAYS),
     "use_consistency_manager": _ALWAYS,
     "enable_distributed": "nothing: any number of engines and hosts may share one root",
-    **dict.fromkeys(("prometheus", "grafana"), _EXPORTED),
+    **dict.fromkeys(("prometheus", "grafana"), _METRICS_FILE),
     "hit_ratio": "nothing: hits are never made up; `min_hit_tokens` declines short ones",
     "enable_record_traces": "`log.level: DEBUG`",
     "use_lite": "`enabled: false`",
@@ -333,8 +333,6 @@ MEANINGLESS: dict[str, str] = {
 UNUSED: dict[str, str] = {
     "verify": "nothing: every record is verified when it is read, which cannot be switched off",
     "kv_connector": "`kv_connector` of vLLM's `--kv-transfer-config`; ours are all the same",
-    "metrics.port": _EXPORTED,
-    "metrics.config_path": _EXPORTED,
 }
 
 #: Words for a medium that other caches use -> word of the store that is meant.

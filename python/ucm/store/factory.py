@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
@@ -110,6 +111,16 @@ class UcmConnectorFactoryV1:
     def create_connector(
         cls, connector_name: str, config: Mapping[str, Any], module_path: str | None = None
     ) -> UcmKVStoreBaseV1:
+        """As :meth:`make`. Its counters are served where ``UCM_METRICS_PORT`` is set."""
+        store = cls.make(connector_name, config, module_path)
+        if os.environ.get("UCM_METRICS_PORT"):
+            _serve(store)
+        return store
+
+    @classmethod
+    def make(
+        cls, connector_name: str, config: Mapping[str, Any], module_path: str | None = None
+    ) -> UcmKVStoreBaseV1:
         """A store by name, or of the class of that name in ``module_path``. Raises as
         :meth:`resolve`, and what its constructor raises; errors that are not ours get the store's
         name. A V0 store is put behind :class:`~ucm.store.v0.V1OverV0`; its sizes have V0's names
@@ -130,6 +141,16 @@ class UcmConnectorFactoryV1:
             f" {', '.join(names) or 'none'}; your own: UcmConnectorFactoryV1.register_connector, or"
             " ucm_connector_module_path in the configuration)"
         )
+
+
+def _serve(store: UcmKVStoreBaseV1) -> None:
+    try:
+        from ucm.metrics.serving import watch
+    except ModuleNotFoundError as error:
+        text = "UCM_METRICS_PORT needs %s: pip install 'ucm-kv[metrics]'"
+        logger.warning(text, error.name)
+    else:
+        watch(store)
 
 
 @contextlib.contextmanager

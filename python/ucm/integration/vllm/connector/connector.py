@@ -632,10 +632,25 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         config = parse(getattr(vllm_config.kv_transfer_config, "kv_connector_extra_config", None))
         if not config.metrics.enabled:
             return None
+        cls._serve_metrics(config)
         sparse = config.sparse.enabled
         return UcmPromMetrics(
             vllm_config, metric_types, labelnames, per_engine_labelvalues, sparse=sparse
         )
+
+    @staticmethod
+    @harmless(None)
+    def _serve_metrics(config: UcmConfig) -> None:
+        """Serve vLLM's registry on a further port, where one is configured: an engine without an
+        API server has no other."""
+        port, path = config.metrics.port, config.metrics.config_path
+        if port is None and path is None:
+            return
+        from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+        from ucm.metrics.serving import port_of, serve
+
+        serve(port_of(port, path), get_prometheus_registry())
 
     @harmless(dict, after=True)
     def stats(self) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def _configured_store(config: UcmConfig, engine: dict[str, Any]) -> ConfiguredSt
         if config.user_store and platform != "host":
             _must_serve_accelerators(UcmConnectorFactoryV1.resolve(name, module), platform)
             store_config = store_config | {"platform": platform}
-        return UcmConnectorFactoryV1.create_connector(name, store_config, module)
+        return UcmConnectorFactoryV1.make(name, store_config, module)
 
     keys = config.store_config()
     if not config.user_store:
