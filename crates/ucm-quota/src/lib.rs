@@ -377,3 +377,35 @@ pub fn visit_records(
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use ucm_infra::SystemClock;
+    use ucm_io::IoOptions;
+
+    use super::*;
+
+    #[test]
+    fn a_write_waits_for_its_first_grant_though_looks_at_the_medium_come_late() {
+        let (dir, clock) = (tempfile::TempDir::new().unwrap(), SystemClock::shared());
+        let config = QuotaConfig {
+            root: dir.path().to_owned(),
+            process: Process::this(),
+            record_len: 1,
+            ..QuotaConfig::default()
+        };
+        let io = IoPool::psync(false, &IoOptions::with_workers(2)).unwrap();
+        let quota = Quota::new(config, Arc::clone(&io), Arc::clone(&clock)).unwrap();
+        let looks = AtomicUsize::default();
+        let late = || Err(Error::new(ErrorKind::Timeout, "late"));
+        let tend = move |_| match looks.fetch_add(1, Ordering::Relaxed) {
+            0..4 => late(),
+            _ => Ok(1000),
+        };
+        assert!(quota.reserve(1).unwrap().is_none(), "not granted yet");
+        quota.open(1000, move |_| late().map(drop), tend);
+        quota.await_grant(1, clock.now().after(FIRST));
+        assert!(quota.reserve(1).unwrap().is_some());
+        io.shutdown(FIRST);
+    }
+}
