@@ -181,8 +181,7 @@ impl Quota {
     /// has to be granted: see [`Quota::await_grant`]. `Busy` at once where the limit has no room, or
     /// a write has waited in vain; the agent has the grant raised.
     pub fn reserve(&self, bytes: u64) -> Result<Option<Reservation>> {
-        let now = self.clock.now();
-        let (had, wakes) = self.quota().reserve(bytes, now);
+        let (had, wakes) = self.quota().reserve(bytes, self.clock.now());
         self.wake_if(wakes);
         had
     }
