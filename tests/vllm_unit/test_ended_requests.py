@@ -436,6 +436,8 @@ def test_a_prompt_of_32k_tokens_is_stored_whole_and_hit_whole(
     engine = begin()
     engine.generate({"opens": prompt_of(99, 1)}, 1)
     engine.until(lambda: engine.connector._scheduler.readiness.phase == "open" and engine.idle())
+    engine.generate({"has room": prompt_of(98, 1)}, 1)
+    engine.until(lambda: stored(engine))
     lost = lost_of(engine)
     medium.hold(True)
     try:
