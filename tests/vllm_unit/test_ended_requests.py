@@ -411,6 +411,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     not all(os.path.exists(os.environ.get(f"UCM_TEST_{name}", "")) for name in DRIVERS),
     reason="UCM_TEST_DRIVER or UCM_TEST_SOFT3FS is missing; make test-py builds them",
 )
+@pytest.mark.timeout(600)  # 30 s of computing on an idle machine
 @pytest.mark.usefixtures("device")
 def test_a_prompt_of_32k_tokens_is_stored_whole_and_hit_whole(
     engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
