@@ -80,7 +80,8 @@ def test_policies_differ_where_they_should() -> None:
 
 def test_a_hit_is_a_prefix_and_beginnings_stay_longest() -> None:
     prompts = [[0, 1, 2, 3], [0, 1, 2, 3]]
-    assert hit_rate(prompts, 3) == 3 / 8, "of a prompt that does not fit its end goes first"
+    for policy in POLICIES:
+        assert hit_rate(prompts, 3, policy) == 3 / 8, "of a prompt too long its end goes first"
     assert hit_rate([[0, 1], [2, 1]], 9) == 0, "what stands behind a miss is no hit"
     assert hit_rate([], 3) == 0
 
