@@ -109,6 +109,16 @@ def test_one_namespace_only_and_the_chain_of_its_blocks(
         assert [one["tenant"] for one in found["tenants"] if one["tenant"]] == ["74" * 32]
 
 
+def test_the_parts_of_every_rank_are_copied(root: Written, tmp_path: Path, ucm_json: Json) -> None:
+    for rank in range(2):
+        with root.open("one", part=(0, 0, rank)) as store:
+            root.dump(store, 2, first=2 * rank)
+    assert ucm_json("export", root.path, tmp_path / "a")["copied"] == 4
+    for path in (root.path, tmp_path / "a"):
+        (namespace,) = ucm_json("inspect", path)["roots"][0]["namespaces"]
+        assert namespace["parts_present"] == {"g0p0t0": 2, "g0p0t1": 2}
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
