@@ -155,7 +155,7 @@ impl Device {
         // SAFETY: writes at most the given number of characters.
         let answer = unsafe { (placed.DeviceGetPCIBusId)(text.as_mut_ptr(), len, self.ordinal) };
         self.check("DeviceGetPCIBusId", answer).ok()?;
-        let text = text.map(c_char::cast_unsigned);
+        let text = text.map(|letter| letter.to_ne_bytes()[0]);
         let text = CStr::from_bytes_until_nul(&text).ok()?;
         Some(text.to_string_lossy().into_owned())
     }
