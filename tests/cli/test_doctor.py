@@ -32,7 +32,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(machine, "SLOW", 0)
     monkeypatch.setattr(machine, "SHM_LEAST", 0)
     monkeypatch.setattr(machine, "FILES_LEAST", 0)
-    monkeypatch.setattr(machine, "_IN_CONTAINER", ())
+    monkeypatch.setattr(machine, "mount_of", lambda path: ("/", "ext4", "/dev/vda"))
+    monkeypatch.setattr(os, "statvfs", lambda path: File(1 << 40, 1 << 39))
     monkeypatch.setattr(machine, "memory", lambda: machine.Memory(64 << 30, 32 << 30, "a machine"))
     monkeypatch.setattr(metadata, "packages_distributions", lambda: {"ucm": ["ucm-kv"]})
     return
@@ -48,6 +49,14 @@ def examine(ucm: Run) -> Json:
         return document | {"exit": result.exit_code}
 
     return run
+
+
+class File:
+    """The answer of statvfs."""
+
+    def __init__(self, size: int, free: int, files: int = 1 << 20) -> None:
+        self.f_frsize, self.f_blocks, self.f_bavail, self.f_bfree = 1, size, free, free
+        self.f_files, self.f_favail = 1 << 20, files
 
 
 class Package:
@@ -109,6 +118,8 @@ def test_a_root_that_is_a_file(examine: Json, config: Callable[..., Path], tmp_p
     assert found["exit"] == 2
     assert "is a file, not a directory" in error["text"]
     assert "choose another directory" in error["remedy"]
+    below = config(storage_backends=str(tmp_path / "taken" / "below"))
+    assert "is a file, not a directory" in only(examine("--config", below), "error")["text"]
 
 
 def test_a_mount_point_of_fstab_that_is_not_mounted(
@@ -124,10 +135,46 @@ def test_a_mount_point_of_fstab_that_is_not_mounted(
 
 
 @pytest.mark.parametrize(
+    ("kind", "remedy"), [("tmpfs", "store_pipeline: Cache|Posix"), ("overlay", "docker run -v")]
+)
+def test_a_root_that_is_lost_with_a_boot_or_a_container(
+    kind: str,
+    remedy: str,
+    examine: Json,
+    config: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine, "mount_of", lambda path: ("/", kind, "none"))
+    found = examine("--config", config())
+    assert found["exit"] == 1
+    assert remedy in only(found, "warning")["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        (File(1 << 40, 1 << 33), "nothing is stored below 5 % free"),
+        (File(1 << 30, 1 << 29), "the limit never holds"),
+        (File(1 << 40, 1 << 39, files=3), "3 inodes are free"),
+    ],
+)
+def test_a_root_without_room(
+    file: File,
+    words: str,
+    examine: Json,
+    config: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda path: file)
+    found = examine("--config", config(storage_capacity="2GiB"))
+    assert words in only(found, "warning")["text"]
+
+
+@pytest.mark.parametrize(
     ("number", "words", "remedy"),
     [
         (errno.EROFS, "read-only", "mount it for writing"),
-        (errno.EACCES, "not writable for user", "chown"),
+        (errno.EACCES, "may not be used by", "run the engine as its owner"),
         (errno.ENOSPC, "is full", "ucm gc"),
     ],
 )

@@ -280,6 +280,7 @@ class Rig:
             may_load=settings.pop("may_load", True),
             chance=settings.pop("chance", random.random),
             events=settings.pop("events", None),
+            mode=settings.pop("mode", None),
             clock=self.clock,
             pause=self.pauses.append,
         )

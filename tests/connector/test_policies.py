@@ -17,6 +17,7 @@ from ucm.config import UcmConfig
 from ucm.integration.vllm.connector.guard import throttle
 from ucm.integration.vllm.connector.metadata import RankReport
 from ucm.integration.vllm.connector.scheduler.policies import RequestPolicies, RequestPolicy
+from ucm.mode import Mode, ModeWatch
 from ucm.reasons import MissReason
 
 
@@ -176,3 +177,47 @@ def test_a_request_cannot_ask_for_more_than_the_configuration() -> None:
     policies = RequestPolicies(UcmConfig(dump="none"))
     request = Rig().request("a", BLOCK, params={"ucm": {"dump": True}})
     assert policies.of(request) == RequestPolicy(None, "none", MissReason.DISABLED)
+
+
+# By the mode of run time
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "loaded", "stored"),
+    [("read-write", 3, 2), ("read-only", 3, 0), ("write-only", 0, 2), ("off", 0, 0)],
+)
+def test_the_mode_restricts_loads_and_dumps(mode: str, loaded: int, stored: int) -> None:
+    watch = ModeWatch(())
+    watch.now = Mode(mode)
+    rig = Rig(mode=watch)
+    request = rig.request("a", 5 * BLOCK + 1)
+    assert (rig.later.jobs == []) == (mode == "off")  # else it is looked up
+    if mode != "off":
+        rig.stored(request, 3)
+    assert (claimed(rig, request), offered(rig, request)) == (loaded, stored)
+    missed = rig.scheduler.miss_stats.total.missed
+    assert missed == ({"absent": 2} if loaded else {"disabled": 5})
+
+
+def test_blocks_of_a_running_request_are_offered_once_the_mode_allows_it() -> None:
+    watch = ModeWatch(())
+    watch.now = Mode.READ_ONLY
+    rig = Rig(mode=watch)
+    request = rig.request("a", 3 * BLOCK + 1)
+    assert (claimed(rig, request), offered(rig, request)) == (0, 0)
+    watch.now = Mode.READ_WRITE
+    answer(request, BLOCK)
+    assert offered(rig, request) == 4
+
+
+def test_the_blocks_of_a_request_that_ends_are_not_stored_in_read_only() -> None:
+    watch = ModeWatch(())
+    rig = Rig(mode=watch)
+    request = rig.request("a", 3 * BLOCK + 1)
+    assert (claimed(rig, request), offered(rig, request)) == (0, 3)
+    answer(request, BLOCK)
+    request.num_computed_tokens = 4 * BLOCK
+    watch.now = Mode.OFF
+    rig.scheduler.request_finished(request)
+    assert rig.step().dumps == []

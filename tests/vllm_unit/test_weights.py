@@ -32,6 +32,7 @@ from ucm.integration.vllm.connector.identity.weights import (
     weight_source,
 )
 from ucm.integration.vllm.connector.stores import ROOT_MARKER
+from ucm.mode import state_directory
 
 #: The first import of vLLM takes long on a busy machine.
 pytestmark = pytest.mark.timeout(300)
@@ -101,7 +102,7 @@ def test_without_a_root_digests_are_remembered_in_the_state_directory(
     monkeypatch.setenv("UCM_STATE_DIR", str(tmp_path / "deep" / "state"))
     model = engines.make_model(tmp_path / "m")
     where, later = (
-        Path(str(stores.state_directory())),
+        Path(str(state_directory())),
         {"now_ns": lambda: time.time_ns() + 10**11},
     )
     first = text_of(model, root=where, **later)
@@ -111,10 +112,10 @@ def test_without_a_root_digests_are_remembered_in_the_state_directory(
     assert where.stat().st_mode & 0o777 == 0o700
     monkeypatch.delenv("UCM_STATE_DIR")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert stores.state_directory() == str(tmp_path / "ucm")
+    assert state_directory() == str(tmp_path / "ucm")
     monkeypatch.setenv("XDG_STATE_HOME", "here")  # the standard has such a one ignored
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert stores.state_directory() == str(tmp_path / "home" / ".local" / "state" / "ucm")
+    assert state_directory() == str(tmp_path / "home" / ".local" / "state" / "ucm")
 
 
 def test_the_text_is_the_documented_digest(engines: Any, tmp_path: Path) -> None:

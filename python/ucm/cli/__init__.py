@@ -1,5 +1,6 @@
 """The command line: ``ucm inspect``, ``ucm verify``, ``ucm gc`` on roots of every store, live ones
-too; ``ucm doctor``, ``ucm pd-proxy`` and ``ucm bench``.
+too; ``doctor`` and ``plan`` before an engine starts, ``mode`` while it runs, ``vllm-args``,
+``pd-proxy`` and ``bench``.
 
 Records are read and verified by the compiled core; vLLM is not needed. What a user can mend (a
 wrong path, a root without marker, missing rights) is one sentence and exit status 2, never a
@@ -18,6 +19,7 @@ from ucm.cli.dashboard import dashboard as _dashboard
 from ucm.cli.doctor import doctor as _doctor
 from ucm.cli.gc import gc as _gc
 from ucm.cli.inspect import inspect as _inspect
+from ucm.cli.mode import mode as _mode
 from ucm.cli.pd_proxy import pd_proxy as _pd_proxy
 from ucm.cli.plan import plan as _plan
 from ucm.cli.trace import trace as _trace
@@ -65,6 +67,6 @@ def main() -> None:
 
 for _command in (
     *(_doctor, _plan, _vllm_args, _inspect, _verify, _gc, _export, _import),
-    *(_dashboard, _trace, _bench, _pd_proxy),
+    *(_mode, _dashboard, _trace, _bench, _pd_proxy),
 ):
     main.add_command(_command)

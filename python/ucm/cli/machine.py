@@ -269,10 +269,6 @@ def root(path: str, direct: bool, capacity: int) -> Iterator[Finding]:
     there = path
     while not os.path.exists(there):
         there = os.path.dirname(there)
-    if not os.path.isdir(there):
-        remedy = "remove the file, or choose another directory"
-        yield error(f"{there} is a file, not a directory", remedy)
-        return
     try:
         with _scratch(there) as descriptor:
             if there == path:
@@ -281,7 +277,7 @@ def root(path: str, direct: bool, capacity: int) -> Iterator[Finding]:
             else:
                 yield note(f"{path} does not exist yet and will be made")
     except OSError as failure:
-        yield _unwritable(path, failure, there)
+        yield _unwritable(path, failure)
 
 
 def _existing(path: str, capacity: int) -> Iterator[Finding]:
@@ -325,18 +321,15 @@ def _space(path: str, capacity: int) -> Iterator[Finding]:
         yield warning(f"{path}: {found.f_favail} inodes are free", remedy)
 
 
-def _unwritable(path: str, failure: OSError, there: str) -> Finding:
+def _unwritable(path: str, failure: OSError) -> Finding:
     """A directory in which no file can be made, with the cure."""
-    user, about = os.geteuid(), os.stat(there)
-    if failure.errno == errno.EROFS:
-        remedy = "mount it for writing (in a container: the volume without :ro)"
-        if os.path.exists(os.path.join(path, "ucm-root.json")):
-            return warning(f"{path} is read-only: blocks are loaded, none are stored", remedy)
-        return error(f"{path} is on a read-only file system", remedy)
-    if failure.errno in (errno.EACCES, errno.EPERM):
-        mode = f"belongs to {about.st_uid} with mode {about.st_mode & 0o7777:04o}"
-        remedy = f"chown {user} {there}, or run the engine as its owner"
-        return error(f"{path} is not writable for user {user}: {there} {mode}", remedy)
+    from ucm.store.remedies import LASTING, ROOT_MARKER, cause_and_cure
+
+    if failure.errno in LASTING:
+        text, _, remedy = cause_and_cure(path, failure.errno).partition(": ")
+        if failure.errno == errno.EROFS and os.path.exists(os.path.join(path, ROOT_MARKER)):
+            return warning(f"{text}: blocks are loaded, none are stored", remedy)
+        return error(text, remedy)
     if failure.errno in (errno.ENOSPC, errno.EDQUOT):
         remedy = "free space (`ucm gc`, other files)"
         return error(f"{path} is full: {failure.strerror}", remedy)

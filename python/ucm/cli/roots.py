@@ -75,7 +75,7 @@ _FILES = _paths(
 )
 _DIRECTORIES = _paths("space | NAMESPACE (/(blocks(/[0-9a-f]{2})? | segments | tmp | quarantine))?")
 #: Documents, which do not count as use.
-_DOCUMENTS = _paths(r"NAMESPACE/manifest\.json | ucm-(root|digests|rates)\.json")
+_DOCUMENTS = _paths(r"NAMESPACE/manifest\.json | ucm-(root|digests|rates|mode)\.json")
 
 
 @dataclass(frozen=True, slots=True)

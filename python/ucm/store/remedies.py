@@ -21,7 +21,7 @@ def remedy(trouble: str) -> str:
     """The cause and the cure of what the core reports of a store, a sentence for each directory;
     empty where the store may recover by itself."""
     found = [(path, int(number)) for path, number in _FAILED.findall(trouble)]
-    texts = [_sentence(path, number) for path, number in found if number in LASTING]
+    texts = [cause_and_cure(path, number) for path, number in found if number in LASTING]
     return "; ".join(dict.fromkeys(texts))
 
 
@@ -39,12 +39,13 @@ def why_unusable(root: str) -> str:
         os.unlink(private)
     except OSError as error:
         if error.errno in LASTING:
-            return _sentence(root, error.errno)
+            return cause_and_cure(root, error.errno)
         return f"{root} cannot be used: {error.strerror}"
     return ""
 
 
-def _sentence(path: str, number: int) -> str:
+def cause_and_cure(path: str, number: int) -> str:
+    """A sentence for one of :data:`LASTING` on a path: the cause, a colon, what to do."""
     if path.endswith((".tmp", ROOT_MARKER)):  # the root's own files
         path = os.path.dirname(path)
     there = _nearest(path)

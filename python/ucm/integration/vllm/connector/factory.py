@@ -55,8 +55,9 @@ from ucm.integration.vllm.connector.platforms import Platform, cores_here, platf
 from ucm.integration.vllm.connector.scheduler.events import block_events
 from ucm.integration.vllm.connector.scheduler.readiness import Readiness, StoreSelection
 from ucm.integration.vllm.connector.scheduler.scheduler import UCMConnectorScheduler
-from ucm.integration.vllm.connector.stores import engine_stores, state_directory
+from ucm.integration.vllm.connector.stores import engine_stores
 from ucm.integration.vllm.connector.worker.worker import Rank, RankPart, UCMConnectorWorker
+from ucm.mode import ModeWatch, state_directory
 from ucm.reasons import MissReason
 
 if TYPE_CHECKING:
@@ -297,6 +298,8 @@ def make_scheduler(
         )
     elif state.kind != "known":
         readiness.off(state.reason, MissReason.IDENTITY_UNKNOWN)
+    followed = [root for one in (config, *config.alternatives) for root in one.roots]
+    mode = ModeWatch(list(dict.fromkeys([*followed, *filter(None, [state_directory()])])))
     return UCMConnectorScheduler(
         config,
         readiness,
@@ -310,7 +313,8 @@ def make_scheduler(
         groups=_groups(config, vllm_config, kv_cache_config),
         sparse=sparse,
         events=block_events(vllm_config, kv_cache_config, tokens, time.monotonic),
-        closers=(rates.close, identity.close, adapters.close, background.close),
+        mode=mode,
+        closers=(mode.close, rates.close, identity.close, adapters.close, background.close),
     )
 
 

@@ -26,8 +26,8 @@ from typing import Any, TypeVar
 from ucm.config import UcmConfig
 from ucm.config.fields import without_login
 from ucm.config.rules import real_path
-from ucm.config.words import STATE_VARIABLE
 from ucm.errors import ConfigError
+from ucm.mode import state_directory
 from ucm.store.factory import StoreClass, UcmConnectorFactoryV1, why_unavailable
 from ucm.store.remedies import ROOT_MARKER, why_unusable
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
@@ -178,18 +178,6 @@ ANSWER_S, MOST_HANGING = 2.0, 4
 _under_way: Counter[str] = Counter()
 _counting = threading.Lock()
 _T = TypeVar("_T")
-
-
-def state_directory() -> str | None:
-    """The directory of files that belong to no root: ``UCM_STATE_DIR``, or ``ucm`` below the
-    directory of the XDG standard (``XDG_STATE_HOME``, ``~/.local/state``); None for a user without
-    a home."""
-    if named := os.environ.get(STATE_VARIABLE):
-        return os.path.abspath(named)
-    below = os.environ.get("XDG_STATE_HOME", "")
-    if not os.path.isabs(below):  # the standard ignores such a value
-        below = os.path.join(os.path.expanduser("~"), ".local", "state")
-    return os.path.join(below, "ucm") if os.path.isabs(below) else None
 
 
 def layout_of(config: Mapping[str, Any]) -> str:

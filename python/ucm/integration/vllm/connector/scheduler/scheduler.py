@@ -78,6 +78,7 @@ from ucm.integration.vllm.connector.scheduler.requests import (
 from ucm.integration.vllm.connector.scheduler.roles import PublishWaits, answer
 from ucm.integration.vllm.connector.stats import SCHEDULER, MissStats, StoreInfo, TierCounts
 from ucm.metrics.names import BUSY, EVICTED, MEMORY_NOW
+from ucm.mode import Mode, ModeWatch
 from ucm.profiling import span
 from ucm.reasons import MissReason, named
 
@@ -119,6 +120,7 @@ class UCMConnectorScheduler:
         groups: Sequence[Group] = ONE_GROUP,
         sparse: SparseScheduler | None = None,
         events: BlockEvents | None = None,
+        mode: ModeWatch | None = None,
         closers: Sequence[Callable[[], None]] = (),
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
@@ -129,9 +131,9 @@ class UCMConnectorScheduler:
         step, 0 where that is not known; ``rates`` keeps the measured speeds; ``may_load``: whether
         vLLM allocates only blocks that no step under way writes; ``groups``: the KV groups of the
         model; ``sparse``: sparse attention, where it is configured; ``events``: those of stored
-        blocks, where they are published; ``closers`` are called at the end; ``chance`` draws
-        numbers from [0, 1). Raises :class:`~ucm.errors.ConfigError` for a key of tenants' tags
-        that cannot be used."""
+        blocks, where they are published; ``mode``: whether blocks are loaded and stored now;
+        ``closers`` are called at the end; ``chance`` draws numbers from [0, 1). Raises
+        :class:`~ucm.errors.ConfigError` for a key of tenants' tags that cannot be used."""
         self._config = config
         self.readiness = readiness
         self.failures = Failures("scheduler side", self._abandon)
@@ -140,6 +142,7 @@ class UCMConnectorScheduler:
         self._block_tokens = block_tokens
         self._min_hit_tokens = config.min_hit_tokens
         self._policies = RequestPolicies(config)
+        self._mode = mode or ModeWatch(())
         self._waits = PublishWaits(config.pd_wait_ms, config.roots, background, clock)
         self._publish = False  # the next plan has the ranks flush their stores
         self._answers = False  # beside other connectors these answer for producers' requests
@@ -226,10 +229,12 @@ class UCMConnectorScheduler:
         policy = self._policies.of(request)
         if not (policy.loads or policy.dumps):
             return self.miss_stats.bypassed(request, policy.reason)
+        if self._mode.now is Mode.OFF:
+            return self.miss_stats.bypassed(request, MissReason.DISABLED)
         tracker = RequestTracker(request, self._tenants.of(request), policy, self._groups)
         self._live[request.request_id] = tracker
         self._due[request.request_id] = self._block_tokens
-        if policy.loads:
+        if policy.loads and self._mode.now.loads:
             self._rank_hints.prefetches.add(tracker)
         if self._open() and self.readiness.weights_confirmed:
             self._start_lookup(tracker)
@@ -258,6 +263,9 @@ class UCMConnectorScheduler:
             return 0, False
         if not tracker.policy.loads:
             tracker.reason = tracker.policy.reason
+            return 0, False
+        if not self._mode.now.loads:
+            tracker.reason = MissReason.DISABLED
             return 0, False
         if not (is_open and self.readiness.weights_confirmed):
             if self.readiness.worth_waiting() and self._worth_waiting(tracker):
@@ -441,8 +449,9 @@ class UCMConnectorScheduler:
             if not tracker.loading and self._open() and self.readiness.weights_confirmed:
                 computed = self._others.computed(tracker)
                 room, late = self.dumps.room(), self._late_dumps
-                self._offer(tracker, computed, computed, room, late, lives=False)
-                self._defer(tracker, computed)
+                if self._mode.now.dumps:
+                    self._offer(tracker, computed, computed, room, late, lives=False)
+                    self._defer(tracker, computed)
                 return self._answer(tracker, computed)
             return None
         finally:
@@ -575,6 +584,8 @@ class UCMConnectorScheduler:
             self._lookups.relocate(lookup)
 
     def _plan_dumps(self, output: SchedulerOutput, dumps: list[Dump]) -> None:
+        if not self._mode.now.dumps:  # offered once it allows that again
+            return
         scheduled, due, live = output.num_scheduled_tokens, self._due, self._live
         cached = output.scheduled_cached_reqs
         if self._others.load_in_steps:  # what this step computes may be found to be wrong after it
@@ -690,7 +701,7 @@ class UCMConnectorScheduler:
         return tables
 
     def _plan_deferred(self, is_open: bool, dumps: list[Dump], now: float) -> None:
-        if not is_open or self._keys is None:
+        if not is_open or self._keys is None or not self._mode.now.dumps:
             return self._deferred.drop()
         try:
             for tracker, offered in self._deferred.take(self._keys, now, dumps):
