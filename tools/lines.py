@@ -22,10 +22,10 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Most lines and files: today's counts, rounded up. A change that deletes lowers them; code that
 #: grows past one replaces other code. The goals: Rust 53,800, Python 29,000 in 100 files, benches
 #: 7,500. Python was raised for the proxy (1,200), the roles (200),
-#: the end of a prompt (100), `ucm bench` (1,230), metrics (900) and `ucm doctor`
+#: the end of a prompt (100), `ucm bench` (1,230), metrics (1,120) and `ucm doctor`
 #: (1,170), `ucm plan` (210) and `ucm vllm-args` (80).
 #: What an engine says, names, archives, traces of blocks: 1,270; `ucm mode`: 190.
-BUDGETS = {"Rust": 56_490, "Python": 38_210, "Python files": 129, "benches": 7_500}
+BUDGETS = {"Rust": 56_490, "Python": 38_480, "Python files": 130, "benches": 7_500}
 #: Least share of comment lines, in percent.
 LEAST_COMMENTS = 13.0
 #: Longest file of Python that only re-exports.

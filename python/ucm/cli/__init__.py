@@ -22,6 +22,7 @@ from ucm.cli.inspect import inspect as _inspect
 from ucm.cli.mode import mode as _mode
 from ucm.cli.pd_proxy import pd_proxy as _pd_proxy
 from ucm.cli.plan import plan as _plan
+from ucm.cli.stats import stats as _stats
 from ucm.cli.trace import trace as _trace
 from ucm.cli.transfer import export as _export
 from ucm.cli.transfer import import_ as _import
@@ -67,6 +68,6 @@ def main() -> None:
 
 for _command in (
     *(_doctor, _plan, _vllm_args, _inspect, _verify, _gc, _export, _import),
-    *(_mode, _dashboard, _trace, _bench, _pd_proxy),
+    *(_stats, _mode, _dashboard, _trace, _bench, _pd_proxy),
 ):
     main.add_command(_command)
