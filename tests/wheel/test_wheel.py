@@ -119,6 +119,8 @@ def test_the_extension_uses_the_stable_abi_alone(
 
 def test_wheel_carries_types_licence_and_nothing_of_the_repository(names: list[str]) -> None:
     assert {"ucm/py.typed", "ucm/_core.pyi", "ucm/include/ucm_store.h"} <= set(names)
+    files = ("overview.json", "overview.yaml", "alerts.yml")
+    assert {f"ucm/metrics/{name}" for name in files} <= set(names)
     assert any(name.endswith("/LICENSE") for name in names)
     assert any(name.endswith("/THIRD-PARTY-LICENSES.txt") for name in names)
     tops = {name.split("/")[0] for name in names}
@@ -138,9 +140,10 @@ def test_only_small_things_are_required_and_vllm_is_an_extra(wheel: Path) -> Non
         "numpy",
         "pydantic",
         "pyyaml",
+        "rich",
         "tqdm",
     ]
-    assert set(metadata.get_all("Provides-Extra", [])) == {"vllm", "pd"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"vllm", "pd", "bench", "metrics"}
 
 
 def test_vllm_finds_the_connector_by_its_entry_point(wheel: Path) -> None:
@@ -166,6 +169,15 @@ def test_the_proxy_names_its_extra(clean_python: Path, clean_env: dict[str, str]
     )
     assert done.returncode == 2
     assert "pip install 'ucm-kv[pd]'" in done.stderr
+
+
+def test_the_dashboard_needs_no_extra(clean_python: Path, clean_env: dict[str, str]) -> None:
+    command = [str(clean_python.parent / "ucm"), "dashboard"]
+    done = subprocess.run(
+        command, env=clean_env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["title"] == "UCM Overview"
 
 
 @pytest.mark.parametrize("script", ["tests/gpu/checks.py", "benches/python/gpu.py"])
