@@ -1,6 +1,6 @@
-"""The command line: ``ucm inspect``, ``ucm verify``, ``ucm gc`` on roots of every store, live ones
-too; ``doctor`` and ``plan`` before an engine starts, ``mode`` while it runs, ``vllm-args``,
-``pd-proxy`` and ``bench``.
+"""The command line: ``ucm inspect``, ``ucm verify``, ``ucm gc``, ``ucm export`` and ``ucm import``
+on roots of every store, live ones too; ``doctor`` and ``plan`` before an engine starts, ``mode``
+and ``trace`` while it runs, ``vllm-args``, ``pd-proxy`` and ``bench``.
 
 Records are read and verified by the compiled core; vLLM is not needed. What a user can mend (a
 wrong path, a root without marker, missing rights) is one sentence and exit status 2, never a
@@ -58,8 +58,8 @@ class _Group(click.Group):
 )
 @click.version_option(__version__, prog_name="ucm")
 def main() -> None:
-    """Check a machine; look into, check and clean roots, the directories of storage_backends; serve
-    over prefill and decode servers; measure servers, stores and devices.
+    """Check a machine; look into, check, clean and copy roots, the directories of storage_backends;
+    serve over prefill and decode servers; measure servers, stores and devices; trace blocks.
 
     Engines may use roots at the same time. docs/tools.md explains every command and its JSON,
     docs/pd.md the proxy.
