@@ -28,12 +28,12 @@ macro_rules! operations {
         $(#[inline(always)]
         #[allow(unused_unsafe, reason = "not every expression needs it")]
         unsafe fn $name($($argument)*) -> $result {
-            // SAFETY: the instructions are there, and loads and stores are of as many elements as
-            // the trait says; the caller vouches for both.
+            // SAFETY: the caller vouches for the instructions, and for lengths as the trait says.
             unsafe { $value }
         })*
     };
 }
+#[cfg(target_arch = "x86_64")]
 pub(crate) use operations;
 
 /// Some singles in lanes.
