@@ -6,6 +6,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.append(str(Path(__file__).parents[1] / "vllm"))
 
 from models import llama_config
@@ -33,3 +35,11 @@ def test_the_known_part_of_an_identity(tmp_path: Path) -> None:
 def test_a_wrong_argument_is_reported(tmp_path: Path) -> None:
     found = ask(Arguments.read([str(tmp_path), "--block-size", "many"]), {})
     assert "block-size" in found["error"]
+
+
+def test_a_backend_that_ucm_does_not_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    (tmp_path / "config.json").write_text(json.dumps(llama_config(2)))
+    words = [str(tmp_path), "--attention-backend", "TRITON_MLA", "--skip-tokenizer-init"]
+    found = ask(Arguments.read(words), {"storage_backends": str(tmp_path / "root")})
+    assert "choose another" in found["why_off"], found

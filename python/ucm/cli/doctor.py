@@ -255,6 +255,7 @@ def _engine(
     """What vLLM says of the arguments."""
     from ucm.cli import engine
 
+    click.echo("vLLM makes its configuration, which takes some 20 seconds", err=True)
     found = engine.ask(arguments, extra)
     if "error" in found:
         given = arguments.value("--block-size") or ""

@@ -268,11 +268,12 @@ def probe() -> None:
 
 
 def _engine(words: list[str], extra: dict[str, Any]) -> dict[str, Any]:
+    import vllm.envs
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from ucm.config import parse
-    from ucm.integration.vllm.connector.factory import why_off
+    from ucm.integration.vllm.connector.factory import NOT_BATCH_INVARIANT, why_off
     from ucm.integration.vllm.connector.identity.engine_identity import engine_identity
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
@@ -281,8 +282,14 @@ def _engine(words: list[str], extra: dict[str, Any]) -> dict[str, Any]:
     layers: Any = SimpleNamespace(kv_cache_groups=[], kv_cache_tensors=[])
     identity = engine_identity(config, layers, "")
     off = why_off(parse(extra), config, layers)
+    why = off[1] if off else ""
+    # Without layers only a backend that the arguments name is known.
+    backend = getattr(getattr(config, "attention_config", None), "backend", None)
+    name = str(getattr(backend, "name", ""))
+    if vllm.envs.VLLM_BATCH_INVARIANT and name in NOT_BATCH_INVARIANT:
+        why = why or f"VLLM_BATCH_INVARIANT with --attention-backend {name}: choose another one"
     return {
         "identity": {key: value for key, value in identity.items() if key not in _UNKNOWN},
         "block_tokens": config.cache_config.block_size,
-        "why_off": off[1] if off else "",
+        "why_off": why,
     }

@@ -413,7 +413,7 @@ def make_worker(
 
 
 #: Backends whose results depend, in vLLM's batch-invariant mode, on where a prompt begins.
-_NOT_BATCH_INVARIANT = frozenset({"FLASHINFER", "TRITON_MLA"})
+NOT_BATCH_INVARIANT = frozenset({"FLASHINFER", "TRITON_MLA"})
 
 
 def why_not_reusable(
@@ -493,4 +493,4 @@ def _varying_backends(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         return []
     groups = transferable_groups(kv_cache_config)
     used = {name for names in attention_backends(vllm_config, groups) for name in names}
-    return sorted(used & _NOT_BATCH_INVARIANT)
+    return sorted(used & NOT_BATCH_INVARIANT)
