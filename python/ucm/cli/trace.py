@@ -34,7 +34,7 @@ def record(file: str, command: tuple[str, ...]) -> None:
 
 
 @trace.command()
-@click.argument("file", type=click.File())
+@click.argument("file", type=click.Path(dir_okay=False, allow_dash=True))
 @click.option(
     "--capacity", "sizes", multiple=True, type=click.IntRange(1), help="In blocks; repeatable."
 )
@@ -42,7 +42,7 @@ def record(file: str, command: tuple[str, ...]) -> None:
 @click.option("--plot", type=click.Path(dir_okay=False), help="Write the curves (SVG) to a file.")
 @terminal.json_output
 def replay(
-    file: Any, sizes: tuple[int, ...], block_bytes: str | None, plot: str | None, as_json: bool
+    file: str, sizes: tuple[int, ...], block_bytes: str | None, plot: str | None, as_json: bool
 ) -> None:
     """Show the share of blocks that stores of other sizes and policies would hit of a trace.
 
@@ -52,7 +52,8 @@ def replay(
     from ucm.block_trace import POLICIES, capacities, hit_rate, read_trace
     from ucm.config import parse_size
 
-    requests = read_trace(file)
+    with click.open_file(file) as trace:
+        requests = read_trace(trace)
     try:
         width = None if block_bytes is None else parse_size(block_bytes)
     except ValueError as error:
