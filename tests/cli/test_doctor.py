@@ -445,7 +445,7 @@ def test_the_checklist_names_what_a_machine_cannot_check(
 ) -> None:
     found = examine("--production", "--config", config())
     listed = [one for one in found["findings"] if one["area"] == "checklist"]
-    assert len(listed) == 8
+    assert len(listed) == 11
     assert found["exit"] == 0
     off = config("off.yaml", metrics={"enabled": False}, log={"level": "DEBUG"})
     found = examine("--production", "--config", off)

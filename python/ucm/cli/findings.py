@@ -108,13 +108,16 @@ SYMPTOMS: tuple[tuple[str, str, str, str], ...] = (
 )
 #: The seeds' checklist: what doctor checked, by area, and what only a run can show.
 _CHECKED = (
-    ("device", "accelerator and its memory"),
+    ("device", "processors and accelerators"),
     ("software", "versions of vLLM, torch and ucm"),
     ("configuration", "configuration, log and metrics"),
     ("store", "every place of blocks"),
     ("limits", "memory and limits of the process"),
 )
 _TO_RUN = (
+    ("40 GB or more of device memory; its driver fits torch's CUDA", "nvidia-smi"),
+    ("1 TB or more of NVMe disk; a fast network between hosts", "`ucm plan MODEL ...`"),
+    ("the newest version of ucm", "CHANGELOG.md, `ucm --version`"),
     ("a prompt is loaded after a restart", "send a long prompt, restart, send it again"),
     ("a baseline of the performance", "`ucm bench vllm --url U --scenario prefix_sharing`"),
     ("full load", "`ucm bench vllm --url U --scenario short_high_concurrency`"),
