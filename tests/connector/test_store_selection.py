@@ -32,6 +32,7 @@ from ucm.integration.vllm.connector.scheduler.readiness import (  # noqa: E402
 from ucm.integration.vllm.connector.stores import (  # noqa: E402
     ConfiguredStore,
     engine_stores,
+    layout_and_tiers,
     stores_of,
 )
 from ucm.store.engine import read_settings, settings_of  # noqa: E402
@@ -441,3 +442,28 @@ def test_a_store_whose_health_check_fails_is_not_available() -> None:
     store.healthy = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]
     assert "division by zero" in why_unavailable(store)
     assert module.why_unavailable(Memory()) == ""
+
+
+@pytest.mark.parametrize(
+    ("marker", "config", "layout"),
+    [
+        (None, {}, "segment"),
+        ({"layout": {"kind": "file"}}, {}, "file"),
+        ({"layout": {"kind": "segment"}}, {"layout": "file"}, "file"),
+        ({}, {}, ""),
+        (None, {"storage_backends": "s3://bucket/x"}, ""),
+        (None, {"storage_backends": ""}, ""),
+    ],
+)
+def test_the_metrics_name_layout_and_tiers(
+    tmp_path: Path, marker: dict[str, Any] | None, config: dict[str, Any], layout: str
+) -> None:
+    if marker is not None:
+        (tmp_path / "ucm-root.json").write_text(json.dumps(marker))
+    store: Any = SimpleNamespace(
+        tier_names=(), stats=lambda: {"tiers": [{"name": "memory"}, {"name": "posix"}]}
+    )
+    given = {"storage_backends": [str(tmp_path)]} | config
+    assert layout_and_tiers(given, store) == (layout, "memory,posix")
+    store.stats = lambda: 1 / 0
+    assert layout_and_tiers(given, store) == (layout, "")

@@ -66,14 +66,19 @@ def test_every_expression_returns_a_series_and_gauges_are_not_summed(
     turns = itertools.count()
 
     def work() -> None:
-        """One of the prompts, which the device has evicted since."""
-        tokens = prompt(next(turns) % PROMPTS, LONG)
+        """One of the prompts, which the device has evicted since, and now and then a new one."""
+        turn = next(turns)
+        tokens = prompt(turn if turn % 4 == 3 else turn % PROMPTS, LONG)
         body = {"model": NAME, "prompt": tokens, "max_tokens": 4, "ignore_eos": True}
         server.client.post("/v1/completions", json=body).raise_for_status()
 
     boards = {text: panel for panel, text in of_dashboard() if panel not in WITHOUT}
-    while not server.metric("ucm_saved_prefill_seconds_total"):
+
+    def saved() -> bool:
         work()
+        return server.metric("ucm_saved_prefill_seconds_total") > 0
+
+    wait_until(saved, "loaded blocks of which the speed of computing is known")
     running.wait_for(boards | {name: rule for rule, name in of_rules()}, work)
     idle = [
         panel

@@ -180,14 +180,27 @@ _counting = threading.Lock()
 _T = TypeVar("_T")
 
 
-def layout_of(config: Mapping[str, Any]) -> str:
-    """How blocks lie below the first root of an opened store (file, segment), as its marker says;
-    empty for a server or a bucket."""
+def layout_and_tiers(config: Mapping[str, Any], store: UcmKVStoreBaseV1) -> tuple[str, str]:
+    """How blocks lie below the root of a store that was just opened (file, segment; empty where
+    that is not known), and its tiers."""
+    tiers: Iterable[str] = store.tier_names
+    with contextlib.suppress(Exception):  # a store of the user's own
+        tiers = tiers or [tier["name"] for tier in store.stats().get("tiers", ())]
+    return _layout_of(config), ",".join(tiers)
+
+
+def _layout_of(config: Mapping[str, Any]) -> str:
+    if config.get("layout"):
+        return str(config["layout"])
     roots = config.get("storage_backends") or ()
     first = roots if isinstance(roots, str) else next(iter(roots), "")
+    if not first or "://" in first:
+        return ""
     try:
         with open(os.path.join(first, ROOT_MARKER), "rb") as file:
             return str(json.loads(file.read(LONGEST))["layout"]["kind"])
+    except FileNotFoundError:
+        return "segment"  # as of a new root
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 

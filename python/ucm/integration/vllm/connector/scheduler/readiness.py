@@ -34,7 +34,7 @@ from ucm.integration.vllm.connector.guard import IDLE, Background, logger, throt
 from ucm.integration.vllm.connector.identity.engine_identity import differences
 from ucm.integration.vllm.connector.identity.weights import WeightsReport
 from ucm.integration.vllm.connector.metadata import Handshake, RankReport, StoreSetup
-from ucm.integration.vllm.connector.stores import ConfiguredStore, layout_of
+from ucm.integration.vllm.connector.stores import ConfiguredStore, layout_and_tiers
 from ucm.reasons import MissReason
 from ucm.store import part_mask
 from ucm.store.factory import why_unavailable
@@ -118,7 +118,7 @@ class StoreSelection:
         self._setup: StoreSetup | None = None
         self._ready: set[int] = set()
         self.store: UcmKVStoreBaseV1 | None = None  # the scheduler side's own, for lookups
-        self._layout = ""  # how blocks lie on it
+        self.layout_and_tiers = ("", "")  # how blocks lie on it, and its tiers
         self.failed = ""  # why there will never be a store: the only one cannot be opened
 
     @property
@@ -142,11 +142,6 @@ class StoreSelection:
         path."""
         tiers = self.store.tier_names if self.store is not None else ()
         return " ".join([f"{self._choice}: {self._stores[self._choice].name}", *tiers])
-
-    @property
-    def layout_and_tiers(self) -> tuple[str, str]:
-        """How blocks lie on the chosen store, empty where that is not known, and its tiers."""
-        return self._layout, ",".join(self.store.tier_names if self.store is not None else ())
 
     @property
     def where(self) -> str:
@@ -186,7 +181,7 @@ class StoreSelection:
             store, why = None, ""
             try:
                 store = configured.make(config)
-                self._layout = layout_of(config)
+                self.layout_and_tiers = layout_and_tiers(config, store)
                 why = why_unavailable(store) if self.several else ""
             except BaseException as error:  # reported by the next poll
                 why = f"it cannot be opened: {error}"
