@@ -3,10 +3,14 @@ nothing of ucm."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
+import io
+import json
 import logging
 import os
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -227,3 +231,13 @@ def _end(llm: Any) -> None:
     llm.llm_engine.engine_core.shutdown()
     cleanup_dist_env_and_memory()
     gc.collect()
+
+
+def example(file: str, arguments: list[str]) -> list[dict[str, Any]]:
+    """A Python program of ``examples``, run as a user starts it: its lines of JSON."""
+    text = io.StringIO()
+    sys.argv = [file, *arguments]
+    sys.path.insert(0, str(Path(file).parent))
+    with contextlib.redirect_stdout(text):
+        runpy.run_path(file, run_name="__main__")
+    return [json.loads(line) for line in text.getvalue().splitlines() if line.startswith("{")]
