@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 def wait_until(condition: Callable[[], Any], what: str) -> None:
     """Polls until the condition is true; fails after a time that only a hang reaches."""
-    end, pause = time.monotonic() + 30, threading.Event()
+    end, pause = time.monotonic() + 100, threading.Event()
     while not condition():
         assert time.monotonic() < end, f"not in time: {what}"
         pause.wait(0.005)

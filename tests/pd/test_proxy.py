@@ -276,6 +276,7 @@ def test_nothing_listens(site: Site) -> None:
     d = site.stand_in()
     site.stop(d.at)
     with site.proxy(mixed=[d], retry_for=0.1) as client:
+        wait_until(lambda: client.get("/health").status_code == 503, "the proxy knows of it")
         response = ask(client)
         assert response.status_code == 503
         assert response.headers["retry-after"] == "1"
