@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec
 
 _BLEND = "reuse of chunks at other positions (Blend) is not built"
 _REROPE = "ReRoPE is not built"
-_PATCH = "no patch is needed: the connector works through vLLM's own interfaces (vLLM 0.30 to 0.33)"
+_PATCH = "no patch is needed: the connector works through vLLM's own interfaces"
 _STATE = "what a request needs is private to the connector and changes; write a store of your own"
 _MEASURED = "selection works on block tables through an attention backend, without this function"
 _CONNECTOR = "ucm.integration.vllm.ucm_connector"

@@ -19,6 +19,9 @@ from loopback import Site, wait_until
 from stand_in import PROMPTS, Fault, words
 
 LONG = "a prompt that is long enough to have a full block"
+# A server that breaks off with its loop leaves connections to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 COMPLETION = "/v1/completions"
 
 

@@ -256,7 +256,7 @@ def test_root(row: RootRow, column: Column, tmp_path: Path, stack: ExitStack) ->
     # After a full file system, some are still being removed.
     wait_until(lambda: ground.is_healthy(names), "all are stored and found again")
     ground.await_all_right()
-    wait_until(lambda: not list(root.glob("*/tmp/*")), "no private files are left behind", 20)
+    wait_until(lambda: not list(root.glob("*/tmp/*")), "no private files are left behind", 60)
 
 
 #: Short for the one affected call, long for all others.
