@@ -1,7 +1,7 @@
 """An HTTP server on a real socket that streams completions as vLLM does, and has its metrics.
 
 It has no model: token ``n`` of an answer is ``n``, and a token of a prompt counts as a hit where
-the same beginning was asked before. A gate holds answers until so many have begun.
+the same beginning was asked before. A gate holds answers until a number of them have begun.
 """
 
 from __future__ import annotations

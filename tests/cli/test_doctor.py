@@ -214,7 +214,7 @@ def test_a_root_on_a_file_system_that_refuses_direct_io(
     found = examine("--config", config(io_direct=True))
     assert found["exit"] == 1
     assert "refuses O_DIRECT" in only(found, "warning")["text"]
-    assert examine("--config", config())["exit"] == 0  # nobody asked for it
+    assert examine("--config", config())["exit"] == 0  # io_direct is not configured
 
 
 def test_a_root_that_does_not_answer(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 #: The first id of a prompt: smaller ones are often special tokens.
 FIRST_ID = 3
-#: Ids of a prompt; every vocabulary has so many.
+#: Ids of a prompt; every vocabulary is at least this large.
 VOCABULARY = 256
 
 

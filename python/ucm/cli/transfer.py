@@ -95,7 +95,7 @@ def export(ctx: click.Context, **arguments: Any) -> None:
 @click.option("--capacity", metavar="SIZE", help="storage_capacity of a ROOT that is new.")
 @_common
 def import_(ctx: click.Context, **arguments: Any) -> None:
-    """Copy the records of ARCHIVE, or of any root, into ROOT, which engines may use meanwhile.
+    """Copy the records of ARCHIVE, or of any root, into ROOT; engines may use it during the copy.
 
     Exit status: as of export.
     """
