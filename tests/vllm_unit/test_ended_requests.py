@@ -156,7 +156,9 @@ def stored(engine: ToyEngine) -> bool:
 def opened(engine: ToyEngine, name: str = "full") -> ToyEngine:
     """The engine, when its store is open."""
     answers(engine, [prompt_of(99, 1)], name)
-    engine.until(lambda: engine.connector._scheduler.readiness.phase == "open" and engine.idle())
+    readiness = engine.connector._scheduler.readiness
+    engine.until(lambda: engine.off or (readiness.phase == "open" and engine.idle()))
+    assert not engine.off, readiness.why_off
     return engine
 
 
@@ -436,7 +438,9 @@ def test_a_prompt_of_32k_tokens_is_stored_whole_and_hit_whole(
 
     engine = begin()
     engine.generate({"opens": prompt_of(99, 1)}, 1)
-    engine.until(lambda: engine.connector._scheduler.readiness.phase == "open" and engine.idle())
+    readiness = engine.connector._scheduler.readiness
+    engine.until(lambda: engine.off or (readiness.phase == "open" and engine.idle()))
+    assert not engine.off, readiness.why_off
     engine.generate({"has room": prompt_of(98, 1)}, 1)
     engine.until(lambda: stored(engine))
     lost = lost_of(engine)

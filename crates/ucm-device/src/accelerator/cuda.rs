@@ -151,13 +151,13 @@ macro_rules! call {
 }
 
 impl Driver {
-    /// The driver of this process, loaded and initialised once.
+    /// The driver of this process, loaded and initialised once; looked for again if that failed.
     fn get() -> Result<&'static Self> {
-        static LOADED: OnceLock<Result<Driver>> = OnceLock::new();
-        let driver = LOADED
-            .get_or_init(Self::load)
-            .as_ref()
-            .map_err(Clone::clone)?;
+        static LOADED: OnceLock<Driver> = OnceLock::new();
+        let driver = match LOADED.get() {
+            Some(driver) => driver,
+            None => Self::load().map(|driver| LOADED.get_or_init(|| driver))?,
+        };
         library::check_begun()?;
         Ok(driver)
     }
