@@ -14,18 +14,21 @@
 //! operation finds another directory or mount at the root's path: the marker is read about once a
 //! second.
 
-use std::ffi::OsStr;
+use std::collections::HashSet;
+use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, UNIX_EPOCH};
 
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags, StatxFlags};
 use rustix::io::Errno;
 use ucm_core::sync::{Mutex, RwLock};
 
 use crate::fd_cache::KeptFile;
+use crate::op::{FileMeta, to_meta};
 use crate::sys::retry;
 
 /// Flags for opening a directory to resolve names in it.
@@ -39,9 +42,17 @@ pub(crate) struct Roots {
     /// True if `openat2` cannot be used here.
     without_openat2: AtomicBool,
     kept: Mutex<Option<KeptRoot>>,
+    pub(crate) plain: RwLock<Plain>,
     /// Directories that walks opened.
     #[cfg(test)]
     pub(crate) opened: std::sync::atomic::AtomicUsize,
+}
+
+/// Directories seen to be no links, until something in the one above them changes.
+#[derive(Debug, Default)]
+pub(crate) struct Plain {
+    pub(crate) above: Option<FileMeta>,
+    names: HashSet<OsString>,
 }
 
 /// The root last used by an append to a segment or a read of one.
@@ -107,13 +118,13 @@ impl Roots {
     }
 
     fn keep(&self, path: Arc<Path>, root: Arc<KeptFile>) -> Arc<KeptFile> {
-        let kept = KeptRoot {
+        let (kept, used) = (Arc::clone(&root), true);
+        let kept = self.kept.lock().replace(KeptRoot {
             path,
-            root: Arc::clone(&root),
-            used: true,
-        };
-        let before = self.kept.lock().replace(kept);
-        drop(before); // closed with no lock held
+            root: kept,
+            used,
+        });
+        drop(kept); // closed with no lock held
         root
     }
 
@@ -121,14 +132,8 @@ impl Roots {
     /// call.
     pub(crate) fn take_kept(&self, unused: bool) -> Option<Arc<KeptFile>> {
         let mut kept = self.kept.lock();
-        if unused
-            && kept
-                .as_mut()
-                .is_some_and(|kept| std::mem::take(&mut kept.used))
-        {
-            return None;
-        }
-        kept.take().map(|kept| kept.root)
+        let taken = kept.take_if(|kept| !unused || !std::mem::take(&mut kept.used));
+        taken.map(|kept| kept.root)
     }
 
     /// Closes the kept root if it is not this one, the current root of the path.
@@ -139,17 +144,12 @@ impl Roots {
             return;
         };
         drop(kept); // no lock is held over a system call
-        let (known_at, now_at) = (place_of(known.fd()), place_of(now.as_fd()));
-        if known_at.is_some() && known_at == now_at {
-            return;
+        let places = (place_of(known.fd()), place_of(now.as_fd()));
+        if places.0.is_none() || places.0 != places.1 {
+            let same = |kept: &mut KeptRoot| Arc::ptr_eq(&kept.root, &known);
+            let taken = self.kept.lock().take_if(same);
+            drop(taken); // here too
         }
-        let mut kept = self.kept.lock();
-        let same = kept
-            .as_ref()
-            .is_some_and(|kept| Arc::ptr_eq(&kept.root, &known));
-        let taken = if same { kept.take() } else { None };
-        drop(kept);
-        drop(taken);
     }
 
     /// The innermost root above a path, and the path from there.
@@ -187,6 +187,14 @@ impl Roots {
     }
 }
 
+/// True if a directory last changed so long ago that its next change is sure to show in its time.
+fn has_rested(dir: &FileMeta) -> bool {
+    let changed = Duration::from_nanos(dir.mtime_ns.unsigned_abs());
+    UNIX_EPOCH
+        .elapsed()
+        .is_ok_and(|now| now > changed + Duration::from_secs(2))
+}
+
 /// The same without `openat2`: one `openat` for each directory on the way.
 fn open_by_parts(
     root: BorrowedFd<'_>,
@@ -213,27 +221,17 @@ fn open_by_parts(
 
 /// Opens a root, by links too.
 fn open_root(path: &Path) -> rustix::io::Result<OwnedFd> {
-    let path = if path.as_os_str().is_empty() {
-        Path::new(".")
-    } else {
-        path
-    };
-    retry(|| rustix::fs::open(path, DIRECTORY, Mode::empty()))
+    let here = path.as_os_str().is_empty().then_some(Path::new("."));
+    retry(|| rustix::fs::open(here.unwrap_or(path), DIRECTORY, Mode::empty()))
 }
 
-/// Identity of an open directory, and its mount if the kernel reports it.
-fn place_of(dir: BorrowedFd<'_>) -> Option<(u32, u32, u64, u64)> {
-    let (how, what) = (
-        AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC, // no request to a server
-        StatxFlags::INO | StatxFlags::MNT_ID,
-    );
+/// Identity of an open directory: its device, inode, and mount (0 if the kernel does not report it).
+pub(crate) fn place_of(dir: BorrowedFd<'_>) -> Option<[u64; 4]> {
+    let how = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC; // no request to a server
+    let what = StatxFlags::INO | StatxFlags::MNT_ID;
     let found = retry(|| rustix::fs::statx(dir, c"", how, what)).ok()?;
-    Some((
-        found.stx_dev_major,
-        found.stx_dev_minor,
-        found.stx_ino,
-        found.stx_mnt_id,
-    ))
+    let device = [found.stx_dev_major, found.stx_dev_minor].map(u64::from);
+    Some([device[0], device[1], found.stx_ino, found.stx_mnt_id])
 }
 
 /// Opens a name in a directory unless it is a link (LOOP).
@@ -279,7 +277,8 @@ fn below<'p>(dir: &Path, path: &'p Path) -> Option<&'p Path> {
 pub(crate) struct Walk<'r> {
     roots: &'r Roots,
     root: Option<(Arc<Path>, Arc<OwnedFd>)>,
-    dir: Option<(PathBuf, Arc<OwnedFd>)>,
+    /// With its metadata if names in its directories are looked up and it has rested.
+    dir: Option<(PathBuf, Arc<OwnedFd>, Option<FileMeta>)>,
 }
 
 /// A name in an open directory below a root, or a path that lies below none.
@@ -295,28 +294,64 @@ impl Walk<'_> {
     /// The directory of a name and the name in it. Fails if the directory does not exist or a link
     /// is on the way (LOOP).
     pub(crate) fn at<'p>(&mut self, path: &'p Path) -> rustix::io::Result<At<'p>> {
+        self.from(path, 1)
+    }
+
+    /// As [`Self::at`] from one directory further up, which most names of a job share. The
+    /// directory between, part of the name, may be a link.
+    pub(crate) fn above<'p>(&mut self, path: &'p Path) -> rustix::io::Result<At<'p>> {
+        self.from(path, 2)
+    }
+
+    fn from<'p>(&mut self, path: &'p Path, parts: usize) -> rustix::io::Result<At<'p>> {
+        let at = |dir, name| Ok(At { dir, name, path });
+        if let Some((known, dir, _)) = &self.dir
+            && let Some(name) = below(known, path).filter(|name| name.iter().count() == parts)
+        {
+            return at(Some(Arc::clone(dir)), name);
+        }
         let Some((root, rest)) = self.roots.split(path) else {
-            return Ok(At {
-                dir: None,
-                name: path,
-                path,
-            });
+            return at(None, path);
         };
-        let Some(name) = rest.file_name() else {
+        if rest.file_name().is_none() {
             return Err(Errno::INVAL);
-        };
+        }
         let root = self.root(&root)?;
-        let parent = rest.parent().unwrap_or(Path::new(""));
-        let dir = if parent.as_os_str().is_empty() {
-            root
-        } else {
-            self.dir(&root, path, parent)?
+        let parents = path.ancestors().nth(parts).zip(rest.ancestors().nth(parts));
+        let named = parents.and_then(|(whole, parent)| Some((whole, parent, below(parent, rest)?)));
+        let Some((whole, parent, name)) = named.filter(|(.., name)| *name != rest) else {
+            return at(Some(root), rest);
         };
-        Ok(At {
-            dir: Some(dir),
-            name: Path::new(name),
-            path,
-        })
+        #[cfg(test)]
+        self.roots.opened.fetch_add(1, Ordering::Relaxed);
+        let dir = (self.roots).open_from(root.as_fd(), parent, DIRECTORY, Mode::empty())?;
+        let mut above = None;
+        if parts > 1 {
+            above = Some(to_meta(&retry(|| rustix::fs::fstat(&dir))?)).filter(has_rested);
+        }
+        let (_, dir, _) = self.dir.insert((whole.to_owned(), Arc::new(dir), above));
+        at(Some(Arc::clone(dir)), name)
+    }
+
+    /// True if the directory in this name, made by [`Self::above`], is a link.
+    pub(crate) fn is_by_link(&self, at: &At<'_>) -> bool {
+        let above = self.dir.as_ref().and_then(|(.., above)| *above);
+        let between = at.name.parent().filter(|_| at.is_below());
+        let name = between.unwrap_or(Path::new("")).as_os_str();
+        let plain = self.roots.plain.read();
+        if above.is_some() && plain.above == above && plain.names.contains(name) {
+            return false;
+        }
+        drop(plain); // no lock is held over a system call
+        if is_link(at.dir(), name.as_ref()) {
+            return true;
+        }
+        let mut plain = self.roots.plain.write();
+        if plain.above != above {
+            (plain.above, plain.names) = (above, HashSet::new());
+        }
+        plain.names.insert(name.into());
+        false
     }
 
     /// Opens this path. Below a root no link is followed, on the way or at the end.
@@ -325,8 +360,7 @@ impl Walk<'_> {
             return retry(|| rustix::fs::open(path, flags, Mode::empty()));
         };
         let root = self.root(&root)?;
-        self.roots
-            .open_from(root.as_fd(), rest, flags, Mode::empty())
+        (self.roots).open_from(root.as_fd(), rest, flags, Mode::empty())
     }
 
     fn root(&mut self, path: &Arc<Path>) -> rustix::io::Result<Arc<OwnedFd>> {
@@ -339,29 +373,6 @@ impl Walk<'_> {
         self.roots.compare_kept(path, &root);
         self.root = Some((Arc::clone(path), Arc::clone(&root)));
         Ok(root)
-    }
-
-    /// The directory of a path; `parent` is relative to the root.
-    fn dir(
-        &mut self,
-        root: &OwnedFd,
-        path: &Path,
-        parent: &Path,
-    ) -> rustix::io::Result<Arc<OwnedFd>> {
-        let whole = path.parent().unwrap_or(path);
-        if let Some((known, dir)) = &self.dir
-            && known.as_os_str() == whole.as_os_str()
-        {
-            return Ok(Arc::clone(dir));
-        }
-        #[cfg(test)]
-        self.roots.opened.fetch_add(1, Ordering::Relaxed);
-        let dir = Arc::new(
-            self.roots
-                .open_from(root.as_fd(), parent, DIRECTORY, Mode::empty())?,
-        );
-        self.dir = Some((whole.to_owned(), Arc::clone(&dir)));
-        Ok(dir)
     }
 }
 

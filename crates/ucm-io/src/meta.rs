@@ -1,16 +1,16 @@
 //! Operations on names: stat, touch, remove, list, make a directory, size of the file system.
 
 use std::ffi::{OsStr, OsString};
-use std::os::fd::OwnedFd;
+use std::os::fd::AsFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat, StatxFlags, Timespec, Timestamps};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, Timespec, Timestamps};
 use rustix::io::Errno;
 use ucm_core::{Error, ErrorKind, Result};
 
-use crate::below::{At, Roots, link_on};
-use crate::op::{FileMeta, MAX_LIST, SpaceInfo, StillWanted};
+use crate::below::{At, Roots, link_on, place_of};
+use crate::op::{FileMeta, MAX_LIST, SpaceInfo, StillWanted, to_meta};
 use crate::sys::retry;
 
 /// Stats between two checks whether the job is still wanted. A stat changes nothing, and a check
@@ -39,23 +39,6 @@ pub(crate) fn is_absent(errno: Errno) -> bool {
     matches!(errno, Errno::NOENT | Errno::NOTDIR | Errno::STALE)
 }
 
-/// The fields of a stat that we use.
-#[allow(
-    clippy::unnecessary_cast,
-    reason = "the types differ between architectures"
-)]
-pub(crate) fn to_meta(stat: &Stat) -> FileMeta {
-    FileMeta {
-        len: u64::try_from(stat.st_size).unwrap_or(0),
-        mtime_ns: (stat.st_mtime as i64)
-            .saturating_mul(1_000_000_000)
-            .saturating_add(stat.st_mtime_nsec as i64),
-        ino: stat.st_ino as u64,
-        dev: stat.st_dev as u64,
-        is_dir: FileType::from_raw_mode(stat.st_mode) == FileType::Directory,
-    }
-}
-
 /// Metadata of one name, with or without following a link.
 pub(crate) fn stat_one(at: &At<'_>, flags: AtFlags) -> rustix::io::Result<FileMeta> {
     retry(|| rustix::fs::statat(at.dir(), at.name(), flags)).map(|stat| to_meta(&stat))
@@ -63,11 +46,8 @@ pub(crate) fn stat_one(at: &At<'_>, flags: AtFlags) -> rustix::io::Result<FileMe
 
 /// Metadata of one name. Below a root a link is not followed: it is no file of ours.
 fn stat_found(at: &At<'_>) -> rustix::io::Result<FileMeta> {
-    let flags = if at.is_below() {
-        AtFlags::SYMLINK_NOFOLLOW
-    } else {
-        AtFlags::empty()
-    };
+    let mut flags = AtFlags::empty();
+    flags.set(AtFlags::SYMLINK_NOFOLLOW, at.is_below());
     let stat = retry(|| rustix::fs::statat(at.dir(), at.name(), flags))?;
     match FileType::from_raw_mode(stat.st_mode) {
         FileType::Symlink => Err(Errno::NOENT),
@@ -103,28 +83,26 @@ pub(crate) fn stat(
     stop_at_missing: bool,
     wanted: StillWanted<'_>,
 ) -> Result<Vec<Option<FileMeta>>> {
-    let mut found = vec![None; paths.len()];
-    // The result has the paths before `end`; later ones are skipped.
-    let (mut end, mut error) = (paths.len(), None);
-    let (mut walk, mut looks) = (roots.walk(), 0_usize);
-    for number in by_directory(paths.iter().map(PathBuf::as_path)) {
-        if number >= end {
-            continue;
-        }
-        if looks.is_multiple_of(STATS_BETWEEN_LOOKS) {
+    let mut found = Vec::with_capacity(paths.len());
+    let mut walk = roots.walk();
+    for (number, path) in paths.iter().enumerate() {
+        if number.is_multiple_of(STATS_BETWEEN_LOOKS) {
             go_on(wanted)?;
         }
-        looks += 1;
-        let path = &paths[number];
-        match walk.at(path).and_then(|at| stat_found(&at)) {
-            Ok(meta) => found[number] = Some(meta),
-            Err(e) if is_absent(e) && stop_at_missing => (end, error) = (number + 1, None),
-            Err(e) if is_absent(e) => {}
-            Err(e) => (end, error) = (number, Some(failed(e, "cannot stat the file", path))),
+        let looked = walk.above(path).and_then(|at| match stat_found(&at)? {
+            _ if walk.is_by_link(&at) => Err(Errno::LOOP),
+            meta => Ok(meta),
+        });
+        found.push(match looked {
+            Ok(meta) => Some(meta),
+            Err(e) if is_absent(e) => None,
+            Err(e) => return Err(failed(e, "cannot stat the file", path)),
+        });
+        if stop_at_missing && matches!(found[..], [.., None]) {
+            break;
         }
     }
-    found.truncate(end);
-    error.map_or(Ok(found), Err)
+    Ok(found)
 }
 
 /// True if a name existed for an operation on it.
@@ -204,20 +182,19 @@ pub(crate) fn rename(
     wanted: StillWanted<'_>,
 ) -> Result<bool> {
     let mut walk = roots.walk();
-    let old = match walk.at(from) {
-        Ok(old) => old,
+    let found = walk.at(from).and_then(|old| {
+        let meta = stat_one(&old, AtFlags::SYMLINK_NOFOLLOW)?;
+        Ok((meta, old))
+    });
+    let old = match found {
+        Ok((meta, old)) if meta.ino == ino && !meta.is_dir => old,
+        Ok(_) => return Ok(false),
         Err(e) if is_absent(e) => return Ok(false),
         Err(e) => return Err(failed(e, "cannot stat the file", from)),
     };
     let new = walk
         .at(to)
         .map_err(|e| failed(e, "cannot rename the file", to))?;
-    match stat_one(&old, AtFlags::SYMLINK_NOFOLLOW) {
-        Ok(meta) if meta.ino == ino && !meta.is_dir => {}
-        Ok(_) => return Ok(false),
-        Err(e) if is_absent(e) => return Ok(false),
-        Err(e) => return Err(failed(e, "cannot stat the file", from)),
-    }
     go_on(wanted)?;
     match old.rename(&new) {
         Ok(()) => Ok(true),
@@ -263,11 +240,7 @@ pub(crate) fn make_dir(roots: &Roots, path: &Path, mode: u32) -> Result<bool> {
             // The name exists but cannot be resolved: a link below a root.
             Err(Errno::NOENT) if at.is_below() => Err(fail(Errno::LOOP)),
             Ok(meta) if meta.is_dir => Ok(false),
-            Ok(_) => Err(failed(
-                Errno::NOTDIR,
-                "a file is where a directory should be",
-                path,
-            )),
+            Ok(_) => Err(failed(Errno::NOTDIR, "a file is in its place", path)),
             Err(e) => Err(failed(e, "cannot stat the directory", path)),
         },
         Err(e) => Err(fail(e)),
@@ -284,15 +257,8 @@ pub(crate) fn space(roots: &Roots, path: &Path) -> Result<SpaceInfo> {
         total: vfs.f_blocks.saturating_mul(vfs.f_frsize),
         free: vfs.f_bavail.saturating_mul(vfs.f_frsize),
         dev: meta.dev,
-        mount: mount_of(&dir),
+        mount: place_of(dir.as_fd()).and_then(|[.., mount]| (mount > 0).then_some(mount)),
     })
-}
-
-/// Number of the mount of a directory, if the kernel reports it.
-fn mount_of(dir: &OwnedFd) -> Option<u64> {
-    let said =
-        retry(|| rustix::fs::statx(dir, c"", AtFlags::EMPTY_PATH, StatxFlags::MNT_ID)).ok()?;
-    (said.stx_mask & StatxFlags::MNT_ID.bits() != 0).then_some(said.stx_mnt_id)
 }
 
 #[cfg(test)]
@@ -380,7 +346,7 @@ mod tests {
             let found = stat(&roots, &paths, stop, &|| true).unwrap();
             let lengths: Vec<_> = found.iter().map(|meta| meta.unwrap().len).collect();
             assert_eq!(lengths, (0..64).collect::<Vec<_>>());
-            assert_eq!(opened(), 8);
+            assert_eq!(opened(), 1, "the one above all of them");
         }
         let files: Vec<_> = paths.iter().cloned().zip(1_000_000_000..).collect();
         std::fs::remove_file(&paths[40]).unwrap();
@@ -394,6 +360,19 @@ mod tests {
         for (path, time) in files.iter().filter(|(path, _)| path.exists()) {
             assert_eq!(to_meta(&rustix::fs::stat(path).unwrap()).mtime_ns, *time);
         }
+        // What was found to be no link is looked at again once the directory above has changed.
+        assert!(
+            roots.plain.read().above.is_none(),
+            "it has just been changed"
+        );
+        let above = place.path().join("ns");
+        let old = std::time::SystemTime::UNIX_EPOCH;
+        std::fs::File::open(&above)
+            .unwrap()
+            .set_modified(old)
+            .unwrap();
+        assert_eq!(stat(&roots, &paths, false, &|| true).unwrap().len(), 64);
+        assert!(roots.plain.read().above.is_some());
         // The first missing name ends the result, and the first failure is the error.
         std::fs::remove_file(&paths[20]).unwrap();
         assert_eq!(stat(&roots, &paths, true, &|| true).unwrap().len(), 21);

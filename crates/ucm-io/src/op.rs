@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::path::Path;
 
+use rustix::fs::{FileType, Stat};
 use ucm_core::{Error, Result};
 
 /// Whether the result of an operation is still wanted. Checked between its steps and before every
@@ -25,6 +26,23 @@ pub struct FileMeta {
     pub dev: u64,
     /// True for a directory.
     pub is_dir: bool,
+}
+
+/// The fields of a stat that we use.
+#[allow(
+    clippy::unnecessary_cast,
+    reason = "the types differ between architectures"
+)]
+pub(crate) fn to_meta(stat: &Stat) -> FileMeta {
+    FileMeta {
+        len: u64::try_from(stat.st_size).unwrap_or(0),
+        mtime_ns: (stat.st_mtime as i64)
+            .saturating_mul(1_000_000_000)
+            .saturating_add(stat.st_mtime_nsec as i64),
+        ino: stat.st_ino as u64,
+        dev: stat.st_dev as u64,
+        is_dir: FileType::from_raw_mode(stat.st_mode) == FileType::Directory,
+    }
 }
 
 /// What a read brought.

@@ -13,7 +13,8 @@ use ucm_core::{PAGE, Result};
 
 use crate::below::Roots;
 use crate::bounce_buffer::page_slots;
-use crate::meta::{failed, to_meta};
+use crate::meta::failed;
+use crate::op::to_meta;
 use crate::sys::{File, SECTOR, read_full, retry, write_full};
 use crate::usrbio::Rings;
 

@@ -10,8 +10,9 @@ use ucm_core::{Error, Result};
 
 use crate::fd_cache::KeptFile;
 use crate::file::{CANNOT_READ, Files, check_read, fits_direct_read, not_regular};
-use crate::meta::{failed, to_meta};
+use crate::meta::failed;
 use crate::op::ReadPiece;
+use crate::op::to_meta;
 use crate::probe::stated_align;
 use crate::sys::{File, GiveUp, Port, SECTOR, read_into_full, retry};
 
