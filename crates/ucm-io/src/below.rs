@@ -225,7 +225,7 @@ fn open_root(path: &Path) -> rustix::io::Result<OwnedFd> {
     retry(|| rustix::fs::open(here.unwrap_or(path), DIRECTORY, Mode::empty()))
 }
 
-/// Identity of an open directory: its device, inode, and mount (0 if the kernel does not report it).
+/// Identity of an open directory: device, inode, and mount (0 if the kernel does not report it).
 pub(crate) fn place_of(dir: BorrowedFd<'_>) -> Option<[u64; 4]> {
     let how = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC; // no request to a server
     let what = StatxFlags::INO | StatxFlags::MNT_ID;
