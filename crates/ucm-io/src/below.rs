@@ -192,7 +192,7 @@ fn has_rested(dir: &FileMeta) -> bool {
     let changed = Duration::from_nanos(dir.mtime_ns.unsigned_abs());
     UNIX_EPOCH
         .elapsed()
-        .is_ok_and(|now| now > changed + Duration::from_secs(2))
+        .is_ok_and(|now| now > changed + Duration::from_millis(100))
 }
 
 /// The same without `openat2`: one `openat` for each directory on the way.
@@ -339,7 +339,8 @@ impl Walk<'_> {
         let between = at.name.parent().filter(|_| at.is_below());
         let name = between.unwrap_or(Path::new("")).as_os_str();
         let plain = self.roots.plain.read();
-        if above.is_some() && plain.above == above && plain.names.contains(name) {
+        let known = above.is_some() && plain.above == above && plain.names.contains(name);
+        if known || name.is_empty() {
             return false;
         }
         drop(plain); // no lock is held over a system call
