@@ -320,6 +320,12 @@ MKDOCS := env NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 docs: $(VENV)/.stamp-dev ## build the documents as a site, into build/site
 	@$(STAGE) "documents" $(MKDOCS)
 
+# A server of vLLM with requests of five minutes, scraped by Prometheus.
+.PHONY: picture
+picture: $(RUN_ENV) servers ## draw the panels of the dashboard, of a server under load, into docs/dashboard.svg
+	@UCM_PICTURE=docs/dashboard.svg UCM_PICTURE_MINUTES=5 $(STAGE) "picture of the dashboard" \
+		$(RUN_BIN)/python -m pytest --quiet tests/vllm/test_dashboard.py -k picture
+
 .PHONY: format
 format: $(VENV)/.stamp-dev ## format Rust and Python
 	@cargo fmt --all

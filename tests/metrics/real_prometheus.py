@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from html import unescape
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -52,6 +53,12 @@ def of_rules() -> list[tuple[str, str]]:
     return found
 
 
+def panels_of(picture: Path) -> dict[str, str]:
+    """The parts of a picture of ``tools/panels.py``, by the titles of panels."""
+    parts = picture.read_text().split("<g ")[1:]
+    return {unescape(re.findall(r"<text[^>]*>([^<]+)", part)[0]): part for part in parts}
+
+
 class Prometheus:
     """A running one."""
 
@@ -77,14 +84,14 @@ class Prometheus:
 
 
 @contextmanager
-def prometheus(directory: Path, *targets: str) -> Iterator[Prometheus]:
-    """Prometheus, scraping ``host:port`` five times a second, with the rules of the wheel."""
+def prometheus(directory: Path, *targets: str, every: str = "200ms") -> Iterator[Prometheus]:
+    """Prometheus, scraping ``host:port`` this often, with the rules of the wheel."""
     command = program("prometheus")
     port = free_port()
     directory.mkdir(parents=True, exist_ok=True)
-    often = {"scrape_interval": "200ms", "evaluation_interval": "200ms"}
+    often = {"scrape_interval": every, "evaluation_interval": every}
     config = {
-        "global": often | {"scrape_timeout": "200ms"},
+        "global": often | {"scrape_timeout": every},
         "rule_files": [str(RULES)],
         "scrape_configs": [{"job_name": "ucm", "static_configs": [{"targets": list(targets)}]}],
     }

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 from click.testing import CliRunner
-from real_prometheus import of_dashboard, of_rules, program
+from real_prometheus import of_dashboard, of_rules, panels_of, program
 
 from ucm.cli import main
 from ucm.errors import ConfigError
@@ -19,6 +19,9 @@ from ucm.metrics import file
 from ucm.metrics.names import rows
 
 HERE = Path(__file__).parent
+#: Made by ``make picture``; the server there has no sparse attention, no proxy and no GPU.
+PICTURE = HERE.parents[1] / "docs" / "dashboard.svg"
+ABSENT = {"Sparse Ratio", "Prefill and Decode", "GPU"}
 TEXT = {"type": "string", "minLength": 1}
 SOURCE = {
     "type": "object",
@@ -127,6 +130,46 @@ def test_the_file_in_the_package_is_what_the_command_prints() -> None:
     assert file.OVERVIEW_JSON.read_text() == printed(), (
         "run: ucm dashboard > python/ucm/metrics/overview.json"
     )
+
+
+def test_grafanas_own_model_knows_every_key_and_value() -> None:
+    from grafana_model import mistakes
+
+    assert mistakes(json.loads(printed())) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "mistake"),
+    [
+        (("titel",), "x", "dashboard.panels.5.titel: not a key of Grafana's"),
+        (("gridPos", "w"), "6", "dashboard.panels.5.grid_pos.w: '6' is no <class 'int'>"),
+        (("fieldConfig", "defaults", "custom", "stacking"), {"mode": "norml"}, "'norml' is none"),
+        (("fieldConfig", "defaults", "custom", "fillOpacity"), "30", "'30' is no <class 'float'>"),
+        (("targets", 0, "expression"), "up", "dashboard.panels.5.targets.0.expression: not a key"),
+        (("targets", 0, "format"), "tabel", "'tabel' is none of"),
+        (("options", "legend"), {"showLegend": 1}, "show_legend: 1 is no <class 'bool'>"),
+    ],
+)
+def test_the_check_by_grafanas_model_finds(
+    path: tuple[str | int, ...], value: object, mistake: str
+) -> None:
+    from grafana_model import mistakes
+
+    board = json.loads(printed())
+    place: Any = board["panels"][5]
+    assert place["type"] == "timeseries"
+    *above, last = path
+    for key in above:
+        place = place[key]
+    place[last] = value
+    assert [text for text in mistakes(board) if mistake in text], mistakes(board)
+
+
+def test_the_picture_of_the_page_has_the_panels_of_the_dashboard() -> None:
+    drawn = panels_of(PICTURE)
+    assert list(drawn) == [panel["title"] for panel in json.loads(printed())["panels"]]
+    assert {panel for panel, text in drawn.items() if ">No data<" in text} == ABSENT
+    assert PICTURE.stat().st_size < 100_000
 
 
 def test_every_series_of_an_expression_is_one_of_ours_or_of_a_named_exporter() -> None:

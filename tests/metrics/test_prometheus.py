@@ -5,7 +5,9 @@ real server."""
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +15,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import panels
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
-from real_prometheus import Prometheus, of_dashboard, of_rules, prometheus
+from real_prometheus import Prometheus, of_dashboard, of_rules, panels_of, prometheus
 
 from ucm.integration.vllm.connector import UCMConnector
 from ucm.pd.proxy import Metrics
@@ -137,3 +140,40 @@ def test_every_rule_is_evaluated_and_returns_a_series(site: tuple[Prometheus, An
     assert running.values("ucm:tier_used:ratio") == [0.1]
     alerts = {rule["name"]: rule["state"] for rule in rules if rule["type"] == "alerting"}
     assert set(alerts.values()) == {"inactive"}, alerts
+
+
+def test_the_tool_draws_every_panel_from_the_answers(
+    site: tuple[Prometheus, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running, step = site
+    running.wait_for({expression: panel for panel, expression in of_dashboard()}, step)
+    path = tmp_path / "panels.svg"
+    assert panels.main([running.url, str(path), "--minutes", "0.2"]) == 0
+    assert capsys.readouterr().out == f"{path}: 23 panels, without data: none\n"
+    drawn = panels_of(path)
+    lines = {panel for panel, text in drawn.items() if 'stroke-width="1.5"' in text}
+    values = {
+        "Cache Hit Rate": (">50 %<",),
+        "Hit Rate since Start": (">block<", ">50 %<", ">prefix<", ">100 %<"),
+        "Memory Distribution": (">gpu<", ">1 B<", ">cpu<", ">2 B<", ">external<", ">10 B<"),
+        "Store in Use": (">segment<", ">posix<", ">abc<"),
+        "Saved Prefill": (" %<",),
+    }
+    assert set(drawn) == lines | set(values)
+    for panel, texts in values.items():
+        assert [text for text in texts if text not in drawn[panel]] == [], panel
+    assert ">absent<" in drawn["Misses by Reason"]
+    assert ">posix takes blocks<" in drawn["Breaker"]
+
+
+def test_the_tool_names_the_panel_that_prometheus_refuses(
+    site: tuple[Prometheus, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    board = json.loads(panels.OVERVIEW.read_text())
+    board["panels"][1]["targets"][0]["expr"] = "sum("
+    path = tmp_path / "board.json"
+    path.write_text(json.dumps(board))
+    words = [site[0].url, str(tmp_path / "panels.svg"), "--dashboard", str(path)]
+    assert panels.main(words) == 1
+    assert "Hit Rate since Start: " in capsys.readouterr().err
+    assert not (tmp_path / "panels.svg").exists()
