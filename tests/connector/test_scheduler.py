@@ -21,6 +21,7 @@ from ucm.integration.vllm.connector.metadata import (
     join_keys,
     split_keys,
 )
+from ucm.integration.vllm.connector.scheduler import scheduler as scheduler_side
 from ucm.integration.vllm.connector.scheduler.dumps import JOB_BLOCKS, KNOWN_S
 from ucm.store import part_mask, record_ids
 
@@ -756,3 +757,31 @@ def test_debug_checks_that_the_counts_of_a_request_add_up(
     rig.scheduler._live["a"].tally.asked += lost
     rig.scheduler.request_finished(request)
     assert ("its counts do not add up" in caplog.text) == bool(lost)
+
+
+def test_debug_has_one_hit_in_n_computed_and_its_blocks_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler_side, "COMPARED", 2)
+    rig = Rig(debug=True)
+    requests = [rig.request(name, 5 * BLOCK + 1, seed) for seed, name in enumerate("abc")]
+    for request in requests:
+        rig.stored(request, 4)
+    rig.later.run()
+    for request in requests * 2:  # vLLM asks at every step until there is room
+        hit = (0, False) if request.request_id == "b" else (4 * BLOCK, True)
+        assert rig.scheduler.get_num_new_matched_tokens(request, 0) == hit
+    request = requests[1]
+    rig.scheduler.update_state_after_alloc(request, rig.tables.allocate(request, 6), 0)
+    plan = rig.step(request)
+    jobs = [(dump.first, len(dump.blocks), dump.compare) for dump in plan.dumps]
+    assert jobs == [(0, 4, True), (4, 1, False)]
+    assert split_keys(plan.dumps[0].keys) == rig.keys_of(request)[:4]
+    rig.report(rig.ended(plan))
+    assert rig.scheduler.dumps.published_blocks == 1
+    assert rig.scheduler.miss_stats.total.missed == {"not_taken": 4, "absent": 1}
+    # Preempted: what was compared is loaded.
+    request.num_preemptions, request.num_computed_tokens = 1, 0
+    rig.scheduler.get_num_new_matched_tokens(request, 0)
+    rig.later.run()
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (4 * BLOCK, True)

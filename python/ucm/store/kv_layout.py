@@ -159,10 +159,7 @@ class KVLayout:
     uses the addresses."""
 
     def __init__(
-        self,
-        caches: Mapping[str, Any],
-        layers: Sequence[str] = (),
-        num_blocks: int | None = None,
+        self, caches: Mapping[str, Any], layers: Sequence[str] = (), num_blocks: int | None = None
     ) -> None:
         """``caches``: a tensor ``[block, ...]`` for each layer, by name, as vLLM registers them, or
         several; ``layers``: names of the layers that count, all if empty; ``num_blocks``: vLLM's
@@ -173,6 +170,7 @@ class KVLayout:
         seen: set[tuple[tuple[int, int], ...]] = set()
         self.names: list[str] = []
         self.layers: list[list[TensorView]] = []
+        self.tensors: list[Sequence[Any]] = []  # of each layer
         blocks: set[int] = set()
         devices: set[str] = set()
         for name in names:
@@ -184,6 +182,7 @@ class KVLayout:
             seen.add(place)
             self.names.append(name)
             self.layers.append(layer)
+            self.tensors.append(tensors)
             for tensor in tensors:
                 blocks.add(int(tensor.shape[0]) if num_blocks is None else num_blocks)
                 self.dtype: Any = tensor.dtype

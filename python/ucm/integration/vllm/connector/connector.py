@@ -28,7 +28,7 @@ from ucm.config import UcmConfig, load, parse
 from ucm.errors import ConfigError
 from ucm.integration.vllm.compat.versions import installed, why_unserved, why_untested
 from ucm.integration.vllm.connector.factory import make_scheduler, make_worker, why_off
-from ucm.integration.vllm.connector.guard import Failures, harmless, logger, throttle
+from ucm.integration.vllm.connector.guard import Failures, P, R, harmless, logger, throttle
 from ucm.integration.vllm.connector.identity.engine_identity import block_tokens
 from ucm.integration.vllm.connector.identity.weights import models_of
 from ucm.integration.vllm.connector.metadata import (
@@ -40,10 +40,7 @@ from ucm.integration.vllm.connector.metadata import (
 from ucm.integration.vllm.connector.scheduler.readiness import OFF, OPEN
 from ucm.integration.vllm.connector.scheduler.scheduler import NOTHING, UCMConnectorScheduler
 from ucm.integration.vllm.connector.stats import MissStats, UcmPromMetrics, UcmStats
-from ucm.integration.vllm.connector.stores import (
-    refuse_missing_store,
-    refuse_model_directory,
-)
+from ucm.integration.vllm.connector.stores import refuse_missing_store, refuse_model_directory
 from ucm.integration.vllm.connector.worker.transfers import PendingLoads
 from ucm.integration.vllm.connector.worker.worker import UCMConnectorWorker
 from ucm.integration.vllm.early import refuse_wrong
@@ -205,6 +202,16 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         if self.failures is not None:
             self.failures.give_up(why)
 
+    def _call(self, default: R, method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """The result of a method of this side; ``default`` if it raises, or the side is given
+        up."""
+        if not self.given_up:
+            try:
+                return method(*args, **kwargs)
+            except Exception as error:
+                (self.failures or Failures("connector")).note(method.__name__, error)
+        return default
+
     @property
     def requires_kv_delivery(self) -> bool:
         """A cache delivers nothing that a request depends on."""
@@ -219,12 +226,10 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._sparse_scheduler is not None:
             self._sparse_scheduler.bind_kv_cache_manager(kv_cache_manager)
-        self._bind_manager(kv_cache_manager)
-
-    @harmless(None, vital=True)
-    def _bind_manager(self, kv_cache_manager: KVCacheManager) -> None:
         if self._scheduler is not None:
-            self._scheduler.bind_kv_cache_manager(kv_cache_manager)
+            bind = self._scheduler.bind_kv_cache_manager
+            if self._call(True, bind, kv_cache_manager):
+                self._give_up("vLLM's block tables could not be bound")
 
     @harmless(None, vital=True)
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
@@ -243,14 +248,10 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             self._sparse(self._sparse_scheduler.on_new_request, request)
         if self.given_up and self._miss_stats is not None:
             self._miss_stats.bypassed(request, MissReason.INTERNAL)
-        self._begin_lookup(request)
-
-    @harmless(None)
-    def _begin_lookup(self, request: Request) -> None:
         if self._scheduler is not None:
-            self._scheduler.on_new_request(request)
+            self._call(None, self._scheduler.on_new_request, request)
         elif self._miss_stats is not None and self._off is not None:
-            self._miss_stats.bypassed(request, self._off)
+            self._call(None, self._miss_stats.bypassed, request, self._off)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -259,15 +260,10 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         if self._sparse_scheduler is not None:
             self._sparse(self._sparse_scheduler.found_on_device, request, num_computed_tokens)
         self._found[request.request_id] = num_computed_tokens
-        return self._matched_tokens(request, num_computed_tokens)
-
-    @harmless((0, False))
-    def _matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
-        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+        matched = self._scheduler.get_num_new_matched_tokens
+        return self._call((0, False), matched, request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -285,12 +281,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             table = blocks.blocks[0][first : first + count]
             ids = np.array([block.block_id for block in table if not block.is_null], np.int64)
             self._unsent[request.request_id] = Load(request.request_id, first, b"", ids)
-        self._plan_load(request, blocks, num_external_tokens)
-
-    @harmless(None)
-    def _plan_load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        if self._scheduler is not None:
-            self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+        allocated = self._scheduler.update_state_after_alloc
+        self._call(None, allocated, request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
@@ -318,26 +310,17 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What the workers do in this step."""
-        planned = self._plan_step(scheduler_output)
-        if planned is None:
-            self._drop_unsent()
+        planned: UCMConnectorMetadata | None = NOTHING
+        if self._scheduler is not None:
+            planned = self._call(None, self._scheduler.build_connector_meta, scheduler_output)
+            if planned is None and self._call(True, self._scheduler.drop_unsent):
+                self._give_up("the dumps of a step could not be dropped")
         plan = self._with_unplanned_loads(planned)
         if self._sparse_scheduler is None:
             return plan
         settled = self._scheduler is None or self._scheduler.readiness.phase in (OPEN, OFF)
         sparse = self._sparse(self._sparse_scheduler.plan, scheduler_output, settled)
         return plan if sparse is None else replace(plan, sparse=sparse)
-
-    @harmless(None)
-    def _plan_step(self, scheduler_output: SchedulerOutput) -> UCMConnectorMetadata | None:
-        if self._scheduler is None:
-            return NOTHING
-        return self._scheduler.build_connector_meta(scheduler_output)
-
-    @harmless(None, vital=True)
-    def _drop_unsent(self) -> None:
-        if self._scheduler is not None:
-            self._scheduler.drop_unsent()
 
     def _with_unplanned_loads(self, plan: UCMConnectorMetadata | None) -> UCMConnectorMetadata:
         """A step's plan, with the loads that vLLM waits for and that it lacks. ``plan`` is None
@@ -359,29 +342,23 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         news = connector_output.kv_connector_worker_meta
         if self._sparse_scheduler is not None and isinstance(news, UCMConnectorWorkerMetadata):
             self._sparse(self._sparse_scheduler.measured, news.break_even)
-        opening = self._scheduler is not None and self._scheduler.readiness.phase not in (OPEN, OFF)
-        if not self._read_output(connector_output) and opening:
+        if (scheduler := self._scheduler) is None:
+            return
+        opening = scheduler.readiness.phase not in (OPEN, OFF)
+        if self._call(True, scheduler.update_connector_output, connector_output) and opening:
             self._give_up("a report of the workers that is sent once was not read")
-
-    @harmless(False)
-    def _read_output(self, connector_output: KVConnectorOutput) -> bool:
-        if self._scheduler is not None:
-            self._scheduler.update_connector_output(connector_output)
-        return True
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """The request ended; its blocks may be freed, and are read before others write them."""
         self._found.pop(request.request_id, None)
-        answer = self._on_finished(request)
+        answer = None
+        if self._scheduler is not None:
+            answer = self._call(None, self._scheduler.request_finished, request)
         if self._sparse_scheduler is not None:
             self._sparse(self._sparse_scheduler.request_finished, request)
         return False, answer
-
-    @harmless(None)
-    def _on_finished(self, request: Request) -> dict[str, Any] | None:
-        return None if self._scheduler is None else self._scheduler.request_finished(request)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -455,17 +432,11 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         self._pending.lost(plan.undone)
         if plan.given_up:
             self._give_up(plan.given_up)
-        if self._bind_plan(plan):
+        if not self._call(True, self._worker.bind_connector_metadata, plan):
             return
         if plan.setup is not None or plan.check_weights is not None:
             self._give_up("a step's metadata that are sent once were not read")
         self._drop_step()
-
-    @harmless(False)
-    def _bind_plan(self, plan: UCMConnectorMetadata) -> bool:
-        if self._worker is not None:
-            self._worker.bind_connector_metadata(plan)
-        return True
 
     def _drop_step(self) -> None:
         """The plan of a step was not read, or in part."""
@@ -481,12 +452,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             plan = self._get_connector_metadata()
             if isinstance(plan, UCMConnectorMetadata) and plan.sparse is not None:
                 self._sparse(self._sparse_worker.begin_step, plan.sparse, forward_context)
-        self._start_loads()
-
-    @harmless(None)
-    def _start_loads(self) -> None:
         if self._worker is not None:
-            self._worker.start_load_kv()
+            self._call(None, self._worker.start_load_kv)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: requests run when all their layers are loaded."""
@@ -505,12 +472,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         for."""
         if self._sparse_worker is not None:
             self._sparse(self._sparse_worker.end_step)
-        self._start_dumps()
-
-    @harmless(None)
-    def _start_dumps(self) -> None:
         if self._worker is not None:
-            self._worker.start_dumps()
+            self._call(None, self._worker.start_dumps)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Requests whose load ended, each once, and those of them that must be computed as a
@@ -520,21 +483,17 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         _, ended = self.get_finished(finished_req_ids)
         results = KVConnectorTransferResults(finished_recving=ended or set())
         if self._worker is not None and self._worker.rank.fails_whole:
-            failed = self._whole_failures()
+            failed = self._call(None, self._worker.loads.take_failed)
             lost = self._pending.reported if failed is None else self._pending.unfilled
             names = {load.request for load in lost}
             results.failed_recving = ((failed or set()) | names) & results.finished_recving
         return results
 
-    @harmless(None)
-    def _whole_failures(self) -> set[str] | None:
-        return set() if self._worker is None else self._worker.loads.take_failed()
-
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose load ended, each once."""
         if self._worker is None:
             return None, None
-        ended = self._ended_loads()
+        ended = self._call(None, self._worker.take_ended_loads)
         if ended is None or self._worker.failures.count:  # a load may be lost
             under_way = self._worker.loads_under_way(poll=ended is None)
             self._pending.lost_but(under_way | (ended or set()))
@@ -543,31 +502,26 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.loads.forget(lost)
         return None, names or None
 
-    @harmless(None)
-    def _ended_loads(self) -> set[str] | None:
-        return set() if self._worker is None else self._worker.take_ended_loads()
-
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Device blocks a load did not fill."""
-        if self._worker is not None and self._worker.rank.fails_whole:
+        worker, unfilled = self._worker, self._pending.unfilled
+        if worker is None or worker.rank.fails_whole:
             return set()  # see get_transfer_results
-        bad, unfilled = self._bad_blocks(), self._pending.unfilled
-        if bad is None and self._worker is not None:
+        bad = self._call(None, worker.get_block_ids_with_load_errors)
+        if bad is None:
             unfilled = self._pending.reported
             for lost in unfilled:
-                self._worker.loads.forget(lost)
+                worker.loads.forget(lost)
         return (bad or set()).union(*(lost.blocks.tolist() for lost in unfilled))
-
-    @harmless(None)
-    def _bad_blocks(self) -> set[int] | None:
-        return set() if self._worker is None else self._worker.get_block_ids_with_load_errors()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """News for the scheduler side."""
-        news = self._worker_news()
-        if self._worker is not None and self.given_up:
-            number, broken = self._worker.rank.number, f"given up: {self.given_up}"
-            news = UCMConnectorWorkerMetadata(ranks=[RankReport(number, broken=broken)])
+        news: UCMConnectorWorkerMetadata | None = None
+        if self._worker is not None:
+            news = self._call(None, self._worker.build_connector_worker_meta)
+            if self.given_up:
+                number, broken = self._worker.rank.number, f"given up: {self.given_up}"
+                news = UCMConnectorWorkerMetadata(ranks=[RankReport(number, broken=broken)])
         sparse = self._sparse_worker
         measured = None if sparse is None else self._sparse(sparse.take_measured)
         lost = (None if sparse is None else self._sparse(sparse.take_lost)) or []
@@ -575,10 +529,6 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             news = news or UCMConnectorWorkerMetadata()
             news.break_even, news.lost = [] if measured is None else [measured], lost
         return news
-
-    @harmless(None)
-    def _worker_news(self) -> UCMConnectorWorkerMetadata | None:
-        return None if self._worker is None else self._worker.build_connector_worker_meta()
 
     @staticmethod
     def _sparse(function: Callable[..., Any], *args: Any) -> Any:

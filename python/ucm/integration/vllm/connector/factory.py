@@ -45,11 +45,7 @@ from ucm.integration.vllm.connector.identity.engine_identity import (
     transferable_groups,
     unidentifiable,
 )
-from ucm.integration.vllm.connector.identity.keys import (
-    AdapterDigests,
-    ExtraKeys,
-    Items,
-)
+from ucm.integration.vllm.connector.identity.keys import AdapterDigests, ExtraKeys, Items
 from ucm.integration.vllm.connector.identity.weights import ModelMemory, weight_source
 from ucm.integration.vllm.connector.platforms import Platform, cores_here, platform_of, why_slower
 from ucm.integration.vllm.connector.scheduler.events import block_events
@@ -417,9 +413,7 @@ NOT_BATCH_INVARIANT = frozenset({"FLASHINFER", "TRITON_MLA"})
 
 
 def why_not_reusable(
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-    workers_cache_prefixes: bool = True,
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, workers_cache_prefixes: bool = True
 ) -> str:
     """Why nothing may be loaded, and storing is of no use; empty where a request may continue.
     ``workers_cache_prefixes``: whether ``enable_prefix_caching`` is still true in every worker."""

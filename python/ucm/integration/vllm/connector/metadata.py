@@ -27,7 +27,7 @@ from ucm.integration.vllm.connector.identity.weights import WeightsReport
 from ucm.store.ucmstore_v1 import Priority
 
 #: Changes with every change of meaning; a mismatch between the sides switches ucm off.
-VERSION = 13
+VERSION = 14
 
 #: Length of a block key in bytes.
 KEY = 16
@@ -71,8 +71,8 @@ class Load:
 
 @dataclass(slots=True)
 class Dump:
-    """Blocks to write, on every rank, in chain order; their sources do not change before the job is
-    flushed."""
+    """Blocks to write or to compare, on every rank, in chain order; their sources do not change
+    before the job is flushed."""
 
     job: int
     request: str
@@ -83,6 +83,7 @@ class Dump:
     refused: tuple[int, ...] = ()  # rows whose stored record some rank could not use: replaced
     tenant: bytes = b""  # tag of the tenant of these blocks, empty for none
     group: int = 0  # number of the KV group
+    compare: bool = False  # with the stored blocks; nothing is written
 
 
 @dataclass(slots=True)

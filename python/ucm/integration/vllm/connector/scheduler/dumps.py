@@ -156,7 +156,7 @@ KNOWN_S = 1.0
 @dataclass(slots=True)
 class _Job:
     number: int
-    keys: list[bytes]
+    keys: list[bytes]  # of the blocks that are written
     first: int
     blocks: list[KVCacheBlock]  # until every rank has read them
     hashes: list[object]  # vLLM's, of the blocks
@@ -251,31 +251,37 @@ class DumpPlanner:
         while at < upto:
             # A block that has left the device was stored before it did, or nothing sees it any
             # more. Blocks behind it are still of use.
-            if not lasts(group, blocks[at]) or not self._offerable(tracker, chain, at):
+            purpose = self._purpose(tracker, chain, at)
+            if not purpose or not lasts(group, blocks[at]):
                 at += 1
                 continue
-            end = at
-            most = min(JOB_BLOCKS, room - offered)
-            while end < upto and end - at < most and self._offerable(tracker, chain, end):
-                if not lasts(group, blocks[end]):
+            end, compare = at, purpose == "compare"
+            most = JOB_BLOCKS if compare else min(JOB_BLOCKS, room - offered)
+            while end < upto and end - at < most and lasts(group, blocks[end]):
+                if self._purpose(tracker, chain, end) != purpose:
                     break
                 end += 1
             if end == at:
                 break  # no room left: the chain stops here
-            dumps.append(self._job(tracker, chain, at, end, blocks))
-            offered += end - at
+            dumps.append(self._job(tracker, chain, at, end, blocks, compare))
+            if compare:
+                chain.compared = range(end, chain.compared.stop)  # each block once
+            else:
+                offered += end - at
             at = end
         chain.cursor = at
         return offered
 
     def offers(self, tracker: RequestTracker, chain: Chain, upto: int) -> bool:
         """Whether :meth:`plan` would offer any of its first ``upto`` blocks."""
-        return any(self._offerable(tracker, chain, at) for at in range(chain.cursor, upto))
+        return any(self._purpose(tracker, chain, at) for at in range(chain.cursor, upto))
 
-    def _offerable(self, tracker: RequestTracker, chain: Chain, at: int) -> bool:
-        return self._block_tracker.offerable(chain.keys[at]) and not self._held_back(
-            tracker.tenant, chain, at
-        )
+    def _purpose(self, tracker: RequestTracker, chain: Chain, at: int) -> str:
+        """What to offer a block for: "store", "compare" or, not at all, nothing."""
+        known, key = self._block_tracker, chain.keys[at]
+        if known.offerable(key) and not self._held_back(tracker.tenant, chain, at):
+            return "store"
+        return "compare" if at in chain.compared and known.is_stored(key) else ""
 
     def _held_back(self, tenant: bytes, chain: Chain, at: int) -> bool:
         """Whether the block belongs to a chain that was evicted from a store which is too small.
@@ -295,12 +301,14 @@ class DumpPlanner:
         start: int,
         end: int,
         blocks: Sequence[KVCacheBlock],
+        compare: bool,
     ) -> Dump:
         keys, sources = chain.keys[start:end], list(blocks[start:end])
         hashes = [block.block_hash for block in sources]
         preemptions = tracker.request.num_preemptions
         number, generation = next(self._numbers), self.generation
-        job = _Job(number, keys, start, sources, hashes, chain, tracker, preemptions, generation)
+        writes = [] if compare else keys
+        job = _Job(number, writes, start, sources, hashes, chain, tracker, preemptions, generation)
         known = self._block_tracker
         dump = Dump(
             job=job.number,
@@ -312,10 +320,11 @@ class DumpPlanner:
             refused=tuple(row for row, key in enumerate(keys) if known.is_refused(key)),
             tenant=tracker.tenant,
             group=chain.group.number,
+            compare=compare,
         )
         self._unread += len(sources)
         self._jobs[job.number] = job
-        known.writing(keys, job.number)
+        known.writing(writes, job.number)
         return dump
 
     def report(self, rank: RankReport, live: Iterable[RequestTracker]) -> list[Written]:

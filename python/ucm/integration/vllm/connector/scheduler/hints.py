@@ -203,23 +203,19 @@ class RankHints:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``relocate`` looks up, in the background, the tiers of a lookup's blocks."""
-        self._touches = TouchQueue()
+        self.touches = TouchQueue()
         self.prefetches = PrefetchPlanner(relocate, block_tokens, clock)
 
     def report(self, rank: RankReport) -> None:
         """Whether a rank uses hints about blocks in use, and the room in its own memory."""
         if rank.ready:
-            self._touches.report(rank.wants_touches)
+            self.touches.report(rank.wants_touches)
             self.prefetches.report(rank.rank, rank.prefetch_room)
-
-    def used(self, chain: Sequence[bytes]) -> None:
-        """A request uses these blocks, the first ones of its chain."""
-        self._touches.add(chain)
 
     def take(self) -> tuple[list[tuple[int, bytes]], Prefetch | None]:
         """The hints for the next plan. Never raises."""
         try:
-            return self._touches.take(), self.prefetches.take()
+            return self.touches.take(), self.prefetches.take()
         except Exception as error:
             throttle.warning("hints", "the hints for the ranks could not be made: %r", error)
             return [], None

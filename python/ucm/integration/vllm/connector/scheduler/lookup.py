@@ -463,11 +463,6 @@ class Question:
 Steps = Generator[Question, tuple[bytes, str], Found]
 
 
-def _reason_of(error: Exception) -> MissReason:
-    reason = reason_of(error)
-    return MissReason.LOOKUP_LATE if reason == MissReason.TIMEOUT else reason
-
-
 class Lookup:
     """One lookup and its answer; written by one thread, read by the scheduler."""
 
@@ -546,10 +541,6 @@ class Lookup:
         self._keys = keys
         self.hashing = False
 
-    def relocated(self, tiers: bytes) -> None:
-        """Where the first of the hits are now."""
-        self.tiers = tiers + self.tiers[len(tiers) :]
-
     def answer(self, found: Found, took: float | None = None) -> None:
         """The store answered after ``took`` seconds (None: now); ignored once the lookup has
         ended."""
@@ -563,7 +554,8 @@ class Lookup:
 
 def _failed(lookup: Lookup, error: Exception) -> None:
     throttle.warning("lookup", "a lookup failed, treated as a miss: %s", error)
-    lookup.give_up(_reason_of(error))
+    reason = reason_of(error)
+    lookup.give_up(MissReason.LOOKUP_LATE if reason == MissReason.TIMEOUT else reason)
 
 
 def _of_blocks(tiers: bytes | bytearray, blocks: int, parts: int) -> bytes:
@@ -804,7 +796,8 @@ class Lookups:
             return
         keys = (lookup.keys or [])[:hits]
         tiers, _ = self._store.locate_on_prefix(self._records(keys, self._whole))
-        lookup.relocated(_of_blocks(tiers, min(len(tiers) // parts, hits), parts))
+        found = _of_blocks(tiers, min(len(tiers) // parts, hits), parts)
+        lookup.tiers = found + lookup.tiers[len(found) :]
 
     def _touch(self, keys: list[bytes]) -> None:
         for mask in self._masks:

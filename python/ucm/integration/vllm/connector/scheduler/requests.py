@@ -9,13 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ucm.integration.vllm.connector.admission.admission import Admission, Cut, Verdict
-from ucm.integration.vllm.connector.groups import (
-    ABSENT,
-    ONE_GROUP,
-    UNKNOWN,
-    Group,
-    known_hit,
-)
+from ucm.integration.vllm.connector.groups import ABSENT, ONE_GROUP, UNKNOWN, Group, known_hit
 from ucm.integration.vllm.connector.identity.keys import KeyMaker, UnkeyableError
 from ucm.integration.vllm.connector.scheduler.lookup import NEVER, BlockTracker, Lookup
 from ucm.integration.vllm.connector.scheduler.policies import RequestPolicy
@@ -36,12 +30,13 @@ class Chain:
     """The blocks of a request in one KV group: the keys of their records, and how far they were
     offered."""
 
-    __slots__ = ("cursor", "group", "keys", "offered_below")
+    __slots__ = ("compared", "cursor", "group", "keys", "offered_below")
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self.keys: list[bytes] = []
         self.cursor = 0  # blocks before it were offered, or are in the store
+        self.compared = range(0)  # ordinals of a hit that is not loaded but compared
         #: Only blocks before it are offered, since the chain was evicted from a store that is too
         #: small; None: not so, or not decided yet.
         self.offered_below: int | None = None
@@ -50,38 +45,6 @@ class Chain:
 class RequestTracker:
     """A request: its block keys, its lookup, the blocks offered so far, and those it may not claim
     again."""
-
-    __slots__ = (
-        "asked",
-        "banned_from",
-        "chains",
-        "confirming",
-        "decided_hit",
-        "decided_tiers",
-        "failures",
-        "holds",
-        "keyable",
-        "load_end",
-        "loading",
-        "local",
-        "lookup",
-        "policy",
-        "preemptions",
-        "private_at",
-        "ran_from",
-        "reason",
-        "request",
-        "selectable",
-        "stored",
-        "tally",
-        "tenant",
-        "touched_at",
-        "unanswered",
-        "verdict",
-        "wait",
-        "waits_since",
-        "wrong_from",
-    )
 
     def __init__(
         self,
@@ -102,9 +65,8 @@ class RequestTracker:
         self.lookup: Lookup | None = None
         self.stored = 0  # blocks before it are in the store, on every rank
         self.selectable = True  # its stored blocks may be selected from without being loaded
-        self.private_at: int | None = (
-            None  # ordinal of the first key that no other request can have
-        )
+        #: Ordinal of the first key that no other request can have.
+        self.private_at: int | None = None
         #: Blocks computed before a time, and that time: they wait for a later check of the adapter.
         self.confirming: tuple[int, float] | None = None
         self.decided_hit = range(0)  # ordinals of the hit that was decided about last
@@ -116,6 +78,7 @@ class RequestTracker:
         self.loading = range(0)  # ordinals of a load, from its admission to the last rank's report
         self.failures: dict[int, MissReason] = {}  # of this load, by ordinal
         self.holds = 0  # most device blocks from its load to the end of its prompt
+        self.counted = False  # with ``debug``: its hit was counted
         self.asked = False  # its blocks were counted since it was new or preempted
         #: Why all its blocks were missed, None where its lookup says that. Admitted before that:
         #: another connector was first.

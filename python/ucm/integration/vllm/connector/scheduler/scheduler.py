@@ -20,13 +20,7 @@ from ucm.block_trace import BlockTrace
 from ucm.config import UcmConfig
 from ucm.integration.vllm.connector.admission.admission import Admission, RateMemory
 from ucm.integration.vllm.connector.groups import ONE_GROUP, Group, fails_whole
-from ucm.integration.vllm.connector.guard import (
-    Background,
-    Failures,
-    harmless,
-    logger,
-    throttle,
-)
+from ucm.integration.vllm.connector.guard import Background, Failures, harmless, logger, throttle
 from ucm.integration.vllm.connector.identity.keys import ExtraKeys, KeyMaker, TenantTags
 from ucm.integration.vllm.connector.metadata import (
     VERSION,
@@ -34,7 +28,6 @@ from ucm.integration.vllm.connector.metadata import (
     GroupBlocks,
     Handshake,
     Load,
-    RankReport,
     StoreRoom,
     UCMConnectorMetadata,
     UCMConnectorWorkerMetadata,
@@ -100,6 +93,8 @@ NOTHING = UCMConnectorMetadata()
 YIELD_S = 0.0005
 #: Seconds between two touches of a live request's blocks in the store.
 TOUCH_S = 60.0
+#: With ``debug``, one of this many hits is computed, and compared with the stored blocks.
+COMPARED = 16
 
 
 class UCMConnectorScheduler:
@@ -192,6 +187,7 @@ class UCMConnectorScheduler:
         self._due: dict[str, int] = {}  # request -> tokens at which its next block can be offered
         self._loads: list[Load] = []
         self.put_off = 0  # steps that requests lost by waiting for an answer
+        self._hits = 0  # counted with ``debug``
         self._late_dumps: list[Dump] = []  # of ended requests, sent with the next step
         self.miss_stats = MissStats(block_tokens, clock(), admission.rates)
         self._tiers = TierCounts(clock, SCHEDULER)
@@ -302,6 +298,9 @@ class UCMConnectorScheduler:
             return 0, False
         first, end = num_computed_tokens // size, (num_computed_tokens + tokens) // size
         end, tracker.reason = self._hit_policy.taken(tracker, first, end)
+        if end > first and self._compares(tracker, first, end):
+            tracker.reason = None
+            return 0, False
         if end > first and not self._fits_beside_others(tracker, end):
             return self._postpone(tracker)
         if self._offload is not None and end > first:
@@ -354,6 +353,16 @@ class UCMConnectorScheduler:
         if tracker is None or store is None:
             return {"": tokens}
         return hit_media(tracker, tokens, self._block_tokens, store.tier_media)
+
+    def _compares(self, tracker: RequestTracker, first: int, end: int) -> bool:
+        """Whether this hit is not loaded: with ``debug``, the blocks of one in :data:`COMPARED` are
+        computed, and compared with the stored ones when they would be offered."""
+        debug = self._config.debug and self._mode.now.dumps and self._offload is None
+        if debug and not tracker.counted and self._limit(tracker) // self._block_tokens > first:
+            tracker.counted, self._hits = True, self._hits + 1
+            for chain in () if self._hits % COMPARED else tracker.chains:
+                chain.compared = range(first, end)
+        return any(chain.compared for chain in tracker.chains)
 
     def _fits_twice(self, request: Request) -> bool:
         """Whether a request whose load has failed may load again: until it runs, vLLM keeps the
@@ -458,7 +467,8 @@ class UCMConnectorScheduler:
             self.miss_stats.ended(request, tracker.tally)
             if self._config.debug:
                 self._check_counts(tracker)
-            if not self._live and self._device_cache_is_empty():
+            empty = self._pool is not None and not len(self._pool.cached_block_hash_to_block)
+            if empty and not self._live:
                 # vLLM's cache is empty, so other weights need no reset of it.
                 self.readiness.begin_generation(emptied=False)
 
@@ -724,7 +734,7 @@ class UCMConnectorScheduler:
         if blocks and self._lookups is not None and now - tracker.touched_at >= TOUCH_S:
             tracker.touched_at = now
             self._lookups.touch(tracker.keys[:blocks])
-            self._rank_hints.used(tracker.keys[:blocks])
+            self._rank_hints.touches.add(tracker.keys[:blocks])
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """The ranks' reports: stores opened, dumps staged and ended, loads failed."""
@@ -767,7 +777,9 @@ class UCMConnectorScheduler:
             self.health.report(rank.rank, rank.healthy)
             self._locally_visible.report(rank.rank, rank.gained, rank.lost)
             self._rank_hints.report(rank)
-            self._on_room(rank)
+            if rank.room is not None and self._offload is None:  # offloaded ones are always stored
+                self._rooms[rank.rank] = rank.room
+                self._turnover.limited(limit_of(self._rooms.values(), self.readiness.writers))
             for served in rank.served:
                 self.admission.served(served.request, served.tiers)
             for failure in rank.load_failures:
@@ -794,12 +806,6 @@ class UCMConnectorScheduler:
         dumps = self.dumps
         self.miss_stats.dumped(dumps.published_blocks - published, dumps.failed_blocks - failed)
         self.miss_stats.unstored(BUSY, self.dumps.busy_blocks - busy)
-
-    def _on_room(self, rank: RankReport) -> None:
-        """How much the store holds. Offloaded blocks are always stored, however small it is."""
-        if rank.room is not None and self._offload is None:
-            self._rooms[rank.rank] = rank.room
-            self._turnover.limited(limit_of(self._rooms.values(), self.readiness.writers))
 
     def _refuse(self, keys: Sequence[bytes]) -> None:
         """The records of these blocks are bad or missing: they are no hits, and their blocks stay
@@ -894,9 +900,6 @@ class UCMConnectorScheduler:
             tracker.invalidate()
             self._due[name] = self._block_tokens
         self._events.forget()
-
-    def _device_cache_is_empty(self) -> bool:
-        return self._pool is not None and not len(self._pool.cached_block_hash_to_block)
 
     @property
     def has_pending_push_work(self) -> bool:

@@ -18,6 +18,8 @@ loaded alone.
 from __future__ import annotations
 
 import inspect
+import itertools
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -27,10 +29,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from ucm.errors import BusyError, TaskError, UcmError, UnsupportedError
-from ucm.integration.vllm.connector.guard import throttle
+from ucm.integration.vllm.connector.guard import logger, throttle
 from ucm.integration.vllm.connector.metadata import (
+    KEY,
     Dump,
     DumpResult,
     GroupBlocks,
@@ -40,7 +44,7 @@ from ucm.integration.vllm.connector.metadata import (
     join_keys,
     split_keys,
 )
-from ucm.integration.vllm.connector.stats import TIMES
+from ucm.integration.vllm.connector.stats import TIMES, format_counts
 from ucm.profiling import span
 from ucm.reasons import LEFT_ALONE, MissReason, is_transient, reason_of
 from ucm.store import record_ids
@@ -155,6 +159,8 @@ class GroupStore:
     mask: bytes
     #: Tokens of a block there.
     tokens: int = 0
+    #: Where its KV lies.
+    layout: KVLayout | None = None
 
 
 @dataclass(slots=True)
@@ -384,15 +390,12 @@ class Loads:
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
-    def take_failures(self) -> list[LoadFailure]:
-        """Loads that failed since the last call, for the scheduler side."""
-        failures, self._failures = self._failures, []
-        return failures
-
-    def take_served(self) -> list[LoadServed]:
-        """The tiers of the blocks of loads that succeeded since the last call."""
-        served, self._served = self._served, []
-        return served
+    def take_news(self) -> tuple[list[LoadFailure], list[LoadServed]]:
+        """For the scheduler side: loads that failed since the last call, and the tiers of the
+        blocks of those that succeeded."""
+        news = self._failures, self._served
+        self._failures, self._served = [], []
+        return news
 
     @property
     def blocks(self) -> int:
@@ -424,6 +427,7 @@ class Dumps:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.times = _Times(clock)
+        self.comparisons = Comparisons()
         self._running: list[_Running] = []
         self._staged: list[int] = []
         self._done: list[DumpResult] = []
@@ -454,6 +458,10 @@ class Dumps:
         refused: set[str] = set()
         for dump in dumps:
             self.last_job = max(self.last_job, dump.job)
+            if dump.compare:
+                self.comparisons.begin(dump, own)
+                self._done.append(DumpResult(dump.job))
+                continue
             if own is None or dump.request in refused:
                 self._refuse(dump, busy=True)
                 continue
@@ -566,6 +574,99 @@ def _rows(dump: Dump) -> list[bytes]:
     """Keys of a dump whose stored records some rank could not use."""
     keys = split_keys(dump.keys)
     return [keys[row] for row in dump.refused]
+
+
+# Comparing
+# --------------------------------------------------------------------------------------------------
+
+#: Most bytes of KV that are compared at a time, in each KV group.
+COMPARED_BYTES = 64 << 20
+#: The largest difference of two blocks that are close, as a share of the largest element of their
+#: tensor: KV that was computed in another batch may be rounded otherwise.
+CLOSE = 1 / 32
+
+
+class Comparisons:
+    """Compares stored blocks with those that this engine computed (:attr:`.Dump.compare`).
+
+    The computed blocks are copied to the host at once. A thread loads the stored ones into memory
+    of its own and compares the bytes, one job of a KV group at a time. Jobs that are sent in the
+    meantime, and blocks that cannot be loaded, are not compared.
+    """
+
+    def __init__(self) -> None:
+        self._running: set[int] = set()  # KV groups
+        #: Blocks that were "equal", "close" and "different" so far.
+        self.counts: Counter[str] = Counter()
+
+    def begin(self, dump: Dump, own: GroupStore | None) -> None:
+        """Begin with the first blocks of a job, as many as may be compared at a time."""
+        if own is None or own.layout is None or dump.group in self._running:
+            return
+        self._running.add(dump.group)
+        try:
+            most = max(1, COMPARED_BYTES // own.layout.block_bytes)
+            args = dump, own, own.layout, kv_bytes(own.layout, dump.blocks[:most])
+            work = threading.Thread(target=self._work, args=args, name="ucm-compare", daemon=True)
+            work.start()
+        except Exception as error:
+            self._running.discard(dump.group)
+            throttle.warning("compare", "stored blocks cannot be compared: %r", error)
+
+    def _work(self, dump: Dump, own: GroupStore, layout: KVLayout, computed: torch.Tensor) -> None:
+        rows, results = len(computed), Counter[str]()
+        try:
+            stored = torch.empty(computed.shape, dtype=torch.uint8, device=layout.device)
+            stored[:1, :1].cpu()  # no earlier work of the device uses this memory any more
+            sizes = [view.run for layer in layout.layers for view in layer for _ in view.offsets]
+            addresses = stored.data_ptr() + np.arange(rows)[:, None] * layout.block_bytes
+            addresses = (addresses + np.cumsum([0, *sizes[:-1]])).astype(np.uint64)
+            ids = record_ids(dump.keys[: rows * KEY], own.mask)
+            own.store.wait(own.store.load_data(ids, [0] * rows, addresses))
+            for at, (ours, theirs) in enumerate(zip(computed, stored.cpu(), strict=True)):
+                result, how = compared(layout, ours, theirs)
+                results[result] += 1
+                if result == "different":
+                    text = "request %s: block %d is stored with other KV than was computed: %s"
+                    throttle.warning("different", text, dump.request, dump.first + at, how)
+        except Exception as error:
+            logger.info("request %s: stored blocks not compared: %s", dump.request, error)
+        finally:
+            self._running.discard(dump.group)
+        if results:
+            self.counts += results
+            found = format_counts(results), format_counts(self.counts)
+            logger.info("request %s: stored blocks: %s; in all: %s", dump.request, *found)
+
+
+def kv_bytes(layout: KVLayout, blocks: npt.NDArray[np.int64]) -> torch.Tensor:
+    """The KV of these blocks, a row of bytes each, in the order in which a store has them."""
+    rows, numbers = list[torch.Tensor](), torch.tensor(blocks)
+    for tensor in itertools.chain.from_iterable(layout.tensors):
+        parts = tensor.unflatten(0, (layout.num_blocks, -1))
+        order = sorted(range(1, parts.dim()), key=parts.stride, reverse=True)
+        rows.append(parts.permute(0, *order)[numbers].flatten(1).view(torch.uint8))
+    return torch.cat(rows, 1).cpu()
+
+
+def compared(layout: KVLayout, ours: torch.Tensor, theirs: torch.Tensor) -> tuple[str, str]:
+    """Whether the bytes of two blocks are "equal", or their elements "close" or "different", and
+    how they differ."""
+    if torch.equal(ours, theirs):
+        return "equal", ""
+    at, worst = 0, (0.0, 0.0, "")
+    for name, tensors, views in zip(layout.names, layout.tensors, layout.layers, strict=True):
+        for tensor, view in zip(tensors, views, strict=True):
+            end = at + view.run * len(view.offsets)
+            pair = torch.stack((ours[at:end], theirs[at:end])).view(tensor.dtype).double()
+            pair = pair.nan_to_num(nan=1e300)
+            gap, largest = float((pair[0] - pair[1]).abs().max()), float(pair.abs().max())
+            worst = max(worst, (gap / largest if gap else 0.0, gap, name))
+            at = end
+    share, gap, name = worst
+    differ = f"{int((ours != theirs).sum())} of {len(ours)} bytes differ"
+    most = f"most in layer {name}, by up to {gap:.4g} ({share:.1%} of its largest element)"
+    return "close" if share <= CLOSE else "different", f"{differ}, {most}"
 
 
 # One layer at a time

@@ -311,11 +311,12 @@ class UCMConnectorWorker:
         opened = self._opened
         if self._store is None and opened is not None and opened[0] == self._attempt:
             self._store = opened[1]
-            first = GroupStore(opened[1], self._mask, self.rank.block_tokens)
+            layout = self._layout or self._unmapped
+            first = GroupStore(opened[1], self._mask, self.rank.block_tokens, layout)
             self._views = {self.rank.group.number: first}
-            for part, view in zip(self.rank.rest, opened[2], strict=True):
+            for part, view, own in zip(self.rank.rest, opened[2], self._layouts, strict=True):
                 mask = record_mask(part.group, part.part)
-                self._views[part.group.number] = GroupStore(view, mask, part.group.tokens)
+                self._views[part.group.number] = GroupStore(view, mask, part.group.tokens, own)
             self._prefetch_room = prefetch_room(opened[1])
 
     # Steps
@@ -336,8 +337,9 @@ class UCMConnectorWorker:
             return
         if plan.jobs_to_flush:
             self._flush(plan)
-        if plan.check_weights is not None:
-            self._weights = self._compare_weights(plan.check_weights)
+        if (generation := plan.check_weights) is not None:
+            unknown, memory = WeightsReport(generation, None, None, 0), self._memory
+            self._weights = unknown if memory is None else memory.compare(generation)
         if plan.setup is not None:
             self._open(plan.setup)
         self._take_opened()
@@ -363,11 +365,6 @@ class UCMConnectorWorker:
         :meth:`.transfers.Loads.under_way`."""
         planned = self._plan.loads if self._plan is not None else []
         return self.loads.under_way(poll=poll) | {load.request for load in planned}
-
-    def _compare_weights(self, generation: int) -> WeightsReport:
-        if self._memory is not None:
-            return self._memory.compare(generation)
-        return WeightsReport(generation, None, None, 0)
 
     def start_load_kv(self) -> None:
         """Begin this step's loads."""
@@ -433,7 +430,7 @@ class UCMConnectorWorker:
         self.dumps.poll()
         self._take_opened()
         unavailable = self._unavailable[1] if self._unavailable[0] == self._attempt else ""
-        failures, served = self.loads.take_failures(), self.loads.take_served()
+        failures, served = self.loads.take_news()
         ready = self._store is not None
         slots_changed, slots = self._slots()
         opened = ready != self._reported_ready
@@ -504,14 +501,11 @@ class UCMConnectorWorker:
         (loaded, published), self._reported_bytes = self._reported_bytes, (now[0], now[1])
         return {LOADED_BYTES: now[0] - loaded, PUBLISHED_BYTES: now[1] - published}
 
-    def take_seconds(self) -> dict[str, list[float]]:
-        """Seconds of each load and dump that ended on this rank since the last call, by name."""
-        taken = {LOAD_SECONDS: self.loads.times.take(), DUMP_SECONDS: self.dumps.times.take()}
-        return {name: seconds for name, seconds in taken.items() if seconds}
-
     def take_transfers(self) -> dict[str, Any]:
         """Bytes and seconds since the last call, and the mean speeds since the start."""
-        news: dict[str, Any] = (self.take_bytes() or {}) | self.take_seconds()
+        news: dict[str, Any] = self.take_bytes() or {}
+        times = {LOAD_SECONDS: self.loads.times.take(), DUMP_SECONDS: self.dumps.times.take()}
+        news |= {name: seconds for name, seconds in times.items() if seconds}
         for operation, (size, seconds) in _OPERATIONS.items():
             if size in news or seconds in news:
                 moved = self._moved[operation]
@@ -723,10 +717,7 @@ def _room(views: Sequence[tuple[UcmKVStoreBaseV1, int]]) -> StoreRoom | None:
 
 
 def pass_hints(
-    plan: UCMConnectorMetadata,
-    store: UcmKVStoreBaseV1,
-    masks: Mapping[bytes, bool],
-    writer: bool,
+    plan: UCMConnectorMetadata, store: UcmKVStoreBaseV1, masks: Mapping[bytes, bool], writer: bool
 ) -> None:
     """Pass the plan's hints to the store of this rank, whose parts have these ``masks``; True for
     those that are prefetched."""
