@@ -32,7 +32,7 @@ Life = Callable[..., ToyEngine]
 def life(
     engines: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Life]:
-    """Makes engines, one after the other over the same store; ``every``: one in so many hits is
+    """Makes engines, one after the other over the same store; ``every``: one in this many hits is
     compared."""
     made: list[ToyEngine] = []
     monkeypatch.setattr(LateStore, "blocks", {})
