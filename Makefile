@@ -12,6 +12,9 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 PYTHON ?= $(firstword $(shell command -v python3.11 python3))
 # A wheel to test or to demonstrate instead of the source tree: make demo WHEEL=dist/<file>
 WHEEL ?=
+# Processors of the wheels of make wheels, and this machine's.
+WHEEL_MACHINES ?= x86_64 aarch64
+MACHINE := $(shell uname -m)
 
 # Device of the demo's KV: the host's memory, or a device over the software driver of the tests.
 DEVICE ?= host
@@ -264,10 +267,25 @@ build/vllm/%/.stamp: $(VENV)/.stamp-vllm tools/vllm_version.py requirements/vers
 		$$(grep -E '==$*$$' requirements/versions.txt) $(@D)
 	@touch $@
 
+TEST_WHEEL = UCM_TEST_UV=$(abspath $(UV)) UCM_TEST_DEBIAN=$(CURDIR)/build/debian \
+	$(STAGE) "pytest wheel" $(BIN)/python -m pytest --quiet tests/wheel
 .PHONY: test-wheel
-test-wheel: $(VENV)/.stamp-dev $(VENV)/.stamp-wheel ## test the wheel in a clean environment, without Rust, vLLM or torch
-	@UCM_TEST_WHEEL=$$(ls $(CURDIR)/dist/*.whl) UCM_TEST_UV=$(abspath $(UV)) \
-		$(STAGE) "pytest wheel" $(BIN)/python -m pytest --quiet tests/wheel
+test-wheel: $(VENV)/.stamp-dev $(VENV)/.stamp-wheel build/debian/$(MACHINE)/.stamp ## test the wheel in a clean environment, without Rust, vLLM or torch
+	@UCM_TEST_WHEEL=$$(ls $(CURDIR)/dist/*.whl) $(TEST_WHEEL)
+
+.PHONY: test-wheels
+test-wheels: wheels $(foreach machine,$(WHEEL_MACHINES),build/debian/$(machine)/.stamp) ## build the wheels of make wheels and test them, that of another processor in qemu
+	@UCM_TEST_WHEEL=$$(ls $(CURDIR)/dist/manylinux/*.whl) $(TEST_WHEEL)
+
+# Debian 13 for a processor, because of its Python 3.13: unpacked, not set up (tests/wheel/other_python.py).
+DEBIAN_x86_64 := amd64
+DEBIAN_aarch64 := arm64
+build/debian/%/.stamp:
+	@$(call packages,mmdebstrap $(if $(filter $(MACHINE),$*),,qemu-$*-static:qemu-user-static),UCM_REQUIRE_DEBIAN)
+	@rm -rf $(@D) && mkdir -p $(@D)
+	@if command -v mmdebstrap > /dev/null; then $(STAGE) "unpack Debian 13 for $*" bash -o pipefail -c \
+		"mmdebstrap --quiet --variant=extract --architectures=$(DEBIAN_$*) --include=python3 trixie - \
+			| tar --extract --no-same-owner --exclude=./dev --directory $(@D)" && touch $@ || true; fi
 
 .PHONY: test-readme
 test-readme: $(VENV)/.stamp-vllm $(VENV)/.stamp-wheel ## follow the README in a new environment, with a server of vLLM and the wheel
@@ -384,14 +402,14 @@ wheel: $(VENV)/.stamp-wheel ## build the wheel into dist/
 	@ls dist/*.whl
 
 # For other machines: every glibc from 2.28 on, linked by zig, with the standard library of each target (rustup target add).
-WHEEL_TARGETS ?= x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu
 .PHONY: wheels
 wheels: $(VENV)/.stamp-wheels ## build wheels for x86-64 and aarch64, tagged manylinux_2_28, into dist/manylinux
-	@$(foreach target,$(WHEEL_TARGETS),PATH="$(abspath $(BIN)):$$PATH" $(STAGE) "build the wheel for $(target)" $(COMMIT) \
-		$(BIN)/maturin build --quiet --release --locked --zig --compatibility manylinux_2_28 --target $(target) \
-		--out dist/manylinux;)
-	@$(foreach target,$(WHEEL_TARGETS),$(BIN)/auditwheel show dist/manylinux/*_$(firstword $(subst -, ,$(target))).whl \
-		| tee /dev/stderr | grep --quiet 'manylinux_2_28_$(firstword $(subst -, ,$(target)))';)
+	@rm -rf dist/manylinux
+	@$(foreach machine,$(WHEEL_MACHINES),PATH="$(abspath $(BIN)):$$PATH" $(STAGE) "build the wheel for $(machine)" $(COMMIT) \
+		$(BIN)/maturin build --quiet --release --locked --zig --compatibility manylinux_2_28 \
+		--target $(machine)-unknown-linux-gnu --out dist/manylinux;)
+	@$(foreach machine,$(WHEEL_MACHINES),$(BIN)/auditwheel show dist/manylinux/*_$(machine).whl | tee build/auditwheel.txt; \
+		grep --quiet 'manylinux_2_28_$(machine)' build/auditwheel.txt;)
 
 # The value of ucmtrans.commit_id.
 COMMIT = env UCM_COMMIT_ID=$(or $(shell git rev-parse HEAD 2>/dev/null),unknown)
@@ -417,12 +435,15 @@ S3S_FS := .tools/bin/s3s-fs
 .PHONY: servers servers-long
 servers-long: servers $(S3S_FS) ## set up these servers and the S3 server of make test-long
 servers: ## set up the servers for the tests of network stores
-	@for program in redis-server openssl prometheus; do command -v $$program > /dev/null || missing="$${missing:-} $$program"; done; \
+	@$(call packages,redis-server openssl prometheus,UCM_REQUIRE_SERVERS)
+
+# Packages of Debian, installed if permitted: each a program, or a program:package. $(2) makes their absence a failure.
+packages = for entry in $(1); do command -v $${entry%%:*} > /dev/null || missing="$${missing:-} $${entry\#\#*:}"; done; \
 	if [ -z "$${missing:-}" ]; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
 	    $(STAGE) "install$$missing" env DEBIAN_FRONTEND=noninteractive bash -c \
 	        "apt-get update --quiet && apt-get install --quiet --yes --no-install-recommends $$missing" \
-	    || echo "not installed:$$missing; tests that need it are skipped, or fail with UCM_REQUIRE_SERVERS=1"; \
+	    || echo "not installed:$$missing; tests that need it are skipped, or fail with $(2)=1"; \
 	else echo "not there:$$missing; tests that need it are skipped (apt-get install$$missing)"; fi
 
 $(S3S_FS): | .tools/.stamp-uv

@@ -1,23 +1,36 @@
-"""The wheel under test and a clean environment made from it: no Rust on the PATH, no vLLM, no
-torch."""
+"""The wheels under test and a clean environment made from that of this machine: no Rust on the
+PATH, no vLLM, no torch."""
 
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from wheels import GIVEN
+
+
+@pytest.fixture(scope="session", params=GIVEN or [None], ids=lambda wheel: wheel and wheel.name)
+def wheel(request: pytest.FixtureRequest) -> Path:
+    """Each wheel."""
+    if request.param is None:
+        pytest.skip("no wheel given; `make test-wheel` builds one and runs these tests")
+    return request.param
+
 
 @pytest.fixture(scope="session")
-def wheel() -> Path:
-    """The wheel named by ``make test-wheel``."""
-    name = os.environ.get("UCM_TEST_WHEEL")
-    if not name:
-        pytest.skip("no wheel given; `make test-wheel` builds one and runs these tests")
-    return Path(name)
+def native_wheel() -> Path:
+    """The wheel for this machine's processor."""
+    for wheel in GIVEN:
+        if wheel.stem.endswith(platform.machine()):
+            return wheel
+    pytest.skip(f"no wheel for {platform.machine()} given; `make test-wheel` builds one")
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +49,7 @@ def clean_env() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def clean_python(
-    wheel: Path, clean_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+    native_wheel: Path, clean_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """Interpreter of a new environment into which the wheel was installed, and what it requires."""
     uv = os.environ["UCM_TEST_UV"]
@@ -53,7 +66,7 @@ def clean_python(
             str(python),
             "--only-binary",
             ":all:",
-            str(wheel),
+            str(native_wheel),
         ],
     ):
         subprocess.run(command, check=True, env=clean_env, timeout=110)
