@@ -343,14 +343,16 @@ def _table(
         ),
     ]
     lengths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    while sum(lengths) + 2 * len(lengths) > (width - 20) / LETTER:
-        lengths[lengths.index(max(lengths))] -= 1
+    while sum(lengths) + 1.5 * len(lengths) > (width - 20) / LETTER:
+        # Names of columns are the last that are shortened.
+        more = [length - len(name) for length, name in zip(lengths, rows[0], strict=True)]
+        lengths[more.index(max(more))] -= 1
     for number, row in enumerate(rows[: (height - 30) // (TEXT + 6)]):
         x, y = 10.0, 44 + number * (TEXT + 6)
         for cell, length in zip(row, lengths, strict=True):
             text = cell if len(cell) <= length else cell[: length - 1] + "…"
             yield _text(x, y, text, fill=INK if number else PALE)
-            x += LETTER * (length + 2)
+            x += LETTER * (length + 1.5)
         yield f'<path d="M10 {y + 6}H{width - 10}" stroke="{LINE}"/>'
 
 
