@@ -278,14 +278,15 @@ test-wheels: wheels $(foreach machine,$(WHEEL_MACHINES),build/debian/$(machine)/
 	@UCM_TEST_WHEEL=$$(ls $(CURDIR)/dist/manylinux/*.whl) $(TEST_WHEEL)
 
 # Debian 13 for a processor, because of its Python 3.13: unpacked, not set up (tests/wheel/other_python.py). NumPy needs
-# libstdc++6.
+# libstdc++6. A failing mmdebstrap sends SIGHUP to its whole process group, so it has one of its own.
 DEBIAN_x86_64 := amd64
 DEBIAN_aarch64 := arm64
 build/debian/%/.stamp:
 	@$(call packages,mmdebstrap $(if $(filter $(MACHINE),$*),,qemu-$*-static:qemu-user-static),UCM_REQUIRE_DEBIAN)
 	@rm -rf $(@D) && mkdir -p $(@D)
-	@if command -v mmdebstrap > /dev/null; then $(STAGE) "unpack Debian 13 for $*" bash -o pipefail -c \
-		"mmdebstrap --quiet --variant=extract --architectures=$(DEBIAN_$*) --include=python3,libstdc++6 trixie - \
+	@if command -v mmdebstrap > /dev/null; then $(STAGE) "unpack Debian 13 for $*" setsid --wait bash -o pipefail -c \
+		"mmdebstrap --quiet --variant=extract --architectures=$(DEBIAN_$*) --include=python3,libstdc++6 \
+			--aptopt='Acquire::Retries \"5\"' trixie - \
 			| tar --extract --no-same-owner --exclude=./dev --directory $(@D)" && touch $@ || true; fi
 
 .PHONY: test-readme
