@@ -343,7 +343,7 @@ def _table(
         ),
     ]
     lengths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    while sum(lengths) + 1.5 * len(lengths) > (width - 20) / LETTER:
+    while sum(lengths) + len(lengths) > (width - 20) / LETTER:
         # Names of columns are the last that are shortened.
         more = [length - len(name) for length, name in zip(lengths, rows[0], strict=True)]
         lengths[more.index(max(more))] -= 1
@@ -352,7 +352,7 @@ def _table(
         for cell, length in zip(row, lengths, strict=True):
             text = cell if len(cell) <= length else cell[: length - 1] + "…"
             yield _text(x, y, text, fill=INK if number else PALE)
-            x += LETTER * (length + 1.5)
+            x += LETTER * (length + 1)
         yield f'<path d="M10 {y + 6}H{width - 10}" stroke="{LINE}"/>'
 
 

@@ -5,13 +5,14 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use ucm_core::{BlockId, Error, ErrorKind, Part};
 use ucm_store::engine::{NOWHERE, Row, Task};
 use ucm_store::tiers::{Priority, WritePolicy};
 use ucm_testkit::{Fault, OpKind, Rule};
-use ucm_tier::backend::Flush;
+use ucm_tier::backend::{Flush, Memory};
 
 use crate::common::media::slot_len;
 use crate::common::merging::{eager, filling, gone};
@@ -321,20 +322,28 @@ fn every_part_is_promoted_prefetched_and_written_down() {
         };
         // Fewer fit into the memory than are dumped: they go down, the rest at the end.
         let (_dir, store) = opened(setup(8, WritePolicy::Back));
+        let memory = Arc::clone(store.memory.as_ref().unwrap());
+        let mut dumped = 0;
         for block in ids(4) {
             for number in 0..PARTS {
                 dump(&store, number, &[block]);
+                dumped += 1;
                 // more than are on their way down at once would be dropped
-                let memory = store.memory.as_ref().unwrap();
-                eventually("those that were given up are below", || {
-                    memory.counts().handed == store.tier(1, "demotions")
-                });
+                eventually(
+                    "those that were given up are below, their slots free",
+                    || {
+                        let handed = memory.counts().handed;
+                        let free =
+                            Memory::region(&*memory).map_or(0, |region| region.free() as u64);
+                        handed == store.tier(1, "demotions") && free + dumped == 8 + handed
+                    },
+                );
             }
         }
-        let counts = store.memory.as_ref().unwrap().counts();
+        let counts = memory.counts();
         assert!(counts.handed >= 4 && counts.damaged == 0, "{counts:?}");
         let root = store.root.clone();
-        drop(store);
+        drop((store, memory));
         let store = Store::open(&root, setup(64, WritePolicy::Through));
         let wanted = mixed(&ids(4));
         eventually("all are below", || {
