@@ -170,13 +170,16 @@ NO_GPU = """
 import ctypes, sys
 from ucm import trans
 from ucm.errors import UnsupportedError
-for call in sys.argv[2:]:
+def plant(call):
     name, answer = call.split("=")
     ctypes.CDLL(sys.argv[1]).softcuda_fail(name.encode(), ctypes.c_uint64(1), int(answer))
+plant(sys.argv[2])
 try:
     trans.Device("cuda").setup(0)
 except UnsupportedError as error:
     print(error)
+for call in sys.argv[2:]:
+    plant(call)  # a driver that was not found is asked again
 device = trans.Device()
 device.setup(0)
 print(device.name)
