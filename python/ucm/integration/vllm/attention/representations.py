@@ -7,10 +7,8 @@ loaded keys, and then it is stored once. That work is done in pieces between ste
 a block without one, and its requests are dense.
 
 Keys are read back from the pages of a KV cache (:func:`key_reader`). On an accelerator a page is
-read as it is. The CPU backend arranges a page for its instruction set and documents no order. So
-once vLLM has written keys of a step, numbers are written to a page of our own by vLLM's function,
-and the place of each number is that of each key. Where that gives no permutation, keys cannot be
-read back, and loaded blocks are not selected from.
+read as it is, on a CPU by places that are found once vLLM has written keys of a step
+(:mod:`.pages`). Where there are none, loaded blocks are not selected from.
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ucm.errors import UnsupportedError
+from ucm.integration.vllm.attention.pages import is_latent, is_packed, packed_places
 from ucm.integration.vllm.connector.guard import throttle
 from ucm.sparse.method import BlockSparse
 from ucm.sparse.selector import rep_bytes
@@ -46,76 +45,29 @@ MOST_WRITING = 64
 #: elements]``.
 ReadKeys = Callable[[Tensor, Tensor], Tensor]
 
-#: Numbers that every floating-point type of a KV cache holds exactly.
-_DIGITS = 128
-
-
-def is_packed(backend: str) -> bool:
-    """Whether the order of a backend's pages is found out with a kernel of vLLM's, after vLLM has
-    run it."""
-    return backend == "CPU_ATTN"
-
 
 def key_reader(layer: Any, backend: str, cache: Tensor, block_tokens: int) -> ReadKeys:
     """Reads the keys of a layer of this backend; ``cache`` is the layer's KV cache. Raises
     :class:`~ucm.errors.UnsupportedError` where they cannot be read."""
     if is_packed(backend):
         return _packed(layer, cache)
-    if backend.endswith("MLA"):
+    if is_latent(backend):
         return lambda pages, ids: pages.index_select(0, ids).reshape(len(ids), block_tokens, 1, -1)
     size = layer.head_size
     return lambda pages, ids: pages.index_select(0, ids)[..., :size].transpose(1, 2)
 
 
 def _packed(layer: Any, cache: Tensor) -> ReadKeys:
+    if not cache.dtype.is_floating_point:
+        raise UnsupportedError("the pages of this CPU hold codes of 8 bits in the place of keys")
     heads, size, tokens = layer.num_kv_heads, layer.head_size, int(cache.shape[2])
-    place = _places(layer, cache.dtype, tokens, size)
+    place = packed_places(layer, cache)[0].flatten()
 
     def read(pages: Tensor, ids: Tensor) -> Tensor:
         found = pages.index_select(0, ids).reshape(len(ids), heads, 2 * tokens * size)
         return found[:, :, place].reshape(len(ids), heads, tokens, size).transpose(1, 2)
 
-    shown, first = torch.randn(tokens, heads, size).to(cache.dtype), torch.zeros(1).long()
-    if not torch.equal(read(_write(layer, shown, tokens), first)[0], shown):
-        raise _other_form(layer)
     return read
-
-
-def _other_form(layer: Any) -> UnsupportedError:
-    return UnsupportedError(
-        "the pages of this CPU hold keys in another form", context={"isa": layer.isa}
-    )
-
-
-def _places(layer: Any, dtype: torch.dtype, tokens: int, size: int) -> Tensor:
-    """The place in a page (of one head, keys and values) of each token and channel, ``[b * d]``."""
-    numbers = torch.arange(tokens * size)
-    heads = layer.num_kv_heads
-    found = torch.zeros(tokens * size, dtype=torch.int64)
-    scale = 1
-    while scale < tokens * size:
-        digit = (numbers // scale % _DIGITS).view(tokens, 1, size).expand(tokens, heads, size)
-        page = _write(layer, digit.to(dtype), tokens)[0].reshape(heads, -1)[0, : tokens * size]
-        found += page.float().round().long() * scale
-        scale *= _DIGITS
-    if not torch.equal(found.sort().values, numbers):
-        raise _other_form(layer)
-    place = torch.empty_like(found)
-    place[found] = numbers
-    return place
-
-
-def _write(layer: Any, keys: Tensor, tokens: int) -> Tensor:
-    """A page with these keys, written as vLLM writes them: ``[1, heads, b, 2 * d]``."""
-    from vllm import _custom_ops as ops
-
-    heads, size = keys.shape[1], keys.shape[2]
-    page = torch.zeros(1, heads, tokens, 2 * size, dtype=keys.dtype)
-    key_cache, value_cache = page.view(1, heads, 2 * tokens, size).chunk(2, dim=2)
-    keys, slots = keys.contiguous(), torch.arange(tokens, dtype=torch.int64)
-    write, values = ops.cpu_attn_reshape_and_cache, torch.zeros_like(keys)
-    write(keys, values, key_cache, value_cache, slots, layer.isa, kv_cache_dtype="auto")
-    return page
 
 
 Ids = npt.NDArray[np.int64]

@@ -18,12 +18,12 @@ from ucm.integration.vllm.attention.host import (
     set_active_host,
 )
 from ucm.integration.vllm.attention.offload import Offload, spare_rows
+from ucm.integration.vllm.attention.pages import is_packed
 from ucm.integration.vllm.attention.plan import SparsePlan, written_blocks
 from ucm.integration.vllm.attention.registering import OVERRIDDEN
 from ucm.integration.vllm.attention.representations import (
     Representations,
     caches_by_layer,
-    is_packed,
     key_reader,
 )
 from ucm.integration.vllm.attention.setup import (
