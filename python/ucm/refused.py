@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from importlib.machinery import ModuleSpec
 
-_BLEND = "reuse of chunks at other positions (Blend) is not built"
+_BLEND = "Blend has parts (docs/blend.md), and does not run in an engine yet"
 _REROPE = "ReRoPE is not built"
 _PATCH = "no patch is needed: the connector works through vLLM's own interfaces"
 _STATE = "what a request needs is private to the connector and changes; write a store of your own"
@@ -21,7 +21,7 @@ _CONNECTOR = "ucm.integration.vllm.ucm_connector"
 #: Name -> why there is none.
 REFUSED = {
     "ucm.integration.vllm.blend_connector": _BLEND,
-    "ucm.sparse.blend": _BLEND,
+    "ucm.sparse.blend.blend": _BLEND,
     "ucm.sparse.rerope": _REROPE,
     "ucm.integration.vllm.patch": _PATCH,
     "ucm.integration.vllm.tier": "no tier of vLLM's OffloadingConnector: UCMConnector has tiers",
