@@ -88,6 +88,7 @@ CORE = [
 
 #: Names of sparse attention that compute, and so need torch.
 TORCH = [
+    "ucm.sparse.blend.hkvd.HKVDCalculator",
     "ucm.sparse.esa.esa.ESA",
     "ucm.sparse.esa.esa.ESASparse",
     "ucm.sparse.esa.esa.ESARetrievalEngine",
