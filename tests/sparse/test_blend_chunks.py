@@ -207,6 +207,7 @@ def test_an_equal_rolling_hash_of_other_tokens_is_no_hit(monkeypatch: pytest.Mon
     assert len(checked) == chunks.FALSE_MATCHES
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40), st.integers(1, 40))
 def test_a_window_has_the_hash_of_its_tokens(tokens: list[int], size: int) -> None:
     row = np.array(tokens, dtype=np.uint32)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -41,6 +41,7 @@ def prompts(draw: st.DrawFn) -> tuple[list[Hit], int]:
     return hits, at + draw(st.integers(0, 3))
 
 
+@settings(deadline=None)
 @given(prompts(), st.floats(0, 1), st.integers(0, 6), st.data())
 def test_union_takes_heads_then_the_best_of_the_rest(
     prompt: tuple[list[Hit], int], ratio: float, heads: int, data: st.DataObject
@@ -85,6 +86,8 @@ def test_a_rule_needs_its_scores() -> None:
     for select in ("union", "query", "hkvd", "random"):
         with pytest.raises(InvalidInputError, match="chosen by one of union, hkvd, epic, query"):
             choose(select, [Hit(0, 4, 0)], 0.5)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="up to the last hit"):
+        choose("union", [Hit(0, 4, 0)], 0.5, scores=torch.zeros(3, dtype=torch.int64))
 
 
 # The question

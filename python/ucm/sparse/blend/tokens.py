@@ -77,7 +77,8 @@ def choose(
 ) -> Tensor:
     """The tokens of hits that ``union``, ``epic`` or ``query`` compute: positions in the prompt,
     ascending, int64. ``scores``: integers of every position of the prompt (:class:`Question`),
-    which ``epic`` does not need. ``hkvd`` chooses while layers run: :class:`HKVDCalculator`."""
+    which ``epic`` does not need. ``hkvd`` chooses while layers run: :class:`HKVDCalculator`.
+    Raises :class:`~ucm.errors.InvalidInputError` for another rule, and for missing scores."""
     room, all_tokens = budget(hits, ratio), positions_of(hits)[0]
     if select == "epic":
         return _heads(hits, room)[:room].sort().values
@@ -87,6 +88,11 @@ def choose(
             f"tokens are chosen by one of {rules}; hkvd by HKVDCalculator, union and query by the"
             " scores of a question",
             context={"select": select, "scores": scores is not None},
+        )
+    if hits and len(scores) < hits[-1].end:
+        raise InvalidInputError(
+            "scores have an entry for every token up to the last hit",
+            context={"scores": len(scores), "end": hits[-1].end},
         )
     first = _heads(hits, head_tokens)[:room] if select == "union" else all_tokens[:0]
     rest = all_tokens[~torch.isin(all_tokens, first)]
