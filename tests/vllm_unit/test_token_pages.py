@@ -182,3 +182,46 @@ def test_what_cannot_be_read_is_refused() -> None:
             pages.write(plain, torch.tensor([slot]), token, token)
     with pytest.raises(InvalidInputError, match="type of the cache"):
         pages.write(plain, torch.tensor([0]), token.half(), token.half())
+
+
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+def test_chunks_move_to_their_places_within_the_blocks_of_one_request(isa: str) -> None:
+    """Loaded one behind the other, then read, turned and written to where they belong: the pages
+    are those that vLLM writes for fresh keys at the new positions."""
+    need(isa)
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    from ucm.sparse.blend.chunks import Hit
+    from ucm.sparse.blend.rotation import Rotation
+    from ucm.sparse.blend.tokens import positions_of
+
+    size, tokens = 64, 32
+    dtype = torch.bfloat16 if isa == "amx" else torch.float32
+    parameters = {"rope_type": "default", "rope_theta": 10_000.0}
+    with set_current_vllm_config(VllmConfig()):
+        rotary = get_rope(size, 4096, True, parameters, dtype)
+    layer = packed_layer(isa, size, dtype)
+    hits = [Hit(21, 70, 900), Hit(75, 140, 3)]
+    new, old = positions_of(hits)
+    raw, values = (random(len(new), HEADS, size, dtype, seed) for seed in (1, 2))
+
+    def rotated(positions: Tensor) -> Tensor:
+        given = raw.clone().flatten(1)
+        turned: Tensor = rotary(positions, given.clone(), given)[1]
+        return turned.view(raw.shape)
+
+    table = torch.tensor([3, 0, 4, 1, 2])
+    compact = torch.arange(len(new))
+    slots, before = (table[at // tokens] * tokens + at % tokens for at in (new, compact))
+    cache, fresh = (torch.zeros(BLOCKS, HEADS, tokens, 2 * size, dtype=dtype) for _ in range(2))
+    vllm_writes(layer, cache, before, rotated(old), values)
+    vllm_writes(layer, fresh, slots, rotated(new), values)
+    pages = TokenPages(layer, "CPU_ATTN", cache)
+    keys, held = pages.read(cache, before)
+    rotation = Rotation(rotary, size, 4096, dtype=dtype)
+    pages.write(cache, slots, rotation.turn(keys, rotation.factors(old, new)), held)
+    expected, found = pages.read(fresh, slots), pages.read(cache, slots)
+    assert torch.equal(found[1], expected[1])
+    off = (found[0].float() - expected[0].float()).abs().max()
+    assert off <= (1e-5 if dtype == torch.float32 else 3 * 2**-8 * expected[0].abs().max())
