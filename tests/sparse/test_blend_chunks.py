@@ -160,6 +160,22 @@ def test_hits_that_continue_each_other_are_one() -> None:
     assert (hit.start, hit.end, hit.source, len(hit.keys)) == (1, 25, 6, 7 * KEY)
 
 
+def test_a_piece_is_kept_as_far_as_some_prompt_has_it() -> None:
+    piece, other = list(range(50, 60)), list(range(8))
+    stored = Stored([])
+    stored.add([*piece, *other], pieces=[(0, 10)])
+    stored.add([*other, 1, 2, *piece], 1, pieces=[(10, 20)])
+    assert [hit.tokens for hit in stored.finder.find(piece, pieces=[(0, 10)])] == [10]
+    stored.add([*other, 1, 2, 3, *piece], 2, pieces=[(11, 21)])  # its last token is in no block
+    (hit,) = stored.finder.find(piece, pieces=[(0, 10)])
+    assert (hit.tokens, hit.prompt) == (10, 2)
+    stored = Stored([])
+    stored.add([*other, 1, 2, 3, *piece], pieces=[(11, 21)])
+    (hit,) = stored.finder.find(piece, pieces=[(0, 10)])
+    stored.check(piece, [hit])
+    assert hit.tokens == 9
+
+
 def test_other_adapters_and_tenants_have_chunks_of_their_own() -> None:
     prompt = list(range(16))
     stored = Stored([])

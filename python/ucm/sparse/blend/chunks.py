@@ -265,12 +265,14 @@ class ChunkFinder:
         if barred[start] != barred[end] or start >= stored:
             return
         digest, size = _digest(row[start:end], extra), self.block_tokens
-        known = self._entries.pop(digest, None)
-        if rolling is None and known is not None:
-            rolling = known.rolling
-        held = min(end, stored)
+        known, held = self._entries.pop(digest, None), min(end, stored)
         lie_in = b"".join(keys[start // size : -(-held // size)])
-        self._entries[digest] = _Entry(self._prompts, start, held - start, lie_in, rolling)
+        entry = _Entry(self._prompts, start, held - start, lie_in, rolling)
+        if known is not None and known.tokens > entry.tokens:
+            entry = known  # the new one ends behind the last full block
+        elif known is not None and rolling is None:
+            entry = replace(entry, rolling=known.rolling)
+        self._entries[digest], rolling = entry, entry.rolling
         if rolling is not None:
             self._aligned[rolling] = digest
         while len(self._entries) > self._limit:
