@@ -25,6 +25,7 @@ from vllm.v1.request import Request
 from ucm.config import UcmConfig
 from ucm.integration.vllm.connector.admission.admission import Admission, RateMemory
 from ucm.integration.vllm.connector.admission.rates import ComputeRate
+from ucm.integration.vllm.connector.groups import Group
 from ucm.integration.vllm.connector.guard import URGENT, Background
 from ucm.integration.vllm.connector.identity.keys import ExtraKeys, KeyMaker
 from ucm.integration.vllm.connector.identity.weights import WeightSource, WeightsReport
@@ -278,6 +279,7 @@ class Rig:
             BLOCK,
             rates=self.rates,
             may_load=settings.pop("may_load", True),
+            groups=settings.pop("groups", (Group(0, 0, BLOCK),)),
             chance=settings.pop("chance", random.random),
             events=settings.pop("events", None),
             mode=settings.pop("mode", None),

@@ -161,6 +161,30 @@ def test_a_lookup_of_several_groups_says_why_it_is_no_longer() -> None:
     assert lookup.tables[0] == bytes((0, 0, UNKNOWN, UNKNOWN))
 
 
+def test_tiers_of_every_group_are_located_again() -> None:
+    groups = (Group(0, 0, BLOCK), Group(1, 1, BLOCK, reach=Reach("window", BLOCK + 1)))
+    masks = [part_mask(0, 0, 0), part_mask(1, 0, 0)]
+    store, later = Memory(), Later()
+    lookups = Lookups(later, store, masks, None, groups, [[0], [1]])
+    keys = [bytes([at + 1]) * 16 for at in range(3)]
+    whole, window = (record_ids(keys, mask) for mask in masks)
+    store.ids = {*whole, *window}
+    store.lower = {*whole, window[2]}
+    store.locate = lambda ids: bytes(block in store.lower for block in ids)  # type: ignore[method-assign]
+    lookup = lookups.start(lambda: keys)
+    later.run()
+    assert (lookup.tiers, lookup.tables) == (b"\1\1\1", (b"\1\1\1", bytes((UNKNOWN,)) * 2 + b"\1"))
+    store.lower = {whole[2]}
+    lookups.relocate(lookup)
+    later.run()
+    assert (lookup.tiers, lookup.tables) == (b"\0\0\1", (b"\0\0\1", bytes((UNKNOWN,)) * 2 + b"\0"))
+    store.locate = lambda ids: bytes((ABSENT,)) * len(ids)  # type: ignore[method-assign]
+    store.ids = set()
+    lookups.relocate(lookup)
+    later.run()
+    assert lookup.tables[1][2] == 0, "what is not found stays as it was"
+
+
 def test_looked_up_requests_are_traced(tmp_path: Path) -> None:
     rig = Rig(block_trace=str(tmp_path / "trace"))
     for name in ("a", "b"):

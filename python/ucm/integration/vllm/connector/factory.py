@@ -296,6 +296,7 @@ def make_scheduler(
         readiness.off(state.reason, MissReason.IDENTITY_UNKNOWN)
     followed = [root for one in (config, *config.alternatives) for root in one.roots]
     mode = ModeWatch(list(dict.fromkeys([*followed, *filter(None, [state_directory()])])))
+    groups = _groups(config, vllm_config, kv_cache_config)
     return UCMConnectorScheduler(
         config,
         readiness,
@@ -306,9 +307,9 @@ def make_scheduler(
         step_tokens=_step_tokens(vllm_config),
         rates=rates,
         may_load=_may_load(vllm_config),
-        groups=_groups(config, vllm_config, kv_cache_config),
+        groups=groups,
         sparse=sparse,
-        events=block_events(vllm_config, kv_cache_config, tokens, time.monotonic),
+        events=block_events(vllm_config, kv_cache_config, groups, time.monotonic),
         mode=mode,
         closers=(mode.close, rates.close, identity.close, adapters.close, background.close),
     )

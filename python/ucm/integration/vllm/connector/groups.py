@@ -181,3 +181,15 @@ def longest_hit(
 def known_hit(groups: Sequence[Group], tables: Sequence[bytes | bytearray], limit: int) -> int:
     """The same, where no block is looked up any more."""
     return longest_hit(groups, [table.translate(_KNOWN) for table in tables], limit)[0]
+
+
+def hit_tiers(groups: Sequence[Group], tables: Sequence[bytes | bytearray], hit: int) -> bytes:
+    """The tier of each block of a hit: the lowest of its parts'. A block that no group needs, as
+    before the windows of all layers, counts like the next one that is loaded."""
+    tiers, begin = bytearray(hit), hit
+    for group, table in zip(groups, tables, strict=True):
+        first = group.first_needed(hit)
+        tiers[first:] = map(max, tiers[first:], table[first:hit])
+        begin = min(begin, first)
+    tiers[:begin] = tiers[begin : begin + 1] * begin
+    return bytes(tiers)

@@ -168,8 +168,8 @@ class _Job:
     done: dict[int, DumpResult] = field(default_factory=dict)
 
 
-#: A request, and blocks of it that every rank has published: their keys by ordinal.
-Written = tuple[RequestTracker, dict[int, bytes]]
+#: A request, and blocks of it in one group that every rank has published: their keys by ordinal.
+Written = tuple[RequestTracker, Group, dict[int, bytes]]
 
 
 class DumpPlanner:
@@ -329,7 +329,7 @@ class DumpPlanner:
 
     def report(self, rank: RankReport, live: Iterable[RequestTracker]) -> list[Written]:
         """A rank's news: releases blocks that every rank has staged, ends jobs that every rank has
-        ended. Returns the published blocks of these jobs, in the first KV group."""
+        ended. Returns the published blocks of these jobs."""
         written: list[Written] = []
         self._reported_at = self._clock()
         self._free[rank.rank] = rank.free_slots
@@ -344,8 +344,8 @@ class DumpPlanner:
                 if job.done.keys() >= self._ranks:
                     del self._jobs[job.number]
                     published = self._finish(job, live)
-                    if job.generation == self.generation and not job.chain.group.number:
-                        written.append((job.owner, published))
+                    if job.generation == self.generation:
+                        written.append((job.owner, job.chain.group, published))
         return written
 
     def jobs_to_flush(self, live: Mapping[str, RequestTracker]) -> list[int]:

@@ -791,13 +791,25 @@ class Lookups:
         return ids
 
     def _relocate(self, lookup: Lookup) -> None:
-        parts, hits = len(self._whole), lookup.hits
-        if not parts:
-            return
+        parts, hits, found = len(self._whole), lookup.hits, b""
         keys = (lookup.keys or [])[:hits]
-        tiers, _ = self._store.locate_on_prefix(self._records(keys, self._whole))
-        found = _of_blocks(tiers, min(len(tiers) // parts, hits), parts)
-        lookup.tiers = found + lookup.tiers[len(found) :]
+        if parts:
+            tiers, _ = self._store.locate_on_prefix(self._records(keys, self._whole))
+            found = _of_blocks(tiers, min(len(tiers) // parts, hits), parts)
+            lookup.tiers = found + lookup.tiers[len(found) :]
+        tables = []
+        for group, own, table in zip(self._groups, self._parts, lookup.tables, strict=False):
+            first, now = 0, found
+            if group.frees_early:
+                first, now = group.first_needed(hits), b""
+            if first < hits and group.frees_early:
+                tiers = self._store.locate(self._records(keys[first:], own))
+                now = _of_blocks(tiers, hits - first, len(own))
+            end = first + len(now)
+            known = zip(table[first:end], now, strict=True)
+            kept = bytes(was if tier >= UNKNOWN else tier for was, tier in known)
+            tables.append(table[:first] + kept + table[end:])
+        lookup.tables = tuple(tables)
 
     def _touch(self, keys: list[bytes]) -> None:
         for mask in self._masks:

@@ -9,7 +9,14 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ucm.integration.vllm.connector.admission.admission import Admission, Cut, Verdict
-from ucm.integration.vllm.connector.groups import ABSENT, ONE_GROUP, UNKNOWN, Group, known_hit
+from ucm.integration.vllm.connector.groups import (
+    ABSENT,
+    ONE_GROUP,
+    UNKNOWN,
+    Group,
+    hit_tiers,
+    known_hit,
+)
 from ucm.integration.vllm.connector.identity.keys import KeyMaker, UnkeyableError
 from ucm.integration.vllm.connector.scheduler.lookup import NEVER, BlockTracker, Lookup
 from ucm.integration.vllm.connector.scheduler.policies import RequestPolicy
@@ -301,6 +308,16 @@ class RequestTracker:
             return hits, why
         return hits, MissReason.REFUSED if refused else MissReason.LOAD_FAILED
 
+    def tiers(self, first: int, end: int) -> bytes:
+        """The tier of each block of a hit from ``first`` to ``end``; the top one for those that the
+        lookup does not name."""
+        lookup = self.lookup
+        if lookup is None:
+            return bytes(end - first)
+        if lookup.tables and end:
+            return hit_tiers([chain.group for chain in self.chains], lookup.tables, end)[first:]
+        return lookup.tiers[first:end].ljust(end - first, b"\0")
+
     def failed_at(self, ordinal: int) -> None:
         """A load failed at the block ``ordinal``: nothing from there on is claimed again."""
         self.banned_from = min(self.banned_from, ordinal)
@@ -337,7 +354,7 @@ class HitPolicy:
     def taken(self, tracker: RequestTracker, first: int, end: int) -> tuple[int, MissReason | None]:
         """The end of the blocks to load, of those from ``first`` to ``end``, and why not all; None:
         all."""
-        tiers, hit = self._tiers(tracker, first, end), range(first, end)
+        tiers, hit = tracker.tiers(first, end), range(first, end)
         again = tracker.decided_hit == hit
         if not again or tracker.decided_tiers != tiers:
             tracker.decided_hit, tracker.decided_tiers = hit, tiers
@@ -358,7 +375,7 @@ class HitPolicy:
         if tracker.lookup is not None and tracker.lookup.tables:
             whole = self._cut_in_groups(tracker, first, end)
         else:
-            whole = self._cut(self._tiers(tracker, first, end))
+            whole = self._cut(tracker.tiers(first, end))
         return self._admission.began(
             request.request_id, whole, rest, learns=tracker.verdict == Verdict.LEARN
         )
@@ -386,12 +403,6 @@ class HitPolicy:
                 sizes[tier if tier < UNKNOWN else 0] += size
         return Cut((end - first) * self._block_tokens, dict(sizes))
 
-    @staticmethod
-    def _tiers(tracker: RequestTracker, first: int, end: int) -> bytes:
-        """The tier of each block; the top one for those that the lookup does not name."""
-        known = b"" if tracker.lookup is None else tracker.lookup.tiers[first:end]
-        return known.ljust(end - first, b"\0")
-
 
 def hit_media(
     tracker: RequestTracker, tokens: int, block_tokens: int, media: Sequence[str]
@@ -399,8 +410,7 @@ def hit_media(
     """Tokens of a planned load of ``tokens`` by the medium in which the lookup found their blocks;
     empty for an unknown one. ``media``: of each tier."""
     load, found = tracker.loading, Counter[str]()
-    tiers = b"" if tracker.lookup is None else tracker.lookup.tiers[load.start : load.stop]
-    for tier in tiers[: tokens // block_tokens]:
+    for tier in tracker.tiers(load.start, load.stop)[: tokens // block_tokens]:
         found[media[tier] if tier < len(media) else ""] += block_tokens
     found[""] += tokens - found.total()
     return found

@@ -175,7 +175,7 @@ class UCMConnectorScheduler:
         self._deferred = DeferredDumps(self.dumps, config.deadlines.dump_s)
         self._step_tokens, self._hold_share = step_tokens, config.hold_share
         self._computes = False  # the last step computed something
-        self._events = events or BlockEvents(block_tokens, clock, enabled=False)
+        self._events = events or BlockEvents(groups, clock, enabled=False)
         self._manager: KVCacheManager | None = None
         self._pool: BlockPool | None = None
         # vLLM's table of cached blocks, a new one whenever it was emptied
@@ -821,10 +821,10 @@ class UCMConnectorScheduler:
     def _report_stored(self, written: Sequence[Written]) -> None:
         """Publish events of blocks that every rank has published; not of those that serve their own
         request alone."""
-        for tracker, blocks in written:
+        for tracker, group, blocks in written:
             last = FAR if tracker.private_at is None else tracker.private_at
             shared = {at: key for at, key in blocks.items() if at < last}
-            self._events.stored(tracker.request, shared)
+            self._events.stored(tracker.request, group, shared)
 
     @harmless(None)
     def _report_removed(self, keys: Sequence[bytes]) -> None:
@@ -832,7 +832,7 @@ class UCMConnectorScheduler:
 
     def take_events(self) -> list[KVCacheEvent]:
         """The events of stored blocks since vLLM's last call."""
-        return self._events.take(self._block_tracker.trusted)
+        return self._events.take(self._block_tracker.refused_of)
 
     def _on_lost_blocks(self, lost: Sequence[tuple[str, int]]) -> None:
         """Blocks of running requests are neither on the device nor in the store."""
