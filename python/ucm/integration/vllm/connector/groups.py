@@ -28,6 +28,8 @@ from ucm.store import part_mask
 
 #: In a table of tiers: no record, and not looked up.
 ABSENT, UNKNOWN = 255, 254
+#: Most lengths at which a lower tier begins that are considered for one hit.
+MOST_CUTS = 4
 #: A table of tiers in which what was not looked up counts as absent.
 _KNOWN = bytes(range(UNKNOWN)) + bytes((ABSENT, ABSENT))
 
@@ -181,6 +183,12 @@ def longest_hit(
 def known_hit(groups: Sequence[Group], tables: Sequence[bytes | bytearray], limit: int) -> int:
     """The same, where no block is looked up any more."""
     return longest_hit(groups, [table.translate(_KNOWN) for table in tables], limit)[0]
+
+
+def shorter_hits(tiers: bytes) -> list[int]:
+    """The lengths to which a hit may be cut, since a lower tier begins there: the last of them."""
+    rises = [at for at in range(1, len(tiers)) if tiers[at] > tiers[at - 1]]
+    return rises[-MOST_CUTS:]
 
 
 def hit_tiers(groups: Sequence[Group], tables: Sequence[bytes | bytearray], hit: int) -> bytes:

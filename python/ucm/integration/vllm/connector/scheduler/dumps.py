@@ -467,6 +467,12 @@ class _Deferred:
     offered: float  # when one was last offered for the first time, or since when they wait for room
     furthest: int  # ordinal behind the blocks that were offered
 
+    def waiting(self) -> Iterator[bytes]:
+        """The keys of the blocks that wait."""
+        first, group = self.chain.cursor, self.chain.group
+        pairs = zip(self.chain.keys[first:], self.blocks[first:], strict=False)
+        return (key for key, block in pairs if lasts(group, block))
+
     def cut(self) -> int:
         """Drop blocks from the first that vLLM handed out. Returns their number."""
         first = self.chain.cursor
@@ -502,6 +508,11 @@ class DeferredDumps:
     def trackers(self) -> list[RequestTracker]:
         """The ended requests whose blocks wait."""
         return [hold.tracker for hold in self._deferred]
+
+    def keys_of(self, tracker: RequestTracker) -> set[bytes]:
+        """The keys of a request's blocks that wait."""
+        holds = [hold for hold in self._deferred if hold.tracker is tracker]
+        return {key for hold in holds for key in hold.waiting()}
 
     def add(
         self,

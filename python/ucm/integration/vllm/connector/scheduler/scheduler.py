@@ -153,20 +153,20 @@ class UCMConnectorScheduler:
         self._offload = None if sparse is None else sparse.offload
         if self._offload is not None:
             self._offload.stored = self._stored_keys
-        least = config.min_hit_tokens
-        self._hit_policy = HitPolicy(
-            admission,
-            block_tokens,
-            lambda: readiness.block_bytes,
-            least,
-            lambda: readiness.group_bytes,
-        )
         self._closers = closers
         self._trace = BlockTrace(config.block_trace) if config.block_trace else None
         self._clock, self._pause = clock, pause
         self._turnover = Turnover(chance)
         self._rooms: dict[int, StoreRoom] = {}  # of each rank that writes
         self._block_tracker = BlockTracker(turnover=self._turnover)
+        self._hit_policy = HitPolicy(
+            admission,
+            self._block_tracker,
+            block_tokens,
+            lambda: readiness.block_bytes,
+            config.min_hit_tokens,
+            lambda: readiness.group_bytes,
+        )
         self.health = RankHealth(clock)
         self._locally_visible = LocallyVisible()
         self._others = OtherConnectors(block_tokens)
@@ -292,6 +292,8 @@ class UCMConnectorScheduler:
             if self._trace is not None:
                 self._trace.add(self._clock(), lookup.keys or ())
         size = self._block_tokens
+        if not self._claim_is_known(tracker):
+            return self._postpone(tracker)
         tokens = tracker.claimable(self._block_tracker, size) * size - num_computed_tokens
         if tokens < max(self._min_hit_tokens, 1):
             tracker.reason = None
@@ -353,6 +355,19 @@ class UCMConnectorScheduler:
         if tracker is None or store is None:
             return {"": tokens}
         return hit_media(tracker, tokens, self._block_tokens, store.tier_media)
+
+    def _claim_is_known(self, tracker: RequestTracker) -> bool:
+        """Whether the groups' rule has its answer for the hit that may be claimed. A policy, a
+        failed load and a refused block make it shorter than the one that was looked up, and it then
+        needs other blocks: these are looked up, if that is worth a step."""
+        if not tracker.lookup_tables or not self._worth_waiting(tracker):
+            return True
+        while to_ask := tracker.to_ask(self._block_tracker, self._block_tokens):
+            lookup = self._start_lookup(tracker, list(tracker.keys), to_ask)
+            if not lookup.settled(self._allowance):
+                return False
+            tracker.adopt(self._block_tracker)
+        return True
 
     def _compares(self, tracker: RequestTracker, first: int, end: int) -> bool:
         """Whether this hit is not loaded: with ``debug``, the blocks of one in :data:`COMPARED` are
@@ -481,14 +496,18 @@ class UCMConnectorScheduler:
             throttle.warning("counts", text, name, tally)
 
     def _answer(self, tracker: RequestTracker, computed: int) -> dict[str, Any] | None:
-        """The answer of a producer's request, None where its blocks will not be in the store."""
+        """The answer of a producer's request: the last block that will be in the store in every
+        group. None where none will."""
         end = min(self._prompt_end(tracker), computed // self._block_tokens, tracker.wrong_from)
         if not (self._answers and 0 < end <= len(tracker.keys) and self.health.all_healthy):
             return None
-        key = tracker.keys[end - 1]
-        if not (self._block_tracker.is_expected(key) or tracker in self._deferred.trackers):
-            return None
-        return answer(key, end * self._block_tokens, self.readiness.identity_text)
+        expected, waiting = self._block_tracker.is_expected, self._deferred.keys_of(tracker)
+        for last in range(end - 1, -1, -1):  # of states not every block is stored
+            keys = (chain.keys[last] for chain in tracker.chains)
+            if all(key in waiting or expected(key) for key in keys):
+                key, tokens = tracker.keys[last], (last + 1) * self._block_tokens
+                return answer(key, tokens, self.readiness.identity_text)
+        return None
 
     def _prompt_end(self, tracker: RequestTracker) -> int:
         """Blocks of the prompt of a producer's request that are stored; 0 for other requests."""
@@ -996,17 +1015,24 @@ class UCMConnectorScheduler:
                 self._rates.open(self.readiness.identity_text, self.readiness.store_label)
         return True
 
-    def _start_lookup(self, tracker: RequestTracker, keys: list[bytes] | None = None) -> Lookup:
-        """Begin the lookup of its blocks, whose ``keys`` may be known."""
+    def _start_lookup(
+        self,
+        tracker: RequestTracker,
+        keys: list[bytes] | None = None,
+        limit: tuple[int, MissReason] | None = None,
+    ) -> Lookup:
+        """Begin the lookup of its blocks, whose ``keys`` may be known. ``limit``: most blocks of a
+        hit, and why no more; None: as many as it may claim."""
         assert self._lookups is not None and self._keys is not None  # the phase is open
         maker, request = self._keys, tracker.request
         at_once = keys is not None or maker.at_once(request, AT_ONCE_TOKENS)
-        limit = tracker.most_claimable(self._block_tokens)
+        most, why = limit or tracker.claim_limit(self._block_tokens)
         tracker.lookup = self._lookups.start(
             lambda: maker.first(request) if keys is None else keys,
             self._clock,
             at_once=at_once,
-            limit=limit,
+            limit=most,
+            why=why,
         )
         self._events.follow(request, tracker.lookup)
         return tracker.lookup
