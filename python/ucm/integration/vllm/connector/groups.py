@@ -109,8 +109,13 @@ class Group:
     def first_needed(self, blocks: int) -> int:
         """The first block of the store whose part of this group a hit of ``blocks`` blocks
         needs."""
-        first = self.reach.first_token(blocks * self.ratio * self.tokens) // self.tokens
-        return max(-(-(first - self.at) // self.ratio), 0) if blocks else 0
+        return self.first_seen(blocks * self.ratio * self.tokens) if blocks else 0
+
+    def first_seen(self, tokens: int) -> int:
+        """The first block of the store whose part of this group the token behind ``tokens`` (> 0)
+        others can see. vLLM takes those before it away when that token is computed."""
+        first = self.reach.first_token(tokens) // self.tokens
+        return max(-(-(first - self.at) // self.ratio), 0)
 
     def device_blocks(self, table: Sequence[Any]) -> Sequence[Any]:
         """Of a request's table of this group, the vLLM blocks that lie in blocks of the store."""

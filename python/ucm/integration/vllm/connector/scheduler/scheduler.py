@@ -146,6 +146,7 @@ class UCMConnectorScheduler:
         self._rates = rates
         self._may_load = may_load
         self._groups, self._whole = tuple(groups), fails_whole(groups)
+        self._frees_early = any(group.frees_early for group in groups)
         # What vLLM may take away in the next step is offered first.
         self._order = sorted(range(len(groups)), key=lambda at: not groups[at].frees_early)
         self._forget_on_reset = config.on_reset == "forget"
@@ -391,7 +392,7 @@ class UCMConnectorScheduler:
         device with their whole prompts: vLLM cannot preempt these. It leaves room for them, but
         counts freed blocks of a window as if they were still held; such requests would wait for
         each other's blocks, for ever."""
-        if self._pool is None or not any(group.frees_early for group in self._groups):
+        if self._pool is None or not self._frees_early:
             return True
         others = sum(one.holds for one in self._live.values() if one.ran_from is None)
         return not others or others + self._blocks_of(tracker, hit) < self._pool.num_gpu_blocks
@@ -630,7 +631,7 @@ class UCMConnectorScheduler:
             news = [(name, seen + scheduled[name], seen) for name, seen in counts]
         ready = [one for one in ready if one[1] >= due.get(one[0], FAR)] + news
         room = self.dumps.room() if ready else 0
-        if room == 0:
+        if room == 0 and not self._frees_early:
             return
         for name, computed, before in ready:
             lookup = live[name].lookup
@@ -685,7 +686,7 @@ class UCMConnectorScheduler:
         if self._manager is None or self._keys is None:
             return 0
         offered = 0
-        if upto > tracker.cursor and room > 0:
+        if upto > tracker.cursor and (room > 0 or self._frees_early):
             upto = tracker.confirmed(upto, min(settled, limit) // size, self._keys, self._clock())
             if not tracker.keyable:
                 self._due.pop(request.request_id, None)
@@ -696,6 +697,9 @@ class UCMConnectorScheduler:
                 chain = tracker.chains[at]
                 blocks = chain.group.device_blocks(tables[chain.group.table])
                 offered += self.dumps.plan(tracker, chain, upto, blocks, room - offered, dumps)
+                if lives and chain.group.frees_early:
+                    leaving = min(chain.group.first_seen(computed), upto)
+                    self._deferred.leaving(tracker, chain, leaving, blocks, self._clock())
             self._publish |= before < self._prompt_end(tracker) <= tracker.cursor
             self.miss_stats.offered(tracker.tally, offered)
             self._touch(tracker, tracker.cursor)
@@ -733,7 +737,7 @@ class UCMConnectorScheduler:
         if not is_open or self._keys is None or not self._mode.now.dumps:
             return self._deferred.drop()
         try:
-            for tracker, offered in self._deferred.take(self._keys, now, dumps):
+            for tracker, offered in self._deferred.take(self._keys, now, dumps, self._live):
                 self._publish |= 0 < self._prompt_end(tracker) <= tracker.cursor
                 self.miss_stats.offered(tracker.tally, offered)
         except Exception as error:  # the blocks of the others were not compared in this step
@@ -742,7 +746,7 @@ class UCMConnectorScheduler:
         for reason, blocks in self._deferred.take_lost().items():
             self.miss_stats.unstored(reason, blocks)
             if blocks:
-                text = "%d blocks of ended requests are not stored (%s): see staging_capacity"
+                text = "%d blocks that left their request are not stored (%s): see staging_capacity"
                 throttle.warning(f"lost {reason}", text, blocks, reason)
 
     @harmless(None)
@@ -819,6 +823,8 @@ class UCMConnectorScheduler:
             self._report_stored(
                 self.dumps.report(rank, [*self._live.values(), *self._deferred.trackers])
             )
+            for job in self.dumps.take_refused():
+                self._deferred.again(job, self._clock())
             if any(result.failed for result in rank.done):
                 for tracker in self._live.values():
                     self._rewound(tracker)
