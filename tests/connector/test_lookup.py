@@ -16,10 +16,12 @@ pytest.importorskip("vllm")
 from parts import BLOCK, Later, Memory, Rig
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.request import Request
 
 from ucm.errors import BusyError, ClosedError
 from ucm.integration.vllm.connector.groups import ABSENT, UNKNOWN, Group, Reach
+from ucm.integration.vllm.connector.metadata import LoadFailure, RankReport, join_keys
 from ucm.integration.vllm.connector.scheduler.lookup import (
     AT_ONCE_TOKENS,
     LocallyVisible,
@@ -159,6 +161,29 @@ def test_a_lookup_of_several_groups_says_why_it_is_no_longer() -> None:
     lookup = found(4)
     assert (lookup.hits, lookup.reason) == (2, MissReason.UNHEALTHY)
     assert lookup.tables[0] == bytes((0, 0, UNKNOWN, UNKNOWN))
+
+
+def test_what_a_shorter_hit_needs_is_looked_up_again() -> None:
+    """The store has a refused block. Without it the hit is shorter, and its window another."""
+    window = Reach("window", BLOCK)  # it sees the last block of a hit
+    rig = Rig(groups=(Group(0, 0, BLOCK), Group(1, 1, BLOCK, reach=window)))
+    request = rig.request("a", 5 * BLOCK + 1)
+    keys = rig.keys_of(request)
+    windows = record_ids(keys, part_mask(1, 0, 0))
+    rig.stored(request, 5)
+    rig.store.ids.update(windows)
+    rig.later.run()
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (5 * BLOCK, True)
+    for refused, hit in (([windows[4]], 4), ([windows[3], keys[2]], 2), ([keys[0]], 0)):
+        failure = LoadFailure("other", 0, join_keys(refused), ("bad_checksum",))
+        rig.report(RankReport(0, ready=True, load_failures=[failure]))
+        found = rig.scheduler.get_num_new_matched_tokens(request, 0)
+        while found[0] is None:
+            rig.later.run()
+            found = rig.scheduler.get_num_new_matched_tokens(request, 0)
+        assert found == (hit * BLOCK, hit > 0)
+    rig.scheduler.update_state_after_alloc(request, KVCacheBlocks(([], [])), 0)
+    assert rig.scheduler.miss_stats.total.missed == {"refused": 5}
 
 
 def test_tiers_of_every_group_are_located_again() -> None:

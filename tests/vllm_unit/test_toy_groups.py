@@ -138,6 +138,10 @@ def test_a_restarted_engine_hits_all_it_may(life: Life, name: str) -> None:
     assert list(request.output_token_ids) == expected(prompt, COUNT, MODELS[name])
     block = engine.scheduler.block_size
     assert engine.claimed["again"] == len(prompt) // block * block
+    named = getattr(engine.connector, "get_loaded_kv_cache_group_ids", None)  # vLLM 0.32 and newer
+    if named is not None:
+        groups = engine.scheduler.kv_cache_config.kv_cache_groups
+        assert named(request) == tuple(range(len(groups))), "every group is loaded"
 
 
 @pytest.mark.parametrize("name", ["full and a window", "windows alone", "full and chunks"])

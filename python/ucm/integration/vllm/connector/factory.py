@@ -155,8 +155,8 @@ def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str
         if kind not in SERVED or not getattr(spec, "prefix_cacheable", True):
             refused.add(kind)
     if refused:
-        instead = dict.fromkeys(_INSTEAD.get(kind, _NOTHING_TO_DO) for kind in sorted(refused))
-        return f"KV of kind {', '.join(sorted(refused))} is {nothing}; {'; '.join(instead)}"
+        remedies = dict.fromkeys(_INSTEAD.get(kind, _NOTHING_TO_DO) for kind in sorted(refused))
+        return f"KV of kind {', '.join(sorted(refused))} is {nothing}; {'; '.join(remedies)}"
     states = [spec for spec in specs if spec_kind(spec) == "MambaSpec"]
     if states and (problem := _states_elsewhere(vllm_config, specs, states)):
         why, instead = problem
