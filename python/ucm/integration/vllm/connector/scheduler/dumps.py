@@ -634,9 +634,10 @@ class DeferredDumps:
             last, others = [], others + 1
             if others >= blocks:
                 break
-        if ahead and pool.enable_caching:  # without, vLLM hands out first what was freed last
-            pool.touch(ahead + last)
-            pool.free_blocks(ahead + last)
+        if ahead:  # not freed anew: vLLM hands out first what it freed last without a hash
+            for block in ahead + last:
+                pool.free_block_queue.remove(block)
+            pool.free_block_queue.append_n(ahead + last)
         if others < blocks:
             free = (block for block in self._blocks() if not block.ref_cnt)
             mine = list(itertools.islice(free, max(pins - len(self._pinned), 0)))
