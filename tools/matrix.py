@@ -21,7 +21,10 @@ TABLE = page.tables_of("matrix.py")
 #: Versions of vLLM besides the one of make test.
 OTHER_VERSIONS = ("0.30", "0.31", "0.33")
 #: Forms of an engine: its runner, its ranks, another version of vLLM, sparse attention.
-FORMS = ("V1", "V2", "TP 2", "PP 2", "TP + PP", "DP 2", "DCP", *OTHER_VERSIONS, "sparse")
+FORMS = (
+    *("V1", "V2", "TP 2", "PP 2", "TP + PP", "DP 2", "DCP", "PCP", "drafter"),
+    *(*OTHER_VERSIONS, "sparse"),
+)
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,18 @@ SELECTED = engines(
 LATENT = types(
     "tests/vllm_unit/test_sparse_latent.py::test_latent_kernels_are_given_the_kept_blocks"
 )
+DRAFTS = types("tests/vllm_unit/test_groups.py::test_the_longest_hit_is_that_of_vllm")
 NO_DCP = refused(
-    "with decode context parallelism KV of 2 groups is not cached: nothing is claimed or stored"
+    "with decode context parallelism KV of 2 groups is not cached: nothing is claimed or stored;"
+    " start vLLM with --decode-context-parallel-size 1"
+)
+NO_PCP = refused(
+    "with prefill context parallelism KV is not cached: nothing is claimed or stored; start vLLM"
+    " with --prefill-context-parallel-size 1"
+)
+NO_DRAFTS = refused(
+    "KV of kind MambaSpec with speculative decoding is not cached: nothing is claimed or stored;"
+    " start vLLM without --speculative-config"
 )
 NO_SPARSE = refused("this model has 2 KV cache groups, and blocks are chosen in one")
 
@@ -99,21 +112,33 @@ KINDS = (
         "Llama, Qwen",
         ("FullAttentionSpec",),
         "llama",
-        (REUSE, REUSE, RANKS, UNEVEN, ALIKE, SHARED, CONTEXT, *[REUSE] * 3, SELECTED),
+        (
+            REUSE,
+            REUSE,
+            RANKS,
+            UNEVEN,
+            ALIKE,
+            SHARED,
+            CONTEXT,
+            NO_PCP,
+            DRAFTS,
+            *[REUSE] * 3,
+            SELECTED,
+        ),
     ),
     Kind(
         "latent attention (MLA)",
         "DeepSeek",
         ("MLAAttentionSpec",),
         "",
-        (TOYS, TOYS, COPIES, *[NOT_TESTED] * 7, LATENT),
+        (TOYS, TOYS, COPIES, *[NOT_TESTED] * 4, NO_PCP, *[NOT_TESTED] * 4, LATENT),
     ),
     Kind(
         "windows beside full attention",
         "Gemma 3",
         ("SlidingWindowSpec", "FullAttentionSpec"),
         "gemma3",
-        (GROUPS, GROUPS, ALIKE, ALIKE, ALIKE, SHARED, NO_DCP, *[ALIKE] * 3, NO_SPARSE),
+        (GROUPS, GROUPS, *[ALIKE] * 3, SHARED, NO_DCP, NO_PCP, DRAFTS, *[ALIKE] * 3, NO_SPARSE),
     ),
     Kind(
         "windows and sinks beside full attention and sinks",
@@ -124,7 +149,7 @@ KINDS = (
         (
             *[ALIKE] * 4,
             *[NOT_TESTED] * 2,
-            NO_DCP,
+            *(NO_DCP, NO_PCP, DRAFTS),
             *(NOT_TESTED, ALIKE, ALIKE),
             NO_SPARSE,
         ),
@@ -134,14 +159,17 @@ KINDS = (
         "Mistral",
         ("SlidingWindowSpec",),
         "mistral",
-        (GROUPS, GROUPS, ALIKE, ALIKE, *[NOT_TESTED] * 3, *[ALIKE] * 3, NOT_TESTED),
+        (
+            *(GROUPS, GROUPS, ALIKE, ALIKE, *[NOT_TESTED] * 3, NO_PCP, NOT_TESTED),
+            *(*[ALIKE] * 3, NOT_TESTED),
+        ),
     ),
     Kind(
         "chunks beside full attention",
         "Llama 4",
         ("ChunkedLocalAttentionSpec", "FullAttentionSpec"),
         "llama4",
-        (*[ALIKE] * 5, NOT_TESTED, NO_DCP, *[ALIKE] * 3, NO_SPARSE),
+        (*[ALIKE] * 5, NOT_TESTED, NO_DCP, NO_PCP, NOT_TESTED, *[ALIKE] * 3, NO_SPARSE),
     ),
     Kind(
         "states (Mamba, linear attention, short convolutions) beside full attention",
@@ -152,28 +180,33 @@ KINDS = (
         (
             *[ALIKE] * 4,
             *[NOT_TESTED] * 2,
-            NO_DCP,
+            *(NO_DCP, NO_PCP, NO_DRAFTS),
             *(NOT_TESTED, NOT_TESTED, ALIKE),
             NO_SPARSE,
         ),
     ),
 )
 
+#: What the log says where nothing can be changed.
+THE_MODELS = "vLLM's own prefix cache goes on as it does without ucm"
 #: vLLM's other classes of KV, what they are, and what to do about them.
 OTHERS = {
     "SlidingWindowMLASpec": (
         "latent attention with windows",
         "start vLLM with --disable-hybrid-kv-cache-manager, if it can then",
     ),
-    "CircularBufferSpec": ("keys that wait to be compressed, in a ring", ""),
-    "CrossAttentionSpec": ("cross-attention to an encoder, as of Whisper", ""),
-    "EncoderOnlyAttentionSpec": ("encoders, which keep no KV", ""),
-    "HiSparseHotSpec": ("the hot pages of HiSparse", ""),
-    "HiSparseResidentSpec": ("the pages of HiSparse on the device", ""),
-    "HiddenStateCacheSpec": ("hidden states (extract_hidden_states)", ""),
-    "KpoolTailSpec": ("keys that wait to be pooled, in a ring (vLLM 0.30 and 0.31)", ""),
-    "RSWASpec": ("windows over the output alone (R-SWA)", ""),
-    "SinkFullAttentionSpec": ("full attention with sinks in the cache", ""),
+    "CircularBufferSpec": ("keys that wait to be compressed, in a ring", THE_MODELS),
+    "CrossAttentionSpec": ("cross-attention to an encoder, as of Whisper", THE_MODELS),
+    "EncoderOnlyAttentionSpec": ("encoders, which keep no KV", THE_MODELS),
+    "HiSparseHotSpec": ("the hot pages of HiSparse", "start vLLM without HiSparse"),
+    "HiSparseResidentSpec": ("the pages of HiSparse on the device", "start vLLM without HiSparse"),
+    "HiddenStateCacheSpec": (
+        "hidden states",
+        "start vLLM with another speculative method than extract_hidden_states",
+    ),
+    "KpoolTailSpec": ("keys that wait to be pooled, in a ring (vLLM 0.30 and 0.31)", THE_MODELS),
+    "RSWASpec": ("windows over the output alone (R-SWA)", THE_MODELS),
+    "SinkFullAttentionSpec": ("full attention with sinks in the cache", THE_MODELS),
 }
 
 

@@ -25,6 +25,7 @@ from vllm.v1.request import Request
 from ucm.config import UcmConfig
 from ucm.integration.vllm.connector.admission.admission import Admission, RateMemory
 from ucm.integration.vllm.connector.admission.rates import ComputeRate
+from ucm.integration.vllm.connector.groups import Group
 from ucm.integration.vllm.connector.guard import URGENT, Background
 from ucm.integration.vllm.connector.identity.keys import ExtraKeys, KeyMaker
 from ucm.integration.vllm.connector.identity.weights import WeightSource, WeightsReport
@@ -109,6 +110,10 @@ class Memory(UcmKVStoreBaseV1):
     @property
     def answers_at_once(self) -> bool:
         return self.at_once
+
+    def locate(self, block_ids: Sequence[bytes]) -> bytes:
+        found = zip(block_ids, super().locate(block_ids), strict=True)
+        return bytes(1 if block in self.lower else tier for block, tier in found)
 
     def locate_on_prefix(self, block_ids: Sequence[bytes]) -> tuple[bytes, str]:
         tiers, reason = super().locate_on_prefix(block_ids)
@@ -236,6 +241,7 @@ class Rig:
         self.clock, self.later, self.store = Clock(), Later(), Memory()
         self.tables = Tables(settings.pop("blocks", 64))
         self.ranks = ranks
+        self.groups: Sequence[Group] = settings.pop("groups", (Group(0, 0, BLOCK),))
         self.extra_keys = settings.pop("extra_keys", None) or ExtraKeys(BLOCK)
         stores = stores or [configured_store("Memory", lambda config: self.store)]
         self.names = tuple(one.name for one in stores)
@@ -278,6 +284,7 @@ class Rig:
             BLOCK,
             rates=self.rates,
             may_load=settings.pop("may_load", True),
+            groups=self.groups,
             chance=settings.pop("chance", random.random),
             events=settings.pop("events", None),
             mode=settings.pop("mode", None),
@@ -296,9 +303,13 @@ class Rig:
     def shake(self, **changes: Any) -> None:
         """All workers answer, in their first step."""
         fields = {"identity": {"dtype": "float32"}, "stores": self.names} | changes
+
+        def rest(rank: int) -> tuple[tuple[tuple[int, int, int], dict[str, Any]], ...]:
+            return tuple(((group.number, 0, rank), {}) for group in self.groups[1:])
+
         self.report(
             *(
-                RankReport(tp, Handshake((0, 0, tp), tp, True, shapes={}, **fields))
+                RankReport(tp, Handshake((0, 0, tp), tp, True, shapes={}, rest=rest(tp), **fields))
                 for tp in range(self.ranks)
             )
         )

@@ -29,6 +29,7 @@ from ucm.integration.vllm.connector.admission.admission import (
     Verdict,
 )
 from ucm.integration.vllm.connector.admission.rates import ComputeRate, LoadRate
+from ucm.integration.vllm.connector.groups import Group, Reach
 from ucm.integration.vllm.connector.metadata import LoadFailure, LoadServed, RankReport
 from ucm.store import part_mask, record_ids
 
@@ -531,6 +532,31 @@ def test_a_hit_is_cut_where_the_slow_tier_begins() -> None:
     assert [(dump.first, len(dump.blocks)) for dump in plan.dumps if dump.request == "a"] == [
         (5, 1)
     ]
+
+
+@pytest.mark.parametrize(("windows", "taken"), [({2, 4}, 3), ({1, 4}, 2), ({0, 4}, 1), ({4}, 0)])
+def test_a_hit_of_several_groups_is_cut_where_each_can_serve_it(
+    windows: set[int], taken: int
+) -> None:
+    """The slow tier begins at the fourth block. A window sees the last block of a hit."""
+    rig = Rig(groups=(Group(0, 0, BLOCK), Group(1, 1, BLOCK, reach=Reach("window", BLOCK))))
+    for _ in range(2):
+        rig.admission.compute_rate.planned({"r": 1000}, 1000, rig.clock.now)
+        rig.clock.now += 1.0
+        rig.admission.step_ended()
+    rig.clock.now += 10.0  # idle
+    rig.readiness.group_bytes = [1, 1]
+    rig.admission._tier(0).rate.add_sample(BLOCK, 1e-6, 1e-6)
+    rig.admission._tier(1).rate.add_sample(BLOCK, 60.0, 60.0)
+    request = rig.request("a", 6 * BLOCK + 1)
+    rig.stored(request, 5)
+    keys = rig.keys_of(request)
+    window = record_ids(keys, part_mask(1, 0, 0))
+    rig.store.ids.update(window[at] for at in windows)
+    two_tiers(rig, {*record_ids(keys[3:], part_mask(0, 0, 0)), window[4]})
+    rig.later.run()
+    expected = (taken * BLOCK, True) if taken else (0, False)
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == expected
 
 
 def test_blocks_promoted_while_a_request_waits_are_decided_again() -> None:

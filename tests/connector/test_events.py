@@ -17,6 +17,7 @@ from vllm.v1.core.block_pool import BlockHashToBlockMap
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
 from vllm.v1.request import Request
 
+from ucm.integration.vllm.connector.groups import ABSENT, UNKNOWN, Group, Reach
 from ucm.integration.vllm.connector.metadata import (
     LoadFailure,
     RankReport,
@@ -25,6 +26,8 @@ from ucm.integration.vllm.connector.metadata import (
     split_keys,
 )
 from ucm.integration.vllm.connector.scheduler.events import BlockEvents
+from ucm.integration.vllm.connector.scheduler.lookup import Found, Lookup
+from ucm.reasons import MissReason
 from ucm.store import part_mask, record_ids
 
 
@@ -61,7 +64,8 @@ class Router:
 
 def rig_with_events(limit: int = 1 << 10, **settings: Any) -> tuple[Rig, Router]:
     """A scheduler side that makes events, and a router that reads them."""
-    rig = Rig(events=BlockEvents(BLOCK, lambda: rig.clock.now, limit=limit), **settings)
+    events = BlockEvents((Group(0, 0, BLOCK),), lambda: rig.clock.now, limit=limit)
+    rig = Rig(events=events, **settings)
     return rig, Router(rig)
 
 
@@ -133,12 +137,13 @@ def test_blocks_that_follow_name_their_parent_and_their_own_tokens() -> None:
     request = rig.request("a", 2 * BLOCK, salt="red", adapter=LoRARequest("fine", 3, "/nowhere"))
     hashes, size = external(request), BLOCK
     assert len(hashes) == 2
-    events = BlockEvents(BLOCK, rig.clock, group=2, described={"kv_cache_spec_kind": "mla"})
+    group = Group(0, 2, BLOCK)
+    events = BlockEvents((group,), rig.clock, {2: {"kv_cache_spec_kind": "mla"}})
     events.bind(rig.tables.block_pool)
     events.open(("host",))
-    events.stored(request, {1: b"second"})
-    events.stored(request, {0: b"first", 1: b"second"})
-    second, first = events.take(lambda keys, upto: upto)
+    events.stored(request, group, {1: b"second"})
+    events.stored(request, group, {0: b"first", 1: b"second"})
+    second, first = events.take(lambda keys: ())
     assert (second.block_hashes, second.parent_block_hash) == (hashes[1:], hashes[0])
     assert list(second.token_ids) == list(request.all_token_ids[size:])
     assert (first.block_hashes, first.parent_block_hash) == (hashes[:1], None)
@@ -152,7 +157,7 @@ def test_blocks_that_follow_name_their_parent_and_their_own_tokens() -> None:
         assert (event.lora_id, event.lora_name, event.group_idx) == (3, "fine", 2)
         assert (event.medium, event.kv_cache_spec_kind) == (MEDIUM_CPU, "mla")
     events.removed([b"first", b"first", b"unknown"])
-    assert events.take(lambda keys, upto: upto) == [
+    assert events.take(lambda keys: ()) == [
         BlockRemoved(block_hashes=hashes[:1], medium=MEDIUM_CPU, group_idx=2)
     ]
 
@@ -160,10 +165,11 @@ def test_blocks_that_follow_name_their_parent_and_their_own_tokens() -> None:
 def test_a_block_has_the_last_of_its_hashes_where_hashes_are_finer() -> None:
     rig, _ = rig_with_events()
     request = rig.request("a", 4 * BLOCK)
-    events = BlockEvents(2 * BLOCK, rig.clock)
+    group = Group(0, 0, 2 * BLOCK)
+    events = BlockEvents((group,), rig.clock)
     events.bind(rig.tables.block_pool)
-    events.stored(request, {0: b"0", 1: b"1"})
-    (event,) = events.take(lambda keys, upto: upto)
+    events.stored(request, group, {0: b"0", 1: b"1"})
+    (event,) = events.take(lambda keys: ())
     assert event.block_hashes == external(request)[1::2]
     assert (event.block_size, len(event.token_ids)) == (2 * BLOCK, 4 * BLOCK)
 
@@ -286,3 +292,74 @@ def test_after_each_lookup_the_router_knows_what_is_a_hit(seed: int) -> None:
         if rig.store.ids and source.random() < 0.5:
             rig.store.ids.discard(source.choice(sorted(rig.store.ids)))
         rig.scheduler.request_finished(request)
+
+
+# Several groups
+# --------------------------------------------------------------------------------------------------
+
+#: Full attention, and windows whose blocks are half as large: two of them in a block of the store.
+WHOLE = Group(0, 0, 2 * BLOCK)
+WINDOWS = tuple(Group(1 + at, 1, BLOCK, at, 2, Reach("window", 9)) for at in (0, 1))
+
+
+def test_every_groups_blocks_have_its_size_and_number() -> None:
+    rig, _ = rig_with_events()
+    request = rig.request("a", 6 * BLOCK)
+    events = BlockEvents((WHOLE, *WINDOWS), rig.clock, {1: {"kv_cache_spec_sliding_window": 9}})
+    events.bind(rig.tables.block_pool)
+    hashes, tokens = external(request), list(request.all_token_ids)
+    events.stored(request, WHOLE, {1: b"whole"})
+    events.stored(request, WINDOWS[0], {1: b"even"})
+    events.stored(request, WINDOWS[1], {1: b"odd"})
+    whole, even, odd = events.take(lambda keys: ())
+    shown = [(one.group_idx, one.block_size, one.block_hashes) for one in (whole, even, odd)]
+    assert shown == [
+        (0, 2 * BLOCK, [hashes[3]]),
+        (1, BLOCK, [hashes[2]]),
+        (1, BLOCK, [hashes[3]]),
+    ]
+    parents = [hashes[1], hashes[1], hashes[2]]
+    assert [one.parent_block_hash for one in (whole, even, odd)] == parents
+    assert list(whole.token_ids) == tokens[2 * BLOCK : 4 * BLOCK]
+    assert list(odd.token_ids) == tokens[3 * BLOCK : 4 * BLOCK]
+    assert (whole.kv_cache_spec_sliding_window, odd.kv_cache_spec_sliding_window) == (None, 9)
+    events.removed([b"even", b"whole", b"odd"])
+    assert events.take(lambda keys: ()) == [
+        BlockRemoved([hashes[2], hashes[3]], MEDIUM_STORAGE, group_idx=1),
+        BlockRemoved([hashes[3]], MEDIUM_STORAGE, group_idx=0),
+    ]
+
+
+def test_a_lookup_says_of_each_group_what_is_there() -> None:
+    """Of a whole prefix up to a refused block; of windows each block; nothing of what it did not
+    look up."""
+    rig, _ = rig_with_events()
+    request = rig.request("a", 8 * BLOCK)
+    groups = (WHOLE, *WINDOWS)
+    events = BlockEvents(groups, rig.clock)
+    events.bind(rig.tables.block_pool)
+    keys = [bytes([at]) * 16 for at in range(4)]
+    parts = [record_ids(keys, group.mask) if group.mask else keys for group in groups]
+    for group, part in zip(groups, parts, strict=True):
+        events.stored(request, group, {0: part[0], 3: part[3]})
+    events.take(lambda keys: ())
+    rig.clock.now += 1
+    lookup = Lookup(rig.clock)
+    lookup.hashed(keys)
+    events.follow(request, lookup)
+    assert events.take(lambda keys: ()) == []
+    there, gone, silent = 0, ABSENT, UNKNOWN
+    tables = (
+        bytes((there, there, there, gone)),
+        bytes((gone, there, there, silent)),
+        bytes((silent, there, there, gone)),
+    )
+    lookup.answer(Found(2, MissReason.ABSENT, bytes(2), tables))
+    bad = {parts[0][1], parts[1][1]}
+    news = events.take(lambda keys: [at for at, key in enumerate(keys) if key in bad])
+    hashes = external(request)
+    removed = [(one.group_idx, one.block_hashes) for one in news if isinstance(one, BlockRemoved)]
+    assert sorted(removed) == sorted([(0, [hashes[7]]), (1, [hashes[0]]), (1, [hashes[7]])])
+    stored = [(one.group_idx, one.block_hashes) for one in news if isinstance(one, BlockStored)]
+    # the window's blocks behind the refused one are of use without it
+    assert sorted(stored) == sorted([(1, [hashes[3]]), (1, [hashes[4]]), (1, [hashes[5]])])

@@ -16,10 +16,12 @@ pytest.importorskip("vllm")
 from parts import BLOCK, Later, Memory, Rig
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.request import Request
 
 from ucm.errors import BusyError, ClosedError
 from ucm.integration.vllm.connector.groups import ABSENT, UNKNOWN, Group, Reach
+from ucm.integration.vllm.connector.metadata import LoadFailure, RankReport, join_keys
 from ucm.integration.vllm.connector.scheduler.lookup import (
     AT_ONCE_TOKENS,
     LocallyVisible,
@@ -159,6 +161,53 @@ def test_a_lookup_of_several_groups_says_why_it_is_no_longer() -> None:
     lookup = found(4)
     assert (lookup.hits, lookup.reason) == (2, MissReason.UNHEALTHY)
     assert lookup.tables[0] == bytes((0, 0, UNKNOWN, UNKNOWN))
+
+
+def test_what_a_shorter_hit_needs_is_looked_up_again() -> None:
+    """The store has a refused block. Without it the hit is shorter, and its window another."""
+    window = Reach("window", BLOCK)  # it sees the last block of a hit
+    rig = Rig(groups=(Group(0, 0, BLOCK), Group(1, 1, BLOCK, reach=window)))
+    request = rig.request("a", 5 * BLOCK + 1)
+    keys = rig.keys_of(request)
+    windows = record_ids(keys, part_mask(1, 0, 0))
+    rig.stored(request, 5)
+    rig.store.ids.update(windows)
+    rig.later.run()
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (5 * BLOCK, True)
+    for refused, hit in (([windows[4]], 4), ([windows[3], keys[2]], 2), ([keys[0]], 0)):
+        failure = LoadFailure("other", 0, join_keys(refused), ("bad_checksum",))
+        rig.report(RankReport(0, ready=True, load_failures=[failure]))
+        found = rig.scheduler.get_num_new_matched_tokens(request, 0)
+        while found[0] is None:
+            rig.later.run()
+            found = rig.scheduler.get_num_new_matched_tokens(request, 0)
+        assert found == (hit * BLOCK, hit > 0)
+    rig.scheduler.update_state_after_alloc(request, KVCacheBlocks(([], [])), 0)
+    assert rig.scheduler.miss_stats.total.missed == {"refused": 5}
+
+
+def test_tiers_of_every_group_are_located_again() -> None:
+    groups = (Group(0, 0, BLOCK), Group(1, 1, BLOCK, reach=Reach("window", BLOCK + 1)))
+    masks = [part_mask(0, 0, 0), part_mask(1, 0, 0)]
+    store, later = Memory(), Later()
+    lookups = Lookups(later, store, masks, None, groups, [[0], [1]])
+    keys = [bytes([at + 1]) * 16 for at in range(3)]
+    whole, window = (record_ids(keys, mask) for mask in masks)
+    store.ids = {*whole, *window}
+    store.lower = {*whole, window[2]}
+    store.locate = lambda ids: bytes(block in store.lower for block in ids)  # type: ignore[method-assign]
+    lookup = lookups.start(lambda: keys)
+    later.run()
+    assert (lookup.tiers, lookup.tables) == (b"\1\1\1", (b"\1\1\1", bytes((UNKNOWN,)) * 2 + b"\1"))
+    store.lower = {whole[2]}
+    lookups.relocate(lookup)
+    later.run()
+    assert (lookup.tiers, lookup.tables) == (b"\0\0\1", (b"\0\0\1", bytes((UNKNOWN,)) * 2 + b"\0"))
+    store.locate = lambda ids: bytes((ABSENT,)) * len(ids)  # type: ignore[method-assign]
+    store.ids = set()
+    lookups.relocate(lookup)
+    later.run()
+    assert lookup.tables[1][2] == 0, "what is not found stays as it was"
 
 
 def test_looked_up_requests_are_traced(tmp_path: Path) -> None:

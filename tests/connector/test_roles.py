@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 from parts import BLOCK, Rig
 from vllm.v1.request import Request
 
+from ucm.integration.vllm.connector.groups import Group
 from ucm.integration.vllm.connector.guard import throttle
 from ucm.integration.vllm.connector.metadata import RankReport
 from ucm.integration.vllm.connector.scheduler.roles import (
@@ -284,6 +285,25 @@ def test_a_prompt_of_whole_blocks_waits_for_its_last_one_too(
         if (found := asked(rig, request))[0] is not None:
             break
     assert found == (3 * BLOCK, True)
+
+
+def test_with_a_draft_model_the_hit_that_is_waited_for_is_one_block_shorter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(groups=(Group(0, 0, BLOCK, draft=True),))
+    Store(rig, monkeypatch)
+    request = consumer(rig, 5 * BLOCK + 1)
+    assert asked(rig, request) == (None, False)
+    rig.stored(request, 4)
+    for _ in range(30):
+        rig.clock.now += 0.001
+        assert asked(rig, request) == (None, False)
+    rig.stored(request, 5)
+    for _ in range(30):
+        rig.clock.now += 0.001
+        if (found := asked(rig, request))[0] is not None:
+            break
+    assert found == (4 * BLOCK, True)
 
 
 def test_blocks_on_the_device_are_not_waited_for() -> None:

@@ -229,6 +229,7 @@ def answered(request_id: str, last: Any, first: float | None) -> dict[str, Any]:
         "cached": last.num_cached_tokens or 0,
         "finish": answer.finish_reason,
         "others": [list(other.token_ids) for other in last.outputs[1:]],
+        "params": last.kv_transfer_params,
         "first": first,
     }
 

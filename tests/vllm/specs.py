@@ -206,6 +206,7 @@ class Result:
     finish: str
     first: float | None
     others: list[list[int]] = field(default_factory=list)  # tokens of further sequences
+    params: Mapping[str, Any] | None = None  # ``kv_transfer_params`` of the answer
 
     @property
     def cached_blocks(self) -> int:

@@ -28,6 +28,7 @@ from ucm.integration.vllm.connector.groups import (
     Group,
     fails_whole,
     groups_of,
+    hit_tiers,
     known_hit,
     longest_hit,
 )
@@ -212,6 +213,15 @@ def test_a_hit_needs_what_vllm_allocates(name: str) -> None:
             table = [at >= skipped // group.tokens for at in range(end)]
             mine = list(group.device_blocks(table))
             assert (mine.index(True) if True in mine else hit) == group.first_needed(hit)
+
+
+def test_a_block_counts_for_the_lowest_tier_of_what_a_hit_needs() -> None:
+    groups = groups_of(MODELS["full, window (Gemma 3)"].config())
+    tables = [bytes((0, 1, 1, 0, 2)), bytes((ABSENT, 2, 0, 1, 3))]
+    assert hit_tiers(groups, tables, 5) == bytes((0, 1, 1, 1, 3))
+    assert hit_tiers(groups, tables, 4) == bytes((0, 2, 1, 1))
+    assert hit_tiers(groups[1:], tables[1:], 5) == bytes((0, 0, 0, 1, 3)), "as the first it needs"
+    assert hit_tiers(groups, tables, 0) == b""
 
 
 def test_every_group_has_a_part_of_its_own() -> None:

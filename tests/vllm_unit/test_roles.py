@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from toy_engine import BLOCK, LateStore, ToyEngine, expected
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.request import RequestStatus
@@ -40,6 +42,16 @@ MODELS: dict[str, list[Any]] = {
     "full and chunks": [
         FULL,
         ChunkedLocalAttentionSpec(block_size=BLOCK, attention_chunk_size=64, **SHAPE),
+    ],
+    "full and a state": [
+        FULL,
+        MambaSpec(
+            block_size=BLOCK,
+            shapes=((2 * 2 * BLOCK * 32,),),
+            dtypes=(torch.float32,),
+            mamba_type=MambaAttentionBackendEnum.MAMBA2,
+            mamba_cache_mode="align",
+        ),
     ],
     "full and a window of larger blocks": [
         FULL,
@@ -140,6 +152,23 @@ def test_the_consumer_waits_until_the_last_block_is_published(life: Life, name: 
     block = consumer.scheduler.block_size
     assert consumer.claimed["d"] == len(PROMPT) // block * block
     assert answer["ucm"]["tokens"] == len(PROMPT) // block * block
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_of_whole_blocks_the_consumer_loads_what_every_group_can_serve(
+    life: Life, name: str
+) -> None:
+    """vLLM computes the last token, so a hit ends before its block; the wait ends with that."""
+    specs, prompt = MODELS[name], PROMPT[: 6 * BLOCK]
+    producer, consumer = life(specs=specs, blocks=120), life(specs=specs, blocks=120)
+    answer = prefill(producer, prompt)
+    assert answer is not None
+    stored(producer)
+    request = consumer.add("d", prompt, COUNT, **answer)
+    consumer.until(request.is_finished)
+    assert list(request.output_token_ids) == expected(prompt, COUNT, specs)
+    block = consumer.scheduler.block_size
+    assert consumer.claimed["d"] == (6 * BLOCK - 1) // block * block
 
 
 def test_a_prompt_below_one_block_has_no_answer(life: Life) -> None:

@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from toy_engine import BLOCK, BLOCKS, ToyEngine, expected
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_GPU, MEDIUM_STORAGE, BlockStored
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
+from ucm.integration.vllm.connector.groups import groups_of
 from ucm.integration.vllm.connector.scheduler.events import block_events
 
 #: Full blocks of a prompt.
@@ -37,14 +41,14 @@ def ask(engine: ToyEngine, name: str, seed: int = 0, **params: Any) -> Any:
     """Run one request to its end, and its dumps; its tokens are right."""
     request = engine.add(name, prompt(seed), 3, **params)
     engine.until(request.is_finished)
-    assert list(request.output_token_ids) == expected(prompt(seed), 3)
+    assert list(request.output_token_ids) == expected(prompt(seed), 3, engine._specs)
     engine.until(lambda: not engine.connector._scheduler.dumps.under_way)
     return request
 
 
-def fill_the_device(engine: ToyEngine) -> None:
+def fill_the_device(engine: ToyEngine, device: int = BLOCKS) -> None:
     """Other requests take every block of the device, and store nothing."""
-    for seed in range(1, BLOCKS // FULL + 2):
+    for seed in range(1, device // FULL + 2):
         ask(engine, f"other {seed}", seed, ucm={"load": False, "dump": False})
 
 
@@ -66,6 +70,48 @@ def test_a_hit_counts_for_the_tier_that_it_was_found_in(
     fill_the_device(second)
     ask(second, "limited", ucm={"max_load_tokens": 2 * BLOCK})
     assert second.hits.total() == (FULL + 2) * BLOCK  # it may have come up into memory by then
+    second.close()
+
+
+SHAPE: dict[str, Any] = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+WHOLE = FullAttentionSpec(block_size=BLOCK, **SHAPE)
+WINDOW = SlidingWindowSpec(block_size=BLOCK, sliding_window=2 * BLOCK + 1, **SHAPE)
+#: Its blocks have twice as many tokens, because vLLM has pages of one size.
+NARROW = SlidingWindowSpec(
+    block_size=BLOCK, sliding_window=2 * BLOCK + 1, **SHAPE | {"num_kv_heads": 1}
+)
+STATE = MambaSpec(
+    block_size=BLOCK,
+    shapes=((2 * 2 * BLOCK * 32,),),
+    dtypes=(torch.float32,),
+    mamba_type=MambaAttentionBackendEnum.MAMBA2,
+    mamba_cache_mode="align",
+)
+MODELS = {
+    "full and a window": (WHOLE, WINDOW),
+    "full and a window of larger blocks": (WHOLE, NARROW),
+    "full and a state": (WHOLE, STATE),
+    "windows alone": (WINDOW, WINDOW),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_sources_of_a_hit_of_several_groups_sum_to_its_tokens(
+    engines: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Also where only the last blocks of a group, or of all, are loaded."""
+    pytest.importorskip("vllm.v1.metrics.cache_hit_source")  # older vLLMs do not ask
+    args = {"specs": MODELS[name], "blocks": 3 * BLOCKS, "store": pipeline(tmp_path)}
+    first = ToyEngine(engines, tiny, monkeypatch, **args)
+    ask(first, "cold")
+    fill_the_device(first, 3 * BLOCKS)
+    ask(first, "warm")
+    # requests with windows alone return blocks before they need others
+    assert first.hits == ({"host": FULL * BLOCK} if WHOLE in MODELS[name] else {})
+    first.close()
+    second = ToyEngine(engines, tiny, monkeypatch, **args)
+    ask(second, "restarted")
+    assert second.hits == {"disk": FULL * BLOCK}
     second.close()
 
 
@@ -122,6 +168,54 @@ def test_events_say_of_a_stored_block_what_vllm_says_of_it(
     restarted.close()
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_every_groups_blocks_are_what_vllm_says_of_them(
+    engines: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    args = {"specs": MODELS[name], "blocks": 3 * BLOCKS, "store": pipeline(tmp_path)} | EVENTS
+    engine = ToyEngine(engines, tiny, monkeypatch, **args)
+    events = recorded(engine)
+    ask(engine, "a", salt="red")
+    on_device = by_group(events, MEDIUM_GPU)
+    stored = by_group(events, MEDIUM_STORAGE)
+    assert stored.keys() == on_device.keys() == set(range(len(set(MODELS[name]))))
+    compared = 0
+    for group, said in stored.items():
+        sizes = {one[2] for one in said.values()}
+        size = engine.scheduler.kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
+        assert sizes == {size}
+        kept = type(MODELS[name][group]) is not MambaSpec
+        full = FULL * BLOCK // engine.scheduler.block_size * engine.scheduler.block_size
+        assert len(said) == full // size if kept else said
+        for hashed in said.keys() & on_device[group].keys():
+            compared += 1
+            assert said[hashed] == on_device[group][hashed]
+    assert compared, "vLLM said nothing of them: the test proves nothing"
+    engine.close()
+    restarted = ToyEngine(engines, tiny, monkeypatch, **args)
+    events = recorded(restarted)
+    ask(restarted, "again", salt="red")
+    found = by_group(events, MEDIUM_STORAGE)
+    assert found.keys() == stored.keys()
+    for group, said in found.items():
+        # Of windows and states a lookup finds what it needs.
+        assert said
+        assert said.items() <= stored[group].items()
+    restarted.close()
+
+
+def by_group(events: list[Any], medium: str) -> dict[int, dict[Any, tuple[Any, ...]]]:
+    """The same by KV group, without the events in which vLLM skips blocks that it does not keep:
+    their tokens are those of all."""
+    said: dict[int, dict[Any, tuple[Any, ...]]] = {}
+    for event in events:
+        if isinstance(event, BlockStored):
+            whole = len(event.block_hashes) * event.block_size == len(event.token_ids)
+            known = said.setdefault(event.group_idx, {}) if event.medium == medium else {}
+            known.update(blocks([event], medium) if whole else {})
+    return said
+
+
 def test_a_store_of_memory_alone_is_another_medium(
     engines: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +251,7 @@ def test_hashes_that_differ_in_every_process_are_not_published(
         monkeypatch.setenv("PYTHONHASHSEED", seed)
     config = engines.engine_config(tiny, **EVENTS | {"prefix_caching_hash_algo": algorithm})
     kv_cache, _ = engines.kv_configs(config)
-    assert (block_events(config, kv_cache, BLOCK, lambda: 0.0) is not None) == published
+    groups = groups_of(kv_cache)
+    assert (block_events(config, kv_cache, groups, lambda: 0.0) is not None) == published
     off = engines.engine_config(tiny)
-    assert block_events(off, kv_cache, BLOCK, lambda: 0.0) is None
+    assert block_events(off, kv_cache, groups, lambda: 0.0) is None

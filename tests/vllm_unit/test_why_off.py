@@ -111,7 +111,8 @@ def test_kv_that_is_not_served_is_named_with_what_to_do(
     found = why_off(parse({"storage_backends": "/nowhere"}, {}), config, scheduler)
     _, instead = matrix.OTHERS[kind]
     expected = f"KV of kind {kind} is not cached: nothing is claimed or stored"
-    assert found == (MissReason.UNSUPPORTED, expected + (instead and f"; {instead}"))
+    assert instead
+    assert found == (MissReason.UNSUPPORTED, f"{expected}; {instead}")
 
 
 def test_every_kind_of_vllm_is_in_the_table() -> None:
@@ -138,6 +139,22 @@ def test_several_groups_are_not_cached_over_context_parallel_ranks(
     config.parallel_config.decode_context_parallel_size = 2
     found = why_off(parse({"storage_backends": "/nowhere"}, {}), config, scheduler)
     assert found == (MissReason.UNSUPPORTED, matrix.NO_DCP.refused)
+
+
+def test_nothing_is_cached_with_prefill_context_parallelism(engines: Any, tiny: Path) -> None:
+    for windows in range(3):
+        config = engines.engine_config(tiny)
+        scheduler, _ = engines.kv_configs(config, [windowed(engines, config, windows)])
+        config.parallel_config.prefill_context_parallel_size = 2
+        found = why_off(parse({"storage_backends": "/nowhere"}, {}), config, scheduler)
+        assert found == (MissReason.UNSUPPORTED, matrix.NO_PCP.refused)
+
+
+def test_every_refusal_of_the_page_says_what_to_do() -> None:
+    refused = {cell.refused for kind in matrix.KINDS for cell in kind.cells if cell.refused}
+    of_cache = refused - {matrix.NO_SPARSE.refused}
+    assert of_cache == {one.refused for one in (matrix.NO_DCP, matrix.NO_PCP, matrix.NO_DRAFTS)}
+    assert all("; start vLLM with" in text for text in of_cache)
 
 
 def test_blocks_of_several_groups_are_not_selected(engines: Any, tiny: Path) -> None:
@@ -168,9 +185,11 @@ def test_states_are_served_where_they_lie_at_the_ends_of_blocks(engines: Any, ti
     nothing = "is not cached: nothing is claimed or stored"
     assert found() == ""
     assert found("none") == (
-        "KV of kind MambaSpec without vLLM's own prefix caching (--enable-prefix-caching)"
-        f" {nothing}"
+        f"KV of kind MambaSpec without vLLM's own prefix caching {nothing}; start vLLM with"
+        " --enable-prefix-caching"
     )
-    inside = "with hits inside of its blocks (every 16 tokens; see --prefix-match-unit)"
-    assert found(unit=16) == (f"KV of kind MambaSpec {inside} {nothing}")
-    assert found(drafts=object()) == (f"KV of kind MambaSpec with speculative decoding {nothing}")
+    assert found(unit=16) == (
+        f"KV of kind MambaSpec with hits inside of its blocks (every 16 tokens) {nothing}; start"
+        " vLLM with --prefix-match-unit 32"
+    )
+    assert found(drafts=object()) == matrix.NO_DRAFTS.refused

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ucm.errors import TaskError
+from ucm.errors import NotFoundError, TaskError, UcmError
 from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1, Until
 
 BLOCK, BLOCKS, HEADS, ELEMENTS, LAYERS, PRIME = 32, 24, 2, 64, 2, 65521
@@ -37,7 +37,8 @@ STEPS = 3000
 class _Task(Task):
     def __init__(self, rows: list[tuple[bytes, list[int]]], polls: int) -> None:
         super().__init__()
-        self.rows, self.polls, self.left, self.missing = rows, polls, polls, []
+        self.rows, self.polls, self.left = rows, polls, polls
+        self.missing: dict[int, UcmError] = {}  # by row
 
 
 class LateStore(UcmKVStoreBaseV1):
@@ -71,11 +72,11 @@ class LateStore(UcmKVStoreBaseV1):
     def wait(self, task: Any, timeout: float | None = None, until: Until = "published") -> None:
         self._finish(task)
         if task.missing:
-            raise TaskError("not there")
+            raise TaskError("not there", failures=task.missing)
 
     def _finish(self, task: Any) -> None:
         task.left, rows, task.rows = 0, task.rows, []
-        for block, addresses in rows:
+        for row, (block, addresses) in enumerate(rows):
             size = (
                 self.config["tensor_size_list"][0]
                 if "tensor_size_list" in self.config
@@ -89,7 +90,7 @@ class LateStore(UcmKVStoreBaseV1):
                 for at, address in enumerate(addresses):
                     ctypes.memmove(address, self.blocks[block][at * size : (at + 1) * size], size)
             else:
-                task.missing.append(block)
+                task.missing[row] = NotFoundError(f"block {block.hex()} is not there")
 
 
 def expected(prompt: Sequence[int], count: int, specs: Sequence[Any] = ()) -> list[int]:
@@ -239,11 +240,13 @@ class ToyEngine:
         self.reported: list[str] = []  # requests whose load was reported as ended, by the worker
         self.loads: list[str] = []  # requests of which vLLM waits for a load from then on
         self.claimed: dict[str, int] = {}  # tokens of the first load of each request
+        self.claims: list[int] = []  # tokens of every load
         allocated = self.connector.update_state_after_alloc
 
         def update_state_after_alloc(request: Any, blocks: Any, tokens: int) -> None:
             self.loads += [request.request_id] if tokens else []
             self.claimed.setdefault(request.request_id, tokens)
+            self.claims += [tokens] if tokens else []
             allocated(request, blocks, tokens)
 
         self.connector.update_state_after_alloc = update_state_after_alloc

@@ -70,14 +70,14 @@ COUNTERS = {
     ),
 }
 MISSED_BLOCKS = Series("ucm_missed_blocks", "Asked blocks that were computed, by reason.")
-#: Busy: a rank had no free slot, they are offered again. Ended: their request had ended before a
-#: slot became free. Overwritten: it had ended, and vLLM reused their device blocks.
+#: Busy: a rank had no free slot, they are offered again. Ended: they had left their request before
+#: a slot became free. Overwritten: they had left it, and vLLM reused their device blocks.
 UNSTORED_BLOCKS = Series(
     "ucm_unstored_blocks",
     "Blocks without a free staging slot. busy: a rank had none, and they are offered again; ended:"
-    " their request had ended, and no slot was free within deadlines.dump_s; overwritten: it had"
-    " ended, and vLLM reused their device blocks first. If ended or overwritten grow, raise"
-    " staging_capacity.",
+    " their request had ended, or went on without them (windows, states), and no slot was free"
+    " within deadlines.dump_s; overwritten: the same, and vLLM reused their device blocks first. If"
+    " ended or overwritten grow, raise staging_capacity.",
 )
 BUSY, ENDED, OVERWRITTEN = "busy", "ended", "overwritten"
 REQUESTS_TOTAL = Series(

@@ -138,7 +138,12 @@ def _served_platform(config: UcmConfig) -> Platform:
 #: What to do about KV that is not served, by the kind of its spec.
 _INSTEAD = {
     "SlidingWindowMLASpec": "start vLLM with --disable-hybrid-kv-cache-manager, if it can then",
+    "HiddenStateCacheSpec": "start vLLM with another speculative method than extract_hidden_states",
+    "HiSparseHotSpec": "start vLLM without HiSparse",
+    "HiSparseResidentSpec": "start vLLM without HiSparse",
 }
+#: The same for the others: they are the model's own.
+_NOTHING_TO_DO = "vLLM's own prefix cache goes on as it does without ucm"
 
 
 def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
@@ -150,31 +155,38 @@ def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str
         if kind not in SERVED or not getattr(spec, "prefix_cacheable", True):
             refused.add(kind)
     if refused:
-        instead = "".join(f"; {_INSTEAD[kind]}" for kind in sorted(refused & _INSTEAD.keys()))
-        return f"KV of kind {', '.join(sorted(refused))} is {nothing}{instead}"
+        remedies = dict.fromkeys(_INSTEAD.get(kind, _NOTHING_TO_DO) for kind in sorted(refused))
+        return f"KV of kind {', '.join(sorted(refused))} is {nothing}; {'; '.join(remedies)}"
     states = [spec for spec in specs if spec_kind(spec) == "MambaSpec"]
     if states and (problem := _states_elsewhere(vllm_config, specs, states)):
-        return f"KV of kind MambaSpec {problem} is {nothing}"
+        why, instead = problem
+        return f"KV of kind MambaSpec {why} is {nothing}; start vLLM {instead}"
     parallel = vllm_config.parallel_config
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
-        return f"with prefill context parallelism KV is {nothing}"
+        instead = "start vLLM with --prefill-context-parallel-size 1"
+        return f"with prefill context parallelism KV is {nothing}; {instead}"
     if len(groups) > 1 and getattr(parallel, "decode_context_parallel_size", 1) > 1:
-        return f"with decode context parallelism KV of {len(groups)} groups is {nothing}"
+        instead = "start vLLM with --decode-context-parallel-size 1"
+        return f"with decode context parallelism KV of {len(groups)} groups is {nothing}; {instead}"
     return ""
 
 
-def _states_elsewhere(vllm_config: VllmConfig, specs: list[Any], states: list[Any]) -> str:
+def _states_elsewhere(
+    vllm_config: VllmConfig, specs: list[Any], states: list[Any]
+) -> tuple[str, str] | None:
     """Why states (of Mamba, linear attention) may lie elsewhere than at the ends of full blocks,
-    where a hit needs them; empty when they do not."""
+    where a hit needs them, and how to start vLLM; None when they do not."""
     if any(spec.mamba_cache_mode != "align" for spec in states):
-        return "without vLLM's own prefix caching (--enable-prefix-caching)"
+        return "without vLLM's own prefix caching", "with --enable-prefix-caching"
     if vllm_config.speculative_config is not None:
-        return "with speculative decoding"
+        return "with speculative decoding", "without --speculative-config"
     unit = getattr(vllm_config.cache_config, "prefix_match_unit", None)
     unit = unit or math.gcd(*(spec.block_size for spec in specs))
-    if any(spec.block_size > unit for spec in states):
-        return f"with hits inside of its blocks (every {unit} tokens; see --prefix-match-unit)"
-    return ""
+    largest = max(spec.block_size for spec in states)
+    if largest > unit:
+        why = f"with hits inside of its blocks (every {unit} tokens)"
+        return why, f"with --prefix-match-unit {largest}"
+    return None
 
 
 def _may_load(vllm_config: VllmConfig) -> bool:
@@ -296,6 +308,7 @@ def make_scheduler(
         readiness.off(state.reason, MissReason.IDENTITY_UNKNOWN)
     followed = [root for one in (config, *config.alternatives) for root in one.roots]
     mode = ModeWatch(list(dict.fromkeys([*followed, *filter(None, [state_directory()])])))
+    groups = _groups(config, vllm_config, kv_cache_config)
     return UCMConnectorScheduler(
         config,
         readiness,
@@ -306,9 +319,9 @@ def make_scheduler(
         step_tokens=_step_tokens(vllm_config),
         rates=rates,
         may_load=_may_load(vllm_config),
-        groups=_groups(config, vllm_config, kv_cache_config),
+        groups=groups,
         sparse=sparse,
-        events=block_events(vllm_config, kv_cache_config, tokens, time.monotonic),
+        events=block_events(vllm_config, kv_cache_config, groups, time.monotonic),
         mode=mode,
         closers=(mode.close, rates.close, identity.close, adapters.close, background.close),
     )

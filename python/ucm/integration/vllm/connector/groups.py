@@ -28,6 +28,8 @@ from ucm.store import part_mask
 
 #: In a table of tiers: no record, and not looked up.
 ABSENT, UNKNOWN = 255, 254
+#: Most lengths at which a lower tier begins that are considered for one hit.
+MOST_CUTS = 4
 #: A table of tiers in which what was not looked up counts as absent.
 _KNOWN = bytes(range(UNKNOWN)) + bytes((ABSENT, ABSENT))
 
@@ -107,8 +109,13 @@ class Group:
     def first_needed(self, blocks: int) -> int:
         """The first block of the store whose part of this group a hit of ``blocks`` blocks
         needs."""
-        first = self.reach.first_token(blocks * self.ratio * self.tokens) // self.tokens
-        return max(-(-(first - self.at) // self.ratio), 0) if blocks else 0
+        return self.first_seen(blocks * self.ratio * self.tokens) if blocks else 0
+
+    def first_seen(self, tokens: int) -> int:
+        """The first block of the store whose part of this group the token behind ``tokens`` (> 0)
+        others can see. vLLM takes those before it away when that token is computed."""
+        first = self.reach.first_token(tokens) // self.tokens
+        return max(-(-(first - self.at) // self.ratio), 0)
 
     def device_blocks(self, table: Sequence[Any]) -> Sequence[Any]:
         """Of a request's table of this group, the vLLM blocks that lie in blocks of the store."""
@@ -181,3 +188,21 @@ def longest_hit(
 def known_hit(groups: Sequence[Group], tables: Sequence[bytes | bytearray], limit: int) -> int:
     """The same, where no block is looked up any more."""
     return longest_hit(groups, [table.translate(_KNOWN) for table in tables], limit)[0]
+
+
+def shorter_hits(tiers: bytes) -> list[int]:
+    """The lengths to which a hit may be cut, since a lower tier begins there: the last of them."""
+    rises = [at for at in range(1, len(tiers)) if tiers[at] > tiers[at - 1]]
+    return rises[-MOST_CUTS:]
+
+
+def hit_tiers(groups: Sequence[Group], tables: Sequence[bytes | bytearray], hit: int) -> bytes:
+    """The tier of each block of a hit: the lowest of its parts'. A block that no group needs, as
+    before the windows of all layers, counts like the next one that is loaded."""
+    tiers, begin = bytearray(hit), hit
+    for group, table in zip(groups, tables, strict=True):
+        first = group.first_needed(hit)
+        tiers[first:] = map(max, tiers[first:], table[first:hit])
+        begin = min(begin, first)
+    tiers[:begin] = tiers[begin : begin + 1] * begin
+    return bytes(tiers)

@@ -9,10 +9,11 @@ have to read it, the job is *flushed*: the ranks read it before that step begins
 memory, which has usually been done by then. So a stopped engine, a reset of the prefix cache or a
 pause never waits for a dump, and no step is run just for its report.
 
-:class:`DeferredDumps` keeps the blocks of ended requests that were not dumped yet. Blocks computed
-with an adapter are offered only after the adapter's files were checked again. One step may compute
-more blocks than staging holds; the rest is offered when ranks report free slots. A request may end
-before either, and its blocks belong to vLLM again. They are offered later, unless vLLM hands them
+:class:`DeferredDumps` keeps the blocks that leave their request before they were dumped. Blocks
+computed with an adapter are offered only after the adapter's files were checked again. One step may
+compute more blocks than staging holds; the rest is offered when ranks report free slots. A request
+may end before either, or go on without them: of windows, chunks and states vLLM frees blocks that
+nothing sees any more. They belong to vLLM again then, and are offered later, unless vLLM hands them
 out to be written first: for a check within :data:`~..identity.keys.RECHECK_S`, for staging within
 the deadline of a dump. Before vLLM would hand some out, they are moved behind the other free
 blocks. Where there are too few others for a new request, it waits for blocks of running ones: a
@@ -159,6 +160,7 @@ class _Job:
     keys: list[bytes]  # of the blocks that are written
     first: int
     blocks: list[KVCacheBlock]  # until every rank has read them
+    unread: list[KVCacheBlock]  # those of a job that a rank refused, until vLLM hands one out
     hashes: list[object]  # vLLM's, of the blocks
     chain: Chain
     owner: RequestTracker
@@ -168,8 +170,8 @@ class _Job:
     done: dict[int, DumpResult] = field(default_factory=dict)
 
 
-#: A request, and blocks of it that every rank has published: their keys by ordinal.
-Written = tuple[RequestTracker, dict[int, bytes]]
+#: A request, and blocks of it in one group that every rank has published: their keys by ordinal.
+Written = tuple[RequestTracker, Group, dict[int, bytes]]
 
 
 class DumpPlanner:
@@ -202,6 +204,7 @@ class DumpPlanner:
         self.published_blocks = 0
         self.failed_blocks = 0
         self.busy_blocks = 0  # refused by a rank without a free slot
+        self._refused: list[_Job] = []  # for that, with blocks that may have left their request
 
     def bind(self, pool: BlockPool) -> None:
         """The pool whose blocks are dumped."""
@@ -308,7 +311,9 @@ class DumpPlanner:
         preemptions = tracker.request.num_preemptions
         number, generation = next(self._numbers), self.generation
         writes = [] if compare else keys
-        job = _Job(number, writes, start, sources, hashes, chain, tracker, preemptions, generation)
+        job = _Job(
+            number, writes, start, sources, [], hashes, chain, tracker, preemptions, generation
+        )
         known = self._block_tracker
         dump = Dump(
             job=job.number,
@@ -329,11 +334,14 @@ class DumpPlanner:
 
     def report(self, rank: RankReport, live: Iterable[RequestTracker]) -> list[Written]:
         """A rank's news: releases blocks that every rank has staged, ends jobs that every rank has
-        ended. Returns the published blocks of these jobs, in the first KV group."""
+        ended. Returns the published blocks of these jobs."""
         written: list[Written] = []
         self._reported_at = self._clock()
         self._free[rank.rank] = rank.free_slots
         self._seen[rank.rank] = max(self._seen.get(rank.rank, 0), rank.last_job)
+        for result in rank.done:
+            if result.busy and (job := self._jobs.get(result.job)):
+                job.unread = job.blocks
         for number in (*rank.staged, *(result.job for result in rank.done)):
             if job := self._jobs.get(number):
                 job.staged.add(rank.rank)
@@ -344,8 +352,8 @@ class DumpPlanner:
                 if job.done.keys() >= self._ranks:
                     del self._jobs[job.number]
                     published = self._finish(job, live)
-                    if job.generation == self.generation and not job.chain.group.number:
-                        written.append((job.owner, published))
+                    if job.generation == self.generation:
+                        written.append((job.owner, job.chain.group, published))
         return written
 
     def jobs_to_flush(self, live: Mapping[str, RequestTracker]) -> list[int]:
@@ -363,6 +371,7 @@ class DumpPlanner:
             if job.blocks and not self._kept(job, lives):
                 taken.append(job.number)
                 self._read(job)
+                job.unread = []
         return taken
 
     def _kept(self, job: _Job, lives: bool) -> bool:
@@ -372,10 +381,19 @@ class DumpPlanner:
         sources = zip(job.blocks, job.hashes, strict=True)
         if not lives:
             return all(untouched(block, was) for block, was in sources)
-        group = job.chain.group
-        table = group.device_blocks(self._tables(job.owner)[group.table])[job.first :]
+        table = self.held(job.owner, job.chain.group)[job.first :]
         held = itertools.zip_longest(table[: len(job.blocks)], sources)
         return all(own is one[0] or untouched(*one) for own, one in held)
+
+    def take_refused(self) -> list[_Job]:
+        """Jobs that a rank refused for want of room since the last call, in groups whose blocks
+        leave a running request."""
+        refused, self._refused = self._refused, []
+        return refused
+
+    def held(self, tracker: RequestTracker, group: Group) -> Sequence[KVCacheBlock]:
+        """What a live request holds in one group, by ordinal."""
+        return group.device_blocks(self._tables(tracker)[group.table])
 
     def drop(self, dumps: Iterable[Dump]) -> None:
         """Jobs that were planned and never sent, and never will be."""
@@ -427,6 +445,8 @@ class DumpPlanner:
             self._fail_pause = min(self._fail_pause * 2, FAIL_PAUSE_MAX_S)
         pause = now + BUSY_PAUSE_S if busy else 0.0
         self._hold_until = max(self._hold_until, self._failing_until, pause)
+        if job.unread and job.chain.group.frees_early:
+            self._refused.append(job)
         at = job.first + min(failed)
         key = job.keys[min(failed)]
         for tracker in live:  # requests that hold the block offer it again
@@ -448,7 +468,7 @@ def untouched(block: KVCacheBlock, was: object) -> bool:
     return block.ref_cnt == 0 or (was is not None and block.block_hash is was)
 
 
-# Blocks of ended requests
+# Blocks that leave their request
 # --------------------------------------------------------------------------------------------------
 
 #: Most blocks that wait at a time. Each is compared in every step.
@@ -463,20 +483,32 @@ class _Deferred:
     chain: Chain
     blocks: list[KVCacheBlock]  # of the request, from its first
     hashes: list[object]  # vLLM's, of the blocks
-    since: float  # the request's end
+    since: float  # the request's end, or when the first of them left it
     offered: float  # when one was last offered for the first time, or since when they wait for room
     furthest: int  # ordinal behind the blocks that were offered
+    preemptions: int = -1  # of the request if it runs, -1 for one that has ended
 
-    def cut(self) -> int:
-        """Drop blocks from the first that vLLM handed out. Returns their number."""
-        first = self.chain.cursor
-        kept = zip(self.blocks[first:], self.hashes[first:], strict=True)
-        for at, (block, was) in enumerate(kept, first):
-            if not (block.is_null or untouched(block, was)):
-                cut = len(self.blocks) - at
+    def waiting(self) -> Iterator[bytes]:
+        """The keys of the blocks that wait."""
+        first, group = self.chain.cursor, self.chain.group
+        pairs = zip(self.chain.keys[first:], self.blocks[first:], strict=False)
+        return (key for key, block in pairs if lasts(group, block))
+
+    def cut(self, held: Sequence[KVCacheBlock], null: KVCacheBlock) -> int:
+        """Drop the blocks that vLLM handed out, and those behind the first where these are of no
+        use without it. ``held``: the blocks that the request has now, none if it has ended. Returns
+        their number."""
+        lost = 0
+        for at in range(self.chain.cursor, len(self.blocks)):
+            block, was = self.blocks[at], self.hashes[at]
+            if block.is_null or untouched(block, was) or (at < len(held) and held[at] is block):
+                continue
+            if not self.chain.group.frees_early:
+                lost = len(self.blocks) - at
                 del self.blocks[at:], self.hashes[at:]
-                return cut
-        return 0
+                break
+            self.blocks[at], lost = null, lost + 1
+        return lost
 
 
 class DeferredDumps:
@@ -503,6 +535,11 @@ class DeferredDumps:
         """The ended requests whose blocks wait."""
         return [hold.tracker for hold in self._deferred]
 
+    def keys_of(self, tracker: RequestTracker) -> set[bytes]:
+        """The keys of a request's blocks that wait."""
+        holds = [hold for hold in self._deferred if hold.tracker is tracker]
+        return {key for hold in holds for key in hold.waiting()}
+
     def add(
         self,
         tracker: RequestTracker,
@@ -513,17 +550,73 @@ class DeferredDumps:
     ) -> None:
         """Keep those of the first ``upto`` blocks of a request in one group that were not offered
         yet."""
-        if not self._dumps.offers(tracker, chain, min(upto, len(blocks))):
-            return
-        waiting = sum(1 for _ in self._blocks())
         upto = min(upto, len(blocks))
-        end = min(upto, chain.cursor + max(0, MOST_BLOCKS - waiting))
-        self._lost[ENDED] += upto - end
+        if not self._dumps.offers(tracker, chain, upto):
+            return
+        end = min(upto, chain.cursor + self._room())
+        self._lost[ENDED] += sum(lasts(chain.group, block) for block in blocks[end:upto])
         if end > chain.cursor:
             mine = list(blocks[:end])
             hashes = [block.block_hash for block in mine]
             self._deferred.append(_Deferred(tracker, chain, mine, hashes, now, now, chain.cursor))
             self._waiting.update(block.block_id for block in mine[chain.cursor :])
+
+    def leaving(
+        self,
+        tracker: RequestTracker,
+        chain: Chain,
+        upto: int,
+        blocks: Sequence[KVCacheBlock],
+        now: float,
+    ) -> None:
+        """Keep those of the first ``upto`` blocks of a running request that were not offered yet:
+        vLLM takes them away in its next step, or later. The request offers them no more."""
+        first = chain.cursor
+        mine = list(blocks[first:upto])
+        if any(lasts(chain.group, block) for block in mine):
+            self._keep(tracker, chain, first, mine, [block.block_hash for block in mine], now)
+        chain.cursor = max(first, upto)
+
+    def again(self, job: _Job, now: float) -> None:
+        """The blocks of a job that a rank refused for want of room may have left their request."""
+        self._keep(job.owner, job.chain, job.first, job.unread, job.hashes, now)
+
+    def _keep(
+        self,
+        tracker: RequestTracker,
+        chain: Chain,
+        first: int,
+        blocks: Sequence[KVCacheBlock],
+        hashes: Sequence[object],
+        now: float,
+    ) -> None:
+        """Keep blocks of a group that frees early, from ``first`` on, with vLLM's hashes."""
+        pool, preemptions = self._dumps.pool, tracker.request.num_preemptions
+        there = [at for at, block in enumerate(blocks) if lasts(chain.group, block)]
+        kept = there[: self._room()]
+        self._lost[ENDED] += len(there) - len(kept)
+        if pool is None or not kept:
+            return
+        blocks, hashes = blocks[: kept[-1] + 1], hashes[: kept[-1] + 1]
+        for hold in self._deferred:
+            mine = hold.tracker is tracker and hold.preemptions == preemptions
+            if mine and hold.chain.group is chain.group:
+                break
+        else:
+            hold = _Deferred(tracker, Chain(chain.group), [], [], now, now, first, preemptions)
+            hold.chain.cursor = first
+            self._deferred.append(hold)
+        hold.chain.keys, hold.chain.cursor = chain.keys, min(hold.chain.cursor, first)
+        missing = first - len(hold.blocks)
+        hold.blocks += [pool.null_block] * missing
+        hold.hashes += [None] * missing
+        end = first + len(blocks)
+        hold.blocks[first:end], hold.hashes[first:end] = blocks, hashes
+        self._waiting.update(blocks[at].block_id for at in kept)
+
+    def _room(self) -> int:
+        """How many more blocks may wait."""
+        return max(0, MOST_BLOCKS - len(self._waiting))
 
     def spare(self, blocks: int, pins: int) -> None:
         """vLLM is about to hand out ``blocks`` blocks, or fewer. Move the waiting blocks that are
@@ -541,9 +634,10 @@ class DeferredDumps:
             last, others = [], others + 1
             if others >= blocks:
                 break
-        if ahead and pool.enable_caching:  # without, vLLM hands out first what was freed last
-            pool.touch(ahead + last)
-            pool.free_blocks(ahead + last)
+        if ahead:  # not freed anew: vLLM hands out first what it freed last without a hash
+            for block in ahead + last:
+                pool.free_block_queue.remove(block)
+            pool.free_block_queue.append_n(ahead + last)
         if others < blocks:
             free = (block for block in self._blocks() if not block.ref_cnt)
             mine = list(itertools.islice(free, max(pins - len(self._pinned), 0)))
@@ -558,16 +652,20 @@ class DeferredDumps:
             pool.free_blocks(pinned[::-1])
 
     def take(
-        self, keys: KeyMaker, now: float, dumps: list[Dump]
+        self,
+        keys: KeyMaker,
+        now: float,
+        dumps: list[Dump],
+        live: Mapping[str, RequestTracker],
     ) -> Iterator[tuple[RequestTracker, int]]:
         """Offer confirmed blocks that have room, one request after the other: the jobs are added to
-        ``dumps``. Drop blocks that are refused, late or used by others. Yields each request with
-        the number of its blocks that were offered. To be called with every plan: a block that
-        another request got and gave back looks unused."""
-        count = len(self._deferred)
+        ``dumps``. Drop blocks that are refused, late or used by others than the ``live`` requests
+        that had them. Yields each request with the number of its blocks that were offered. To be
+        called with every plan: a block that another request got and gave back looks unused."""
+        count, moved = len(self._deferred), False
         for hold in list(self._deferred):
-            self._lost[OVERWRITTEN] += hold.cut()
             tracker, chain = hold.tracker, hold.chain
+            self._cut(hold, live)
             if not self._dumps.offers(tracker, chain, len(hold.blocks)):
                 self._deferred.remove(hold)
                 continue
@@ -581,16 +679,26 @@ class DeferredDumps:
             room = self._dumps.room()
             offered = self._dumps.plan(tracker, chain, len(hold.blocks), hold.blocks, room, dumps)
             if offered:
+                moved = True
                 if chain.cursor > hold.furthest:
                     hold.furthest, hold.offered = chain.cursor, now
                 yield tracker, offered
             if not self._dumps.offers(tracker, chain, len(hold.blocks)):
                 self._deferred.remove(hold)
             elif now - hold.since >= self._most_s:
-                self._lost[ENDED] += len(hold.blocks) - chain.cursor
+                self._lost[ENDED] += sum(1 for _ in hold.waiting())
                 self._deferred.remove(hold)
-        if len(self._deferred) < count:
+        if moved or len(self._deferred) < count:
             self._waiting = {block.block_id for block in self._blocks()}
+
+    def _cut(self, hold: _Deferred, live: Mapping[str, RequestTracker]) -> None:
+        request = hold.tracker.request
+        held: Sequence[KVCacheBlock] = ()
+        runs = live.get(request.request_id) is hold.tracker
+        if runs and request.num_preemptions == hold.preemptions:
+            held = self._dumps.held(hold.tracker, hold.chain.group)
+        assert self._dumps.pool is not None  # blocks wait
+        self._lost[OVERWRITTEN] += hold.cut(held, self._dumps.pool.null_block)
 
     def _blocks(self) -> Iterator[KVCacheBlock]:
         """The blocks that wait, each request's from its first."""

@@ -4,6 +4,9 @@ An engine reports the blocks that it stored, and those that a lookup of it found
 A block is reported as removed when a later lookup does not find it, when its record was refused,
 when vLLM emptied its caches, and when so many blocks are reported that it is the oldest of them.
 Other engines' blocks, and the eviction of a block that no request asks for, are not seen here.
+
+Of a model with several KV groups each group's blocks have events of their own, with the number and
+the block size that vLLM has for the group.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved,
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
+from ucm.integration.vllm.connector.groups import ABSENT, UNKNOWN, Group
 from ucm.integration.vllm.connector.guard import logger
 from ucm.reasons import MissReason
+from ucm.store import record_ids
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,33 +46,32 @@ _GONE = (MissReason.ABSENT, MissReason.OTHER_RANK, MissReason.REFUSED)
 
 
 class BlockEvents:
-    """The events of one engine's blocks of one KV group, until vLLM takes them."""
+    """The events of one engine's blocks, until vLLM takes them."""
 
     def __init__(
         self,
-        block_tokens: int,
+        groups: Sequence[Group],
         clock: Callable[[], float],
-        group: int = 0,
-        described: Mapping[str, Any] | None = None,
+        described: Mapping[int, Mapping[str, Any]] | None = None,
         limit: int = REPORTED_LIMIT,
         *,
         enabled: bool = True,
     ) -> None:
-        """``clock``: that of the lookups; ``described``: the fields of an event that describe the
-        group; ``enabled``: False makes no events."""
+        """``groups``: those of the model; ``clock``: that of the lookups; ``described``: the fields
+        of an event that describe one of vLLM's groups; ``enabled``: False makes no events."""
         self._enabled = enabled
-        self._block_tokens, self._clock, self._limit = block_tokens, clock, limit
-        self._group, self._described = group, dict(described or {})
-        self._hashes_per_block = 1
+        self._groups, self._clock, self._limit = tuple(groups), clock, limit
+        self._described = described or {}
+        self._hash_tokens = 0  # of each of vLLM's hashes; 0: as many as a block has
         self._medium = MEDIUM_STORAGE
-        # block key -> vLLM's hash, and when the block was last known to be stored
-        self._reported: dict[bytes, tuple[Any, float]] = {}
+        # block key -> vLLM's hash, its group, and when the block was last known to be stored
+        self._reported: dict[bytes, tuple[Any, int, float]] = {}
         self._lookups: deque[tuple[Request, Lookup]] = deque(maxlen=LOOKUPS_LIMIT)
         self._events: list[KVCacheEvent] = []
 
     def bind(self, pool: BlockPool) -> None:
         """vLLM's pool, which has the tokens of a hash: they may be fewer than those of a block."""
-        self._hashes_per_block = max(self._block_tokens // pool.hash_block_size, 1)
+        self._hash_tokens = pool.hash_block_size
 
     def open(self, media: Iterable[str]) -> None:
         """The store is open, with tiers on these media."""
@@ -79,63 +83,86 @@ class BlockEvents:
             self._lookups.append((request, lookup))
 
     def stored(
-        self, request: Request, blocks: Mapping[int, bytes], at: float | None = None
+        self, request: Request, group: Group, blocks: Mapping[int, bytes], at: float | None = None
     ) -> None:
-        """These blocks of a request, keys by ordinal, are in the store; ``at``: when that was so,
-        None for now."""
+        """These blocks of a request in one group, keys by ordinal, are in the store; ``at``: when
+        that was so, None for now."""
         if not self._enabled:
             return
         known, when = self._reported, self._clock() if at is None else at
-        new = []
+        new = []  # ordinals of vLLM's blocks
         for ordinal, key in blocks.items():
+            vllms = ordinal * group.ratio + group.at
             if (before := known.pop(key, None)) is not None:
-                known[key] = before[0], max(before[1], when)
-            elif (found := self._hash(request, ordinal)) is not None:
-                known[key] = found, when
-                new.append(ordinal)
+                known[key] = *before[:2], max(before[2], when)
+            elif (found := self._hash(request, group, vllms)) is not None:
+                known[key] = found, group.table, when
+                new.append(vllms)
         for _, run in itertools.groupby(enumerate(new), lambda pair: pair[1] - pair[0]):
             ordinals = [ordinal for _, ordinal in run]
-            self._events.append(self._stored_event(request, ordinals[0], ordinals[-1] + 1))
+            event = self._stored_event(request, group, ordinals[0], ordinals[-1] + 1)
+            self._events.append(event)
         self.removed(list(itertools.islice(known, max(len(known) - self._limit, 0))))
 
     def removed(self, keys: Iterable[bytes], before: float = float("inf")) -> None:
         """These blocks are no hits any more; those that were stored since ``before`` are."""
-        known = self._reported
-        gone = [key for key in dict.fromkeys(keys) if key in known and known[key][1] < before]
-        if gone:
-            hashes = [kv_cache_utils.maybe_convert_block_hash(known.pop(key)[0]) for key in gone]
-            self._events.append(BlockRemoved(hashes, self._medium, group_idx=self._group))
+        known, hashes = self._reported, dict[int, list[Any]]()
+        for key in dict.fromkeys(keys):
+            if key in known and known[key][2] < before:
+                found, group, _ = known.pop(key)
+                external = kv_cache_utils.maybe_convert_block_hash(found)
+                hashes.setdefault(group, []).append(external)
+        for group, gone in hashes.items():
+            self._events.append(BlockRemoved(gone, self._medium, group_idx=group))
 
     def forget(self) -> None:
         """No block that was reported is a hit until it is found again."""
         self._lookups.clear()
         self.removed(list(self._reported))
 
-    def take(self, trusted: Callable[[Sequence[bytes], int], int]) -> list[KVCacheEvent]:
-        """The events since the last call; ``trusted`` returns how many of the first keys of a list
-        may be claimed."""
+    def take(self, refused: Callable[[Sequence[bytes]], Sequence[int]]) -> list[KVCacheEvent]:
+        """The events since the last call; ``refused`` returns which keys of a list may not be
+        claimed."""
         for _ in range(len(self._lookups)):
             request, lookup = self._lookups.popleft()
             if not lookup.done:
                 self._lookups.append((request, lookup))
             elif lookup.answered:
-                keys = lookup.keys or []
-                found = keys[: trusted(keys, lookup.hits)]
-                self.stored(request, dict(enumerate(found)), lookup.began)
-                if lookup.reason in _GONE:
-                    self.removed(keys[lookup.hits :], lookup.began)
+                self._answered(request, lookup, refused)
         events, self._events = self._events, []
         return events
 
-    def _hash(self, request: Request, ordinal: int) -> Any:
-        """vLLM's hash of a block, which is that of all tokens up to its end; None if unknown."""
-        at = (ordinal + 1) * self._hashes_per_block - 1
+    def _answered(
+        self,
+        request: Request,
+        lookup: Lookup,
+        refused: Callable[[Sequence[bytes]], Sequence[int]],
+    ) -> None:
+        """A lookup found these blocks of a request, and others not."""
+        behind = ABSENT if lookup.reason in _GONE else UNKNOWN
+        blocks = lookup.keys or []
+        prefix = lookup.tiers[: lookup.hits].ljust(len(blocks), bytes((behind,)))
+        for group, tiers in zip(self._groups, lookup.tables or (prefix,), strict=False):
+            keys = record_ids(blocks, group.mask) if group.mask else blocks
+            bad = refused(keys)
+            # Of a whole prefix the blocks behind a refused one are no hits.
+            end = len(tiers) if group.frees_early else min(bad, default=len(tiers))
+            there = (at for at in range(end) if tiers[at] < UNKNOWN and at not in bad)
+            self.stored(request, group, {at: keys[at] for at in there}, lookup.began)
+            gone = (key for key, tier in zip(keys, tiers, strict=True) if tier == ABSENT)
+            self.removed(gone, lookup.began)
+
+    def _hash(self, request: Request, group: Group, ordinal: int) -> Any:
+        """vLLM's hash of one of its blocks, which is that of all tokens up to its end; None if
+        unknown."""
+        hashes_per_block = max(group.tokens // (self._hash_tokens or group.tokens), 1)
+        at = (ordinal + 1) * hashes_per_block - 1
         return request.block_hashes[at] if at < len(request.block_hashes) else None
 
-    def _stored_event(self, request: Request, first: int, end: int) -> BlockStored:
-        """The event of the blocks from ``first`` to ``end``."""
-        size, adapter = self._block_tokens, request.lora_request
-        hashes = [self._hash(request, ordinal) for ordinal in range(max(first - 1, 0), end)]
+    def _stored_event(self, request: Request, group: Group, first: int, end: int) -> BlockStored:
+        """The event of vLLM's blocks of a group from ``first`` to ``end``."""
+        size, adapter = group.tokens, request.lora_request
+        hashes = [self._hash(request, group, ordinal) for ordinal in range(max(first - 1, 0), end)]
         external = list(map(kv_cache_utils.maybe_convert_block_hash, hashes))
         parent = external.pop(0) if first else None
         extra = [
@@ -154,18 +181,18 @@ class BlockEvents:
             lora_name=None if adapter is None else adapter.name,
             medium=self._medium,
             extra_keys=published(extra),
-            group_idx=self._group,
-            **self._described,
+            group_idx=group.table,
+            **self._described.get(group.table, {}),
         )
 
 
 def block_events(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
-    block_tokens: int,
+    groups: Sequence[Group],
     clock: Callable[[], float],
 ) -> BlockEvents | None:
-    """The events of an engine; None where it publishes none."""
+    """The events of an engine with these groups; None where it publishes none."""
     events = getattr(vllm_config, "kv_events_config", None)
     if events is None or not events.enable_kv_cache_events:
         return None
@@ -177,9 +204,11 @@ def block_events(
             algorithm,
         )
         return None
-    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-    described = {
-        "kv_cache_spec_kind": get_kv_cache_spec_kind(spec).value,
-        "kv_cache_spec_sliding_window": get_kv_cache_spec_sliding_window(spec),
-    }
-    return BlockEvents(block_tokens, clock, described=described)
+    described = {}
+    for group in groups:
+        spec = kv_cache_config.kv_cache_groups[group.table].kv_cache_spec
+        described[group.table] = {
+            "kv_cache_spec_kind": get_kv_cache_spec_kind(spec).value,
+            "kv_cache_spec_sliding_window": get_kv_cache_spec_sliding_window(spec),
+        }
+    return BlockEvents(groups, clock, described)

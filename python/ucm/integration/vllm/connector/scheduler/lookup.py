@@ -42,8 +42,10 @@ from ucm.integration.vllm.connector.groups import (
     UNKNOWN,
     Group,
     fails_whole,
+    hit_tiers,
     known_hit,
     longest_hit,
+    shorter_hits,
 )
 from ucm.integration.vllm.connector.guard import IDLE, Background, info_once, logger, throttle
 from ucm.integration.vllm.connector.identity.keys import UnkeyableError
@@ -477,6 +479,7 @@ class Lookup:
         self._done = False  # the answer is final
         self._poll: Callable[[Lookup], None] | None = None  # polls the store for its answer
         self.limit = 1 << 62  # most blocks of a hit
+        self.why = MissReason.LAST_TOKEN  # no more
         self.answered = False  # by the store
         self.tiers = b""  # that each of the hits would be loaded from, a byte each
         self.tables: tuple[bytes, ...] = ()  # the same by KV group, with absent ones; mostly none
@@ -599,11 +602,12 @@ class Lookups:
         *,
         at_once: bool = False,
         limit: int = 1 << 62,
+        why: MissReason = MissReason.LAST_TOKEN,
     ) -> Lookup:
         """Begin; ``hash_tokens`` runs here if it is quick (``at_once``), else on the background
-        thread. ``limit``: most blocks of a hit."""
+        thread. ``limit``: most blocks of a hit, and ``why`` no more."""
         lookup = Lookup(clock)
-        lookup.limit = limit
+        lookup.limit, lookup.why = limit, why
         if not at_once:
             self._submit(lookup, lambda: self._run(lookup, hash_tokens))
         elif (keys := self._hashed(lookup, hash_tokens)) is not None:
@@ -625,6 +629,18 @@ class Lookups:
         except Exception:
             # closed, or a bug of the store: a background thread calls it
             return False
+
+    def complete(self, lookup: Lookup, end: int, *, seen: bool) -> bool:
+        """Whether a lookup found all that another engine stores of a prompt of ``end`` blocks, as
+        far as a hit of its limit can use it. ``seen``: the last of these blocks was there before
+        it, so of groups with few records no others will come."""
+        limit, tables = min(end, lookup.limit), [bytes(end)] * len(self._groups)
+        for at, (group, found) in enumerate(zip(self._groups, lookup.tables, strict=False)):
+            if seen and group.only_cached:
+                tables[at] = found[:end]
+            elif not group.frees_early and ABSENT in found[:limit]:
+                return False
+        return lookup.hits >= known_hit(self._groups, tables, limit)
 
     def relocate(self, lookup: Lookup) -> None:
         """Locate the hits of an answered lookup again; a tier that is not found stays as it was."""
@@ -659,7 +675,7 @@ class Lookups:
         """Wait for the store's answer."""
         if lookup.done:
             return  # the request went on without it
-        steps = self._steps(keys, lookup.limit)
+        steps = self._steps(keys, lookup.limit, lookup.why)
         try:
             question = next(steps)
             while True:
@@ -677,7 +693,7 @@ class Lookups:
     def _follow(self, lookup: Lookup, keys: list[bytes]) -> bool:
         """The same on a thread of the store; the lookup polls for its answers. False without such a
         thread."""
-        return self._begin(self._steps(keys, lookup.limit), None, lookup.age(), lookup)
+        return self._begin(self._steps(keys, lookup.limit, lookup.why), None, lookup.age(), lookup)
 
     def _begin(
         self, steps: Steps, answer: tuple[bytes, str] | None, took: float, lookup: Lookup
@@ -711,7 +727,7 @@ class Lookups:
             if not self._begin(steps, (tiers, reason), before + took, lookup):
                 lookup.give_up(MissReason.INTERNAL)
 
-    def _steps(self, keys: list[bytes], limit: int) -> Steps:
+    def _steps(self, keys: list[bytes], limit: int, why: MissReason) -> Steps:
         """Mostly one question, with the parts of a block side by side. It has no reference to its
         lookup: one that is dropped ends what it began."""
         if not keys:
@@ -720,19 +736,37 @@ class Lookups:
         if self._whole:
             found = yield from self._prefix(keys)
         if self._needs_tables:
-            return (yield from self._in_groups(keys, found, min(limit, len(keys))))
+            return (yield from self._in_groups(keys, found, min(limit, len(keys)), why))
         return found
 
-    def _in_groups(self, keys: list[bytes], prefix: Found, limit: int) -> Steps:
-        """The longest hit of all groups, given the one of those that need a whole ``prefix``. Of
-        the others blocks are looked up from the end of that on, and only those that count."""
+    def _in_groups(self, keys: list[bytes], prefix: Found, limit: int, why: MissReason) -> Steps:
+        """The longest hit of all groups, given the one of those that need a whole ``prefix``. Where
+        lower tiers begin in it, it may be cut: then what the shorter ones need is looked up too."""
         tables: list[bytearray] = []
         for group in self._groups:
             known = bytes((UNKNOWN,)) * len(keys) if group.frees_early else prefix.tiers
             tables.append(bytearray(known.ljust(len(keys), bytes((ABSENT,)))))
+        hit = yield from self._longest(keys, tables, limit)
+        for end in shorter_hits(hit_tiers(self._groups, tables, hit)):
+            yield from self._longest(keys, tables, end)
+        reason = prefix.reason if hit == prefix.hits else MissReason.ABSENT
+        if hit == limit < prefix.hits:
+            reason = why
+        if prefix.reason not in (MissReason.ABSENT, MissReason.OTHER_RANK):
+            for group, table in zip(self._groups, tables, strict=True):
+                if not group.frees_early:  # nothing was said of the blocks behind the prefix
+                    table[prefix.hits :] = bytes((UNKNOWN,)) * (len(keys) - prefix.hits)
+        tiers = prefix.tiers[:hit] if self._whole else bytes(hit)
+        return Found(hit, reason, tiers, tuple(map(bytes, tables)))
+
+    def _longest(
+        self, keys: list[bytes], tables: list[bytearray], limit: int
+    ) -> Generator[Question, tuple[bytes, str], int]:
+        """The longest hit of at most ``limit`` blocks. What the ``tables`` do not know is looked up
+        from the end on, and only what counts."""
         further = 0
         for _ in range(QUESTIONS):
-            hit, unknown = longest_hit(self._groups, tables, limit)
+            _, unknown = longest_hit(self._groups, tables, limit)
             if not unknown:
                 break
             wanted: list[tuple[int, int]] = []
@@ -750,16 +784,7 @@ class Lookups:
                 if tier >= UNKNOWN and self._locally_visible.has(record_id, part):
                     tier = self._locally_visible_tier
                 tables[at][block] = max(tables[at][block], tier)
-        hit = known_hit(self._groups, tables, limit)
-        reason = prefix.reason if hit == prefix.hits else MissReason.ABSENT
-        if hit == limit < prefix.hits:
-            reason = MissReason.LAST_TOKEN
-        if prefix.reason not in (MissReason.ABSENT, MissReason.OTHER_RANK):
-            for group, table in zip(self._groups, tables, strict=True):
-                if not group.frees_early:  # nothing was said of the blocks behind the prefix
-                    table[prefix.hits :] = bytes((UNKNOWN,)) * (len(keys) - prefix.hits)
-        tiers = prefix.tiers[:hit] if self._whole else bytes(hit)
-        return Found(hit, reason, tiers, tuple(map(bytes, tables)))
+        return known_hit(self._groups, tables, limit)
 
     def _prefix(self, keys: list[bytes]) -> Steps:
         """The prefix that all parts of whole prefixes have."""
@@ -791,13 +816,25 @@ class Lookups:
         return ids
 
     def _relocate(self, lookup: Lookup) -> None:
-        parts, hits = len(self._whole), lookup.hits
-        if not parts:
-            return
+        parts, hits, found = len(self._whole), lookup.hits, b""
         keys = (lookup.keys or [])[:hits]
-        tiers, _ = self._store.locate_on_prefix(self._records(keys, self._whole))
-        found = _of_blocks(tiers, min(len(tiers) // parts, hits), parts)
-        lookup.tiers = found + lookup.tiers[len(found) :]
+        if parts:
+            tiers, _ = self._store.locate_on_prefix(self._records(keys, self._whole))
+            found = _of_blocks(tiers, min(len(tiers) // parts, hits), parts)
+            lookup.tiers = found + lookup.tiers[len(found) :]
+        tables = []
+        for group, own, table in zip(self._groups, self._parts, lookup.tables, strict=False):
+            first, now = 0, found
+            if group.frees_early:
+                first, now = group.first_needed(hits), b""
+            if first < hits and group.frees_early:
+                tiers = self._store.locate(self._records(keys[first:], own))
+                now = _of_blocks(tiers, hits - first, len(own))
+            end = first + len(now)
+            known = zip(table[first:end], now, strict=True)
+            kept = bytes(was if tier >= UNKNOWN else tier for was, tier in known)
+            tables.append(table[:first] + kept + table[end:])
+        lookup.tables = tuple(tables)
 
     def _touch(self, keys: list[bytes]) -> None:
         for mask in self._masks:

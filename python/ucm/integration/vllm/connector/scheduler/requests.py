@@ -9,7 +9,15 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ucm.integration.vllm.connector.admission.admission import Admission, Cut, Verdict
-from ucm.integration.vllm.connector.groups import ABSENT, ONE_GROUP, UNKNOWN, Group, known_hit
+from ucm.integration.vllm.connector.groups import (
+    ABSENT,
+    ONE_GROUP,
+    UNKNOWN,
+    Group,
+    hit_tiers,
+    known_hit,
+    longest_hit,
+)
 from ucm.integration.vllm.connector.identity.keys import KeyMaker, UnkeyableError
 from ucm.integration.vllm.connector.scheduler.lookup import NEVER, BlockTracker, Lookup
 from ucm.integration.vllm.connector.scheduler.policies import RequestPolicy
@@ -24,6 +32,8 @@ if TYPE_CHECKING:
 
 #: An ordinal, or a number of tokens, that is never reached.
 FAR = 1 << 62
+#: Most lookups of a shorter hit for one request. What is not known then is no hit.
+ASKED_AGAIN = 4
 
 
 class Chain:
@@ -63,6 +73,7 @@ class RequestTracker:
         self.chains = [Chain(group) for group in groups]
         self.keyable = True  # False: it has no keys and never will
         self.lookup: Lookup | None = None
+        self.asked_again = 0  # lookups of a shorter hit
         self.stored = 0  # blocks before it are in the store, on every rank
         self.selectable = True  # its stored blocks may be selected from without being loaded
         #: Ordinal of the first key that no other request can have.
@@ -124,7 +135,7 @@ class RequestTracker:
         """Preempted: its blocks were freed, and it will be looked up again, perhaps with output
         tokens."""
         self.preemptions = self.request.num_preemptions
-        self.lookup = self.waits_since = None
+        self.lookup, self.waits_since, self.asked_again = None, None, 0
         self.asked, self.reason = False, MissReason.NOT_TAKEN
         self.decided_hit = range(0)
         self._rewind(0)
@@ -138,7 +149,7 @@ class RequestTracker:
     def rekey(self) -> None:
         """The identity has changed: keys and lookup are those of the one before."""
         self.chains = [Chain(chain.group) for chain in self.chains]
-        self.keyable, self.lookup, self.waits_since = True, None, None
+        self.keyable, self.lookup, self.waits_since, self.asked_again = True, None, None, 0
         self.decided_hit = range(0)
         self.banned_from, self.confirming = FAR, None
         self.stored, self.private_at = 0, None
@@ -290,16 +301,68 @@ class RequestTracker:
         self, block_tracker: BlockTracker, limit: int, why: MissReason
     ) -> tuple[int, MissReason]:
         assert self.lookup is not None
-        groups = [chain.group for chain in self.chains]
-        tables = [bytearray(table) for table in self.lookup.tables]
-        refused = False
-        for chain, table in zip(self.chains, tables, strict=True):
-            for at in block_tracker.refused_of(chain.keys[: len(table)]):
-                table[at], refused = ABSENT, True
-        hits = known_hit(groups, tables, min(limit, self.banned_from, len(tables[0])))
+        tables, refused = self._claim_tables(block_tracker)
+        hits = known_hit(self.groups, tables, min(limit, self.banned_from, len(tables[0])))
         if hits >= min(limit, self.lookup.hits):
             return hits, why
         return hits, MissReason.REFUSED if refused else MissReason.LOAD_FAILED
+
+    def _claim_tables(self, block_tracker: BlockTracker) -> tuple[list[bytearray], bool]:
+        """The tables of the lookup without refused blocks, and whether there are any."""
+        tables, refused = [bytearray(table) for table in self.lookup_tables], False
+        for chain, table in zip(self.chains, tables, strict=True):
+            for at in block_tracker.refused_of(chain.keys[: len(table)]):
+                table[at], refused = ABSENT, True
+        return tables, refused
+
+    def to_ask(
+        self, block_tracker: BlockTracker, block_tokens: int
+    ) -> tuple[int, MissReason] | None:
+        """The length of a hit that may be claimed, and why no more, where it is not known whether
+        every group can serve it: the lookup was about another length. None: it is known, or was
+        looked up often enough."""
+        if not self.lookup_tables or self.asked_again >= ASKED_AGAIN:
+            return None
+        limit, why = self.claim_limit(block_tokens)
+        tables, refused = self._claim_tables(block_tracker)
+        for group, table in zip(self.groups, tables, strict=True):
+            if not group.frees_early:  # a prefix is known as far as it can be
+                table[:] = table.replace(bytes((UNKNOWN,)), bytes((ABSENT,)))
+        hit, unknown = longest_hit(
+            self.groups, tables, min(limit, self.banned_from, len(tables[0]))
+        )
+        if not unknown or hit * block_tokens <= self.local:
+            return None
+        self.asked_again += 1
+        if hit < limit:
+            why = MissReason.REFUSED if refused else MissReason.LOAD_FAILED
+        return hit, why
+
+    def served(self, block_tracker: BlockTracker, end: int) -> int:
+        """The longest hit of at most ``end`` blocks that every group can serve."""
+        if not self.lookup_tables:
+            return end
+        return known_hit(self.groups, self._claim_tables(block_tracker)[0], end)
+
+    @property
+    def groups(self) -> list[Group]:
+        """The KV groups of the model."""
+        return [chain.group for chain in self.chains]
+
+    @property
+    def lookup_tables(self) -> Sequence[bytes]:
+        """The tiers of its blocks by group; empty where a prefix is all that counts."""
+        return () if self.lookup is None else self.lookup.tables
+
+    def tiers(self, first: int, end: int) -> bytes:
+        """The tier of each block of a hit from ``first`` to ``end``; the top one for those that the
+        lookup does not name."""
+        lookup = self.lookup
+        if lookup is None:
+            return bytes(end - first)
+        if lookup.tables and end:
+            return hit_tiers(self.groups, lookup.tables, end)[first:]
+        return lookup.tiers[first:end].ljust(end - first, b"\0")
 
     def failed_at(self, ordinal: int) -> None:
         """A load failed at the block ``ordinal``: nothing from there on is claimed again."""
@@ -321,6 +384,7 @@ class HitPolicy:
     def __init__(
         self,
         admission: Admission,
+        block_tracker: BlockTracker,
         block_tokens: int,
         block_bytes: Callable[[], int],
         min_hit_tokens: int = 0,
@@ -328,7 +392,7 @@ class HitPolicy:
     ) -> None:
         """``block_bytes``: of all ranks; ``min_hit_tokens``: the shortest load; ``group_bytes``: of
         a block, by KV group."""
-        self._admission = admission
+        self._admission, self._block_tracker = admission, block_tracker
         self._block_tokens = block_tokens
         self._block_bytes = block_bytes
         self._min_hit_tokens = min_hit_tokens
@@ -337,15 +401,12 @@ class HitPolicy:
     def taken(self, tracker: RequestTracker, first: int, end: int) -> tuple[int, MissReason | None]:
         """The end of the blocks to load, of those from ``first`` to ``end``, and why not all; None:
         all."""
-        tiers, hit = self._tiers(tracker, first, end), range(first, end)
+        tiers, hit = tracker.tiers(first, end), range(first, end)
         again = tracker.decided_hit == hit
         if not again or tracker.decided_tiers != tiers:
             tracker.decided_hit, tracker.decided_tiers = hit, tiers
             rest = tracker.request.num_tokens - end * self._block_tokens
-            if tracker.lookup is not None and tracker.lookup.tables:
-                cuts = [self._cut_in_groups(tracker, first, end)]  # no other length may be a hit
-            else:
-                cuts = self._cuts(tiers)
+            cuts = self._cuts(tracker, first, end, tiers)
             cut, tracker.verdict = self._admission.decide(cuts, rest, again=again)
             tracker.load_end = first + (0 if cut is None else cut.tokens // self._block_tokens)
         return tracker.load_end, None if tracker.load_end == end else MissReason.DECLINED
@@ -355,42 +416,32 @@ class HitPolicy:
         request, rest = tracker.request, tracker.request.num_tokens - tracker.local - tokens
         first = tracker.local // self._block_tokens
         end = first + tokens // self._block_tokens
-        if tracker.lookup is not None and tracker.lookup.tables:
-            whole = self._cut_in_groups(tracker, first, end)
-        else:
-            whole = self._cut(self._tiers(tracker, first, end))
+        whole = self._cut(tracker, first, end)
         return self._admission.began(
             request.request_id, whole, rest, learns=tracker.verdict == Verdict.LEARN
         )
 
-    def _cuts(self, tiers: bytes) -> list[Cut]:
-        """The possible loads of a hit: up to the first block below each tier, and all of it."""
-        lengths, kinds = {len(tiers)}, sorted(set(tiers))
+    def _cuts(self, tracker: RequestTracker, first: int, end: int, tiers: bytes) -> list[Cut]:
+        """The possible loads of a hit: up to the first block below each tier, or somewhat before
+        where every group can serve that, and all of it."""
+        ends, kinds = {end}, sorted(set(tiers))
         for above in range(1, len(kinds)):
-            length = min(tiers.find(tier) for tier in kinds[above:])
-            if length * self._block_tokens >= max(self._min_hit_tokens, 1):
-                lengths.add(length)
-        return [self._cut(tiers[:length]) for length in sorted(lengths)]
+            at = first + min(tiers.find(tier) for tier in kinds[above:])
+            at = tracker.served(self._block_tracker, at)
+            if (at - first) * self._block_tokens >= max(self._min_hit_tokens, 1):
+                ends.add(at)
+        return [self._cut(tracker, first, at) for at in sorted(ends)]
 
-    def _cut(self, tiers: bytes) -> Cut:
-        size = max(self._block_bytes(), 1)
-        sizes = {tier: tiers.count(tier) * size for tier in set(tiers)}
-        return Cut(len(tiers) * self._block_tokens, sizes)
-
-    def _cut_in_groups(self, tracker: RequestTracker, first: int, end: int) -> Cut:
+    def _cut(self, tracker: RequestTracker, first: int, end: int) -> Cut:
         """A load from ``first`` to ``end``: of each group what such a hit needs."""
-        sizes: Counter[int] = Counter()
-        tables = [] if tracker.lookup is None else tracker.lookup.tables
-        for chain, table, size in zip(tracker.chains, tables, self._group_bytes(), strict=False):
-            for tier in table[max(first, chain.group.first_needed(end)) : end]:
+        sizes, tables = Counter[int](), tracker.lookup_tables
+        if not tables:
+            for tier, count in Counter(tracker.tiers(first, end)).items():
+                sizes[tier] = count * max(self._block_bytes(), 1)
+        for group, table, size in zip(tracker.groups, tables, self._group_bytes(), strict=False):
+            for tier in table[max(first, group.first_needed(end)) : end]:
                 sizes[tier if tier < UNKNOWN else 0] += size
         return Cut((end - first) * self._block_tokens, dict(sizes))
-
-    @staticmethod
-    def _tiers(tracker: RequestTracker, first: int, end: int) -> bytes:
-        """The tier of each block; the top one for those that the lookup does not name."""
-        known = b"" if tracker.lookup is None else tracker.lookup.tiers[first:end]
-        return known.ljust(end - first, b"\0")
 
 
 def hit_media(
@@ -399,8 +450,7 @@ def hit_media(
     """Tokens of a planned load of ``tokens`` by the medium in which the lookup found their blocks;
     empty for an unknown one. ``media``: of each tier."""
     load, found = tracker.loading, Counter[str]()
-    tiers = b"" if tracker.lookup is None else tracker.lookup.tiers[load.start : load.stop]
-    for tier in tiers[: tokens // block_tokens]:
+    for tier in tracker.tiers(load.start, load.stop)[: tokens // block_tokens]:
         found[media[tier] if tier < len(media) else ""] += block_tokens
     found[""] += tokens - found.total()
     return found

@@ -4,7 +4,9 @@ for the blocks that a prefill engine publishes.
 The role belongs to the request. A producer's request (``do_remote_decode``) is answered with the
 key of the last full block of its prompt, as soon as vLLM ends it: its blocks may still be on their
 way. A request with that key (``kv_transfer_params.ucm.wait_for``) is a consumer's. It waits until
-a lookup finds the block, at most ``pd_wait_ms``, then it is computed. A store that answers from a
+a lookup finds the block in every KV group, at most ``pd_wait_ms``, then it is computed. Its own hit
+may be shorter: it never has the last token, and then ends where every group can serve it. A store
+that answers from a
 list of what others have published refreshes that list while a request waits. Where waits are in
 vain, as with a prefill engine on another store, only one request waits now and then.
 """
@@ -51,13 +53,14 @@ def answer(key: bytes, tokens: int, identity: str) -> dict[str, Any]:
 class PublishWait:
     """The wait of one consumer's request."""
 
-    __slots__ = ("began", "end", "is_late", "key", "lookup", "producer", "until")
+    __slots__ = ("began", "end", "is_late", "key", "lookup", "producer", "seen", "until")
 
     def __init__(self, policy: RequestPolicy) -> None:
         self.key, self.producer = policy.wait_for, policy.producer
         self.began: float | None = None
         self.until = 0.0
         self.is_late = False  # it ended without the block
+        self.seen = False  # the block was there once
         self.end = 0  # ordinal behind the block, 0 until the request's keys are known
         self.lookup: Lookup | None = None  # of this block alone
 
@@ -65,7 +68,7 @@ class PublishWait:
         """Whether the block is there now, once: all blocks are to be looked up again then."""
         found = self.lookup is not None and self.lookup.done and self.lookup.hits > 0
         if found:
-            self.lookup = None
+            self.lookup, self.seen = None, True
         return found
 
 
@@ -111,7 +114,7 @@ class PublishWaits:
                 )
                 return False
             wait.end = whole.keys.index(wait.key) + 1
-        if wait.end and whole.hits >= min(wait.end, whole.limit):
+        if wait.end and lookups.complete(whole, wait.end, seen=wait.seen):
             self._in_vain = 0
             return False
         if now >= wait.until:
@@ -129,7 +132,9 @@ class PublishWaits:
             return whole.hashing
         last, key = wait.lookup or whole, wait.key
         if last.done and now - last.began >= POLL_S:
-            wait.lookup = lookups.start(lambda: [key], self._clock, at_once=True)
+            # twice: layers of a draft model need the block behind a hit, too
+            twice = [key, key]
+            wait.lookup = lookups.start(lambda: twice, self._clock, at_once=True, limit=1)
         if now - self._refreshed_at >= REFRESH_S:
             self._refreshed_at = now
             store.refresh()

@@ -146,6 +146,7 @@ class UCMConnectorScheduler:
         self._rates = rates
         self._may_load = may_load
         self._groups, self._whole = tuple(groups), fails_whole(groups)
+        self._frees_early = any(group.frees_early for group in groups)
         # What vLLM may take away in the next step is offered first.
         self._order = sorted(range(len(groups)), key=lambda at: not groups[at].frees_early)
         self._forget_on_reset = config.on_reset == "forget"
@@ -153,20 +154,20 @@ class UCMConnectorScheduler:
         self._offload = None if sparse is None else sparse.offload
         if self._offload is not None:
             self._offload.stored = self._stored_keys
-        least = config.min_hit_tokens
-        self._hit_policy = HitPolicy(
-            admission,
-            block_tokens,
-            lambda: readiness.block_bytes,
-            least,
-            lambda: readiness.group_bytes,
-        )
         self._closers = closers
         self._trace = BlockTrace(config.block_trace) if config.block_trace else None
         self._clock, self._pause = clock, pause
         self._turnover = Turnover(chance)
         self._rooms: dict[int, StoreRoom] = {}  # of each rank that writes
         self._block_tracker = BlockTracker(turnover=self._turnover)
+        self._hit_policy = HitPolicy(
+            admission,
+            self._block_tracker,
+            block_tokens,
+            lambda: readiness.block_bytes,
+            config.min_hit_tokens,
+            lambda: readiness.group_bytes,
+        )
         self.health = RankHealth(clock)
         self._locally_visible = LocallyVisible()
         self._others = OtherConnectors(block_tokens)
@@ -175,7 +176,7 @@ class UCMConnectorScheduler:
         self._deferred = DeferredDumps(self.dumps, config.deadlines.dump_s)
         self._step_tokens, self._hold_share = step_tokens, config.hold_share
         self._computes = False  # the last step computed something
-        self._events = events or BlockEvents(block_tokens, clock, enabled=False)
+        self._events = events or BlockEvents(groups, clock, enabled=False)
         self._manager: KVCacheManager | None = None
         self._pool: BlockPool | None = None
         # vLLM's table of cached blocks, a new one whenever it was emptied
@@ -292,6 +293,8 @@ class UCMConnectorScheduler:
             if self._trace is not None:
                 self._trace.add(self._clock(), lookup.keys or ())
         size = self._block_tokens
+        if not self._claim_is_known(tracker):
+            return self._postpone(tracker)
         tokens = tracker.claimable(self._block_tracker, size) * size - num_computed_tokens
         if tokens < max(self._min_hit_tokens, 1):
             tracker.reason = None
@@ -354,6 +357,19 @@ class UCMConnectorScheduler:
             return {"": tokens}
         return hit_media(tracker, tokens, self._block_tokens, store.tier_media)
 
+    def _claim_is_known(self, tracker: RequestTracker) -> bool:
+        """Whether the groups' rule has its answer for the hit that may be claimed. A policy, a
+        failed load and a refused block make it shorter than the one that was looked up, and it then
+        needs other blocks: these are looked up, if that is worth a step."""
+        if not tracker.lookup_tables or not self._worth_waiting(tracker):
+            return True
+        while to_ask := tracker.to_ask(self._block_tracker, self._block_tokens):
+            lookup = self._start_lookup(tracker, list(tracker.keys), to_ask)
+            if not lookup.settled(self._allowance):
+                return False
+            tracker.adopt(self._block_tracker)
+        return True
+
     def _compares(self, tracker: RequestTracker, first: int, end: int) -> bool:
         """Whether this hit is not loaded: with ``debug``, the blocks of one in :data:`COMPARED` are
         computed, and compared with the stored ones when they would be offered."""
@@ -376,7 +392,7 @@ class UCMConnectorScheduler:
         device with their whole prompts: vLLM cannot preempt these. It leaves room for them, but
         counts freed blocks of a window as if they were still held; such requests would wait for
         each other's blocks, for ever."""
-        if self._pool is None or not any(group.frees_early for group in self._groups):
+        if self._pool is None or not self._frees_early:
             return True
         others = sum(one.holds for one in self._live.values() if one.ran_from is None)
         return not others or others + self._blocks_of(tracker, hit) < self._pool.num_gpu_blocks
@@ -481,14 +497,18 @@ class UCMConnectorScheduler:
             throttle.warning("counts", text, name, tally)
 
     def _answer(self, tracker: RequestTracker, computed: int) -> dict[str, Any] | None:
-        """The answer of a producer's request, None where its blocks will not be in the store."""
+        """The answer of a producer's request: the last block that will be in the store in every
+        group. None where none will."""
         end = min(self._prompt_end(tracker), computed // self._block_tokens, tracker.wrong_from)
         if not (self._answers and 0 < end <= len(tracker.keys) and self.health.all_healthy):
             return None
-        key = tracker.keys[end - 1]
-        if not (self._block_tracker.is_expected(key) or tracker in self._deferred.trackers):
-            return None
-        return answer(key, end * self._block_tokens, self.readiness.identity_text)
+        expected, waiting = self._block_tracker.is_expected, self._deferred.keys_of(tracker)
+        for last in range(end - 1, -1, -1):  # of states not every block is stored
+            keys = (chain.keys[last] for chain in tracker.chains)
+            if all(key in waiting or expected(key) for key in keys):
+                key, tokens = tracker.keys[last], (last + 1) * self._block_tokens
+                return answer(key, tokens, self.readiness.identity_text)
+        return None
 
     def _prompt_end(self, tracker: RequestTracker) -> int:
         """Blocks of the prompt of a producer's request that are stored; 0 for other requests."""
@@ -611,7 +631,7 @@ class UCMConnectorScheduler:
             news = [(name, seen + scheduled[name], seen) for name, seen in counts]
         ready = [one for one in ready if one[1] >= due.get(one[0], FAR)] + news
         room = self.dumps.room() if ready else 0
-        if room == 0:
+        if room == 0 and not self._frees_early:
             return
         for name, computed, before in ready:
             lookup = live[name].lookup
@@ -666,7 +686,7 @@ class UCMConnectorScheduler:
         if self._manager is None or self._keys is None:
             return 0
         offered = 0
-        if upto > tracker.cursor and room > 0:
+        if upto > tracker.cursor and (room > 0 or self._frees_early):
             upto = tracker.confirmed(upto, min(settled, limit) // size, self._keys, self._clock())
             if not tracker.keyable:
                 self._due.pop(request.request_id, None)
@@ -677,6 +697,9 @@ class UCMConnectorScheduler:
                 chain = tracker.chains[at]
                 blocks = chain.group.device_blocks(tables[chain.group.table])
                 offered += self.dumps.plan(tracker, chain, upto, blocks, room - offered, dumps)
+                if lives and chain.group.frees_early:
+                    leaving = min(chain.group.first_seen(computed), upto)
+                    self._deferred.leaving(tracker, chain, leaving, blocks, self._clock())
             self._publish |= before < self._prompt_end(tracker) <= tracker.cursor
             self.miss_stats.offered(tracker.tally, offered)
             self._touch(tracker, tracker.cursor)
@@ -714,7 +737,7 @@ class UCMConnectorScheduler:
         if not is_open or self._keys is None or not self._mode.now.dumps:
             return self._deferred.drop()
         try:
-            for tracker, offered in self._deferred.take(self._keys, now, dumps):
+            for tracker, offered in self._deferred.take(self._keys, now, dumps, self._live):
                 self._publish |= 0 < self._prompt_end(tracker) <= tracker.cursor
                 self.miss_stats.offered(tracker.tally, offered)
         except Exception as error:  # the blocks of the others were not compared in this step
@@ -723,7 +746,7 @@ class UCMConnectorScheduler:
         for reason, blocks in self._deferred.take_lost().items():
             self.miss_stats.unstored(reason, blocks)
             if blocks:
-                text = "%d blocks of ended requests are not stored (%s): see staging_capacity"
+                text = "%d blocks that left their request are not stored (%s): see staging_capacity"
                 throttle.warning(f"lost {reason}", text, blocks, reason)
 
     @harmless(None)
@@ -800,6 +823,8 @@ class UCMConnectorScheduler:
             self._report_stored(
                 self.dumps.report(rank, [*self._live.values(), *self._deferred.trackers])
             )
+            for job in self.dumps.take_refused():
+                self._deferred.again(job, self._clock())
             if any(result.failed for result in rank.done):
                 for tracker in self._live.values():
                     self._rewound(tracker)
@@ -821,10 +846,10 @@ class UCMConnectorScheduler:
     def _report_stored(self, written: Sequence[Written]) -> None:
         """Publish events of blocks that every rank has published; not of those that serve their own
         request alone."""
-        for tracker, blocks in written:
+        for tracker, group, blocks in written:
             last = FAR if tracker.private_at is None else tracker.private_at
             shared = {at: key for at, key in blocks.items() if at < last}
-            self._events.stored(tracker.request, shared)
+            self._events.stored(tracker.request, group, shared)
 
     @harmless(None)
     def _report_removed(self, keys: Sequence[bytes]) -> None:
@@ -832,7 +857,7 @@ class UCMConnectorScheduler:
 
     def take_events(self) -> list[KVCacheEvent]:
         """The events of stored blocks since vLLM's last call."""
-        return self._events.take(self._block_tracker.trusted)
+        return self._events.take(self._block_tracker.refused_of)
 
     def _on_lost_blocks(self, lost: Sequence[tuple[str, int]]) -> None:
         """Blocks of running requests are neither on the device nor in the store."""
@@ -996,17 +1021,24 @@ class UCMConnectorScheduler:
                 self._rates.open(self.readiness.identity_text, self.readiness.store_label)
         return True
 
-    def _start_lookup(self, tracker: RequestTracker, keys: list[bytes] | None = None) -> Lookup:
-        """Begin the lookup of its blocks, whose ``keys`` may be known."""
+    def _start_lookup(
+        self,
+        tracker: RequestTracker,
+        keys: list[bytes] | None = None,
+        limit: tuple[int, MissReason] | None = None,
+    ) -> Lookup:
+        """Begin the lookup of its blocks, whose ``keys`` may be known. ``limit``: most blocks of a
+        hit, and why no more; None: as many as it may claim."""
         assert self._lookups is not None and self._keys is not None  # the phase is open
         maker, request = self._keys, tracker.request
         at_once = keys is not None or maker.at_once(request, AT_ONCE_TOKENS)
-        limit = tracker.most_claimable(self._block_tokens)
+        most, why = limit or tracker.claim_limit(self._block_tokens)
         tracker.lookup = self._lookups.start(
             lambda: maker.first(request) if keys is None else keys,
             self._clock,
             at_once=at_once,
-            limit=limit,
+            limit=most,
+            why=why,
         )
         self._events.follow(request, tracker.lookup)
         return tracker.lookup
