@@ -10,6 +10,7 @@ use ucm_core::sync::Mutex;
 use ucm_device::Event;
 use ucm_infra::{Clock, Completion, MonotonicTime, Notify};
 
+use crate::stats::StageSpan;
 use crate::tiers::MAX_TIERS;
 
 /// Which of a dump's two levels a caller waits for. A load has one level.
@@ -43,6 +44,8 @@ pub(crate) struct TaskState {
     flush_wanted: AtomicBool,
     /// Blocks that arrived, by the tier they were read from.
     served: [AtomicU64; MAX_TIERS],
+    /// See [`Task::stages`].
+    stages: Mutex<BTreeMap<&'static str, [f64; 3]>>,
 }
 
 impl TaskState {
@@ -60,6 +63,7 @@ impl TaskState {
             news: Notify::new(),
             flush_wanted: AtomicBool::new(false),
             served: Default::default(),
+            stages: Mutex::default(),
         };
         if rows == 0 {
             state.staged.complete(());
@@ -136,6 +140,15 @@ impl TaskState {
         if let Some(blocks) = self.served.get(tier) {
             blocks.fetch_add(1, Ordering::Relaxed);
         }
+    }
+
+    /// One of its blocks was in this stage; of a read that it joined, only the time since then.
+    pub(crate) fn note_stage(&self, stage: &'static str, span: StageSpan) {
+        let Some((began, ended)) = span else { return };
+        let seconds = |at: MonotonicTime| at.since(self.started).as_secs_f64();
+        let (from, to, mut stages) = (seconds(began), seconds(ended), self.stages.lock());
+        let times = stages.entry(stage).or_insert([from, to, 0.0]);
+        *times = [times[0].min(from), times[1].max(to), times[2] + to - from];
     }
 
     pub(crate) fn is_finished(&self) -> bool {
@@ -268,6 +281,12 @@ impl Task {
     pub fn served(&self) -> [u64; MAX_TIERS] {
         let served = self.state.served.each_ref();
         served.map(|blocks| blocks.load(Ordering::Relaxed))
+    }
+
+    /// The stages of its blocks, where their times are kept ([`crate::stats::keep_stages`]): the
+    /// first begin and the last end in seconds after the task's begin, and the sum of all blocks.
+    pub fn stages(&self) -> BTreeMap<&'static str, [f64; 3]> {
+        self.state.stages.lock().clone()
     }
 
     fn level(&self, until: Until) -> &Completion<()> {
