@@ -158,7 +158,7 @@ class Place:
         replaced since."""
 
 def keep_stages() -> None:
-    """The tasks of this process keep the times of their stages (:meth:`Task.stages`) from now on."""
+    """From now on the tasks of this process keep the times of their stages: see :class:`Task`."""
 
 def run_threads_on(processors: Sequence[int]) -> None:
     """Let the threads that the core begins from now on run on these processors, whatever the one
