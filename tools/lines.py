@@ -25,8 +25,9 @@ ROOT = Path(__file__).resolve().parents[1]
 #: the end of a prompt (100), `ucm bench` (1,230), metrics (1,120) and `ucm doctor`
 #: (1,170), `ucm plan` (210) and `ucm vllm-args` (80).
 #: What an engine says, names, archives, traces of blocks: 1,270; `ucm mode`: 190.
-#: Rust was raised by 40 for the times of the stages of a task.
-BUDGETS = {"Rust": 56_530, "Python": 38_490, "Python files": 130, "benches": 7_500}
+#: Rust was raised by 40 for the times of the stages of a task; Python by 150 for these in a
+#: profile, `ucm mode --url`, and side shards in archives.
+BUDGETS = {"Rust": 56_530, "Python": 38_640, "Python files": 130, "benches": 7_500}
 #: Least share of comment lines, in percent.
 LEAST_COMMENTS = 13.0
 #: Longest file of Python that only re-exports.

@@ -6,7 +6,6 @@ import json
 import os
 import urllib.error
 import urllib.request
-from typing import Any
 
 import click
 
@@ -30,14 +29,7 @@ MODES = ("read-write", "read-only", "write-only", "off")
 @click.option("--api-key", envvar="OPENAI_API_KEY", help="Key of the server.")
 @terminal.json_output
 @click.argument("wanted", metavar=f"[{'|'.join(MODES)}]", type=click.Choice(MODES), required=False)
-def mode(
-    root: str | None,
-    state_dir: str | None,
-    address: str | None,
-    api_key: str | None,
-    wanted: str | None,
-    as_json: bool,
-) -> None:
+def mode(wanted: str | None, api_key: str | None, as_json: bool, **ends: str | None) -> None:
     """Switch loading and storing of running engines on or off, or show how it is switched.
 
     Engines follow within two seconds; loads and writes under way are finished. An engine follows
@@ -46,7 +38,8 @@ def mode(
     from ucm.cli.roots import Root
     from ucm.mode import Mode, state_directory, switched
 
-    if len([one for one in (root, state_dir, address) if one]) > 1:
+    root, state_dir, address = (ends[name] for name in ("root", "state_dir", "address"))
+    if sum(map(bool, ends.values())) > 1:
         raise click.UsageError("--root, --state-dir and --url exclude each other")
     if address:
         found = _of_server(address, wanted, api_key)
@@ -73,7 +66,7 @@ def _of_server(base: str, wanted: str | None, key: str | None) -> dict[str, str]
     request = urllib.request.Request(whole, headers=headers, method=method)  # noqa: S310 - http
     try:
         with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:  # noqa: S310
-            found: dict[str, Any] = json.load(answer)
+            found = json.load(answer)
             return {name: str(found[name]) for name in ("file", "mode")}
     except urllib.error.HTTPError as error:
         if error.code == 404:
