@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ends_with_us import Group
 from harness import EngineHost, machine_lock, run_program
 from models import llama_config, write_model
 from served import free_port, write_tokenizer
@@ -176,9 +177,11 @@ def script(name: str, model: Path, tmp_path: Path) -> str:
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
     command += ["--block-size=32", "--num-gpu-blocks-override=64"]
     with machine_lock():
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1500)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+        pipe = subprocess.PIPE
+        with Group(command, env=env, stdout=pipe, stderr=pipe, text=True) as group:
+            output, log = group.process.communicate(timeout=1500)
+    assert group.process.returncode == 0, log[-4000:]
+    return str(output)
 
 
 def loaded_blocks(text: str) -> list[float]:
