@@ -105,8 +105,14 @@ def program(name: str, tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
 
 def test_offline(tmp_path: Path) -> None:
     given = [f"--tokens={TOKENS}", f"--set=storage_backends={tmp_path}/blocks"]
-    given += [f"--set={key}={json.dumps(value)}" for key, value in UNHURRIED.items()]
+    profile = {"enabled": True, "output": str(tmp_path / "profile.json")}
+    keys = UNHURRIED | {"profile": profile}
+    given += [f"--set={key}={json.dumps(value)}" for key, value in keys.items()]
     assert_reused(program("offline.py", tmp_path, *given))
+    events = json.loads((tmp_path / "profile.json").read_text()[:-2] + "]")
+    spans = {event["name"] for event in events if event["ph"] == "b"}
+    loaded = {f"load {stage}" for stage in ("queue", "read", "verify", "scatter")}
+    assert spans >= {"lookup", "queue", "load", "gather", "dump queue", "dump copy"} | loaded
 
 
 def test_two_hosts_of_a_share(demo_model: Path, tmp_path: Path) -> None:
