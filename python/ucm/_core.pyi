@@ -157,6 +157,9 @@ class Place:
         """Removes something of ours, as it was listed; false where it is gone, or was used or
         replaced since."""
 
+def keep_stages() -> None:
+    """From now on the tasks of this process keep the times of their stages: see :class:`Task`."""
+
 def run_threads_on(processors: Sequence[int]) -> None:
     """Let the threads that the core begins from now on run on these processors, whatever the one
     that begins them is bound to. Raises :class:`~ucm.errors.InvalidInputError` for none, or a
@@ -194,6 +197,10 @@ class Task:
 
     def served(self) -> list[int]:
         """Loaded blocks of a load by the stage that had them; final once it is finished."""
+
+    def stages(self) -> dict[str, list[float]]:
+        """The stages of its blocks, after :func:`keep_stages`: the first begin and the last end in
+        seconds after the task's begin, and the sum of all blocks; final once it is finished."""
 
     def failures(self) -> dict[int, Any]:
         """The rows that failed, each with its exception."""

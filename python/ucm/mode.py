@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 from ucm.config.words import STATE_VARIABLE
+from ucm.errors import ConfigError
 
 #: The file of a mode; in the same form in a root and in the state directory.
 MODE_NAME = "ucm-mode.json"
@@ -95,6 +96,19 @@ def write_mode(directory: str, mode: Mode) -> str:
         os.unlink(private)
         raise
     return path
+
+
+def switched(directory: str, wanted: Mode | None = None) -> dict[str, str]:
+    """The mode in a directory and its file, by name, after writing the wanted one if there is any;
+    makes the directory. Raises :class:`OSError`, and :class:`ConfigError` for a damaged file."""
+    path = os.path.join(directory, MODE_NAME)
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    if wanted:
+        write_mode(directory, wanted)
+    try:
+        return {"file": path, "mode": str(read_mode(directory))}
+    except ValueError:
+        raise ConfigError(f"{path} is damaged, and engines keep their mode; write one") from None
 
 
 class ModeWatch:

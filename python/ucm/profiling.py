@@ -3,7 +3,8 @@
 All processes of an engine append to one file, each its lines: an array of events that is never
 closed, which the format allows. Spans that overlap, such as loads of several requests, are
 asynchronous events with an id; a step of a rank is a complete event. Times are those of the
-machine's monotonic clock, so that the processes of one host agree.
+machine's monotonic clock, so that the processes of one host agree. The stages of a load or dump
+run on threads of the core, which keeps their times once a profile is open.
 
 Where no profile is open, :func:`span` returns at once.
 """
@@ -16,6 +17,8 @@ import logging
 import os
 import threading
 from typing import Any
+
+from ucm._core import keep_stages
 
 _log = logging.getLogger("ucm.profile")
 
@@ -47,6 +50,7 @@ class Profile:
         except OSError as error:
             _log.warning("no profile is written: %s: %s", path, error.strerror)
             return
+        keep_stages()
         _log.info("a profile is appended to %s; open it with https://ui.perfetto.dev", path)
         self._add({"name": "process_name", "ph": "M", "args": {"name": f"ucm {process}"}})
 
@@ -64,6 +68,20 @@ class Profile:
             took = _micros(ended) - _micros(began)
             event = {"name": name, "cat": "ucm", "ph": "X", "ts": _micros(began), "dur": took}
             self._add(event | {"args": args})
+
+    def stages(self, what: str, store: Any, task: Any, began: float, **args: Any) -> None:
+        """Those of a finished task of a store that began at this time, and its queue before the
+        first: each from its first block to the end of its last."""
+        try:
+            found = store.stages(task) if self.on else {}
+        except Exception:  # of a user's store: the profile lacks them
+            return
+        if found:
+            first = min(times[0] for times in found.values())
+            self.span(f"{what} queue", began, began + first, **args)
+        for stage, (first, last, busy) in found.items():
+            at = {"busy_ms": round(busy * 1e3, 3)}
+            self.span(f"{what} {stage}", began + first, began + last, **args, **at)
 
     def _add(self, event: dict[str, Any]) -> None:
         here = {"pid": os.getpid(), "tid": threading.get_native_id()}
@@ -87,4 +105,4 @@ def _micros(seconds: float) -> int:
 
 #: The one of this process.
 profile = Profile()
-span, step = profile.span, profile.step
+span, stages, step = profile.span, profile.stages, profile.step

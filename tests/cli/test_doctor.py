@@ -231,6 +231,22 @@ def test_a_root_that_does_not_answer(
     assert "does not answer" in only(found, "error")["text"]
 
 
+@pytest.mark.parametrize(("seconds", "where"), [(600, "behind"), (-600, "ahead of")])
+def test_a_root_with_another_clock(
+    examine: Json,
+    config: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: int,
+    where: str,
+) -> None:
+    now = machine.wall_ns
+    monkeypatch.setattr(machine, "wall_ns", lambda: now() + seconds * 10**9)
+    found = examine("--config", config())
+    assert found["exit"] == 1
+    assert f"600 seconds {where} this machine's" in only(found, "warning")["text"]
+    assert "synchronise" in only(found, "warning")["remedy"]
+
+
 def test_a_cache_larger_than_the_memory(
     examine: Json, config: Callable[..., Path], vllm: dict[str, Any]
 ) -> None:

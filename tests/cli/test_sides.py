@@ -7,30 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from cli_roots import BLOCK, LAYERS, PIECES, RECORD, Written
+from cli_roots import RECORD, Written, sided
 from click.testing import Result
 from plain_record import verify_file
 
 Run = Callable[..., Result]
 Json = Callable[..., dict[str, Any]]
-
-SIDES = {"mean-k": 96, "codes": 6000}
-
-
-def sided(root: Written, layout: str = "file", **changes: Any) -> list[bytes]:
-    """Three blocks with side shards, one without, and one side shard alone."""
-    ids = [bytes([n]) * 16 for n in range(5)]
-    data = np.random.default_rng(3).integers(0, 4, (4, BLOCK), dtype=np.uint8)
-    offsets = [layer * sum(PIECES) + at for layer in range(LAYERS) for at in (0, PIECES[0])]
-    rows = np.array([[block.ctypes.data + at for at in offsets] for block in data], dtype=np.uint64)
-    sides = {name: np.full((3, size), size % 251, np.uint8) for name, size in SIDES.items()}
-    with root.open(sides=SIDES, layout=layout, segment_age=0, **changes) as store:
-        store.wait(store.dump_data(ids[:3], [0] * 3, rows[:3], sides=sides))
-        store.wait(store.dump_data(ids[3:4], [0], rows[3:]))
-        store.wait(store.dump_sides(ids[3:4], {"codes": sides["codes"][:1]}))
-    return ids
 
 
 def harm(path: Path, at: int) -> None:

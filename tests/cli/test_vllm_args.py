@@ -28,6 +28,7 @@ def transfer(words: list[str]) -> dict[str, Any]:
 
 def test_a_file_is_named_by_its_whole_path(ucm: Run, file: Path) -> None:
     done = ucm("vllm-args", "--config", file.name, "--role", "kv_consumer")
+    assert "kv_connector" not in done.stderr
     assert transfer(shlex.split(done.stdout)) == {
         "kv_connector": "UCMConnector",
         "kv_role": "kv_consumer",

@@ -4,8 +4,10 @@ does."""
 from __future__ import annotations
 
 import ctypes
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,6 +45,7 @@ from ucm.integration.vllm.connector.metadata import (  # noqa: E402
 )
 from ucm.integration.vllm.connector.platforms import PLATFORMS, Platform  # noqa: E402
 from ucm.integration.vllm.connector.worker.worker import ROOM_S, Rank, UCMConnectorWorker  # noqa: E402
+from ucm.profiling import profile  # noqa: E402
 from ucm.store import part_mask, record_ids  # noqa: E402
 from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1  # noqa: E402
 
@@ -311,6 +314,42 @@ def test_the_end_of_a_load_reports_the_tiers_of_its_blocks(
     told = [] if report is None else report.ranks[0].served
     assert [(each.request, each.tiers) for each in told] == ([("r", answer)] if answer else [])
     assert worker.step()[2] is None
+
+
+def test_the_profile_has_the_stages_that_a_store_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = {"read": (0.25, 1.0, 1.5), "verify": (0.5, 1.25, 0.125), "scatter": (1.0, 1.5, 0.25)}
+    worker = Worker()
+    store = worker.open()
+    monkeypatch.setattr(store, "stages", lambda task: times if task in store.tasks[1:] else {})
+    path = tmp_path / "profile.json"
+    profile.open(str(path), "rank")
+    try:
+        worker.step(dumps=[dump(1, [2], first=1)])
+        store.end("staged", "published")
+        worker.step(loads=[load("r", [5], KEYS[1:])])
+        store.end("staged", "published")
+        assert worker.step()[0] == {"r"}
+        monkeypatch.setattr(store, "stages", None)
+        worker.step(loads=[load("s", [5], KEYS[1:])])
+        store.end("staged", "published")
+        assert worker.step()[0] == {"s"}, "a profile costs no load"
+    finally:
+        profile.close()
+    events = json.loads(path.read_text()[:-2] + "]")
+    begun = {one["name"]: one for one in events if one["ph"] == "b"}
+    ends = {one["id"]: one["ts"] for one in events if one["ph"] == "e"}
+    stages = ("queue", "read", "verify", "scatter")
+    assert set(begun) == {"gather", "publish", "load", *(f"load {stage}" for stage in stages)}
+    of = [begun[f"load {stage}"] for stage in stages]
+    spans = [(one["ts"], ends[one["id"]]) for one in of]
+    start = spans[0][0]
+    micros = [(0, 250_000), (250_000, 1_000_000), (500_000, 1_250_000), (1_000_000, 1_500_000)]
+    assert spans == [(start + begin, start + end) for begin, end in micros]
+    shared = {"request": "r", "group": 0, "blocks": 1}
+    busy = [{}, {"busy_ms": 1500.0}, {"busy_ms": 125.0}, {"busy_ms": 250.0}]
+    assert [one["args"] for one in of] == [shared | more for more in busy]
 
 
 def test_a_rank_reports_whether_it_uses_touches_and_forwards_hints() -> None:

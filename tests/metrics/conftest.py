@@ -7,3 +7,4 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS / "metrics"), str(TESTS / "store")]  # and required_servers
+sys.path.append(str(TESTS / "vllm"))  # ends_with_us

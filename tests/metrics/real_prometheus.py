@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +16,7 @@ from typing import Any
 
 import httpx
 import yaml
+from ends_with_us import Group
 from required_servers import missing_server
 
 from ucm.metrics.file import OVERVIEW, RULES, read
@@ -98,29 +98,23 @@ def prometheus(directory: Path, *targets: str, every: str = "200ms") -> Iterator
     path = directory / "prometheus.yml"
     path.write_text(yaml.safe_dump(config))
     with (directory / "prometheus.log").open("wb") as log:
-        process = subprocess.Popen(
-            [
-                command,
-                f"--config.file={path}",
-                f"--storage.tsdb.path={directory / 'data'}",
-                f"--web.listen-address=127.0.0.1:{port}",
-            ],
-            stdout=log,
-            stderr=log,
-        )
-    try:
+        words = [
+            command,
+            f"--config.file={path}",
+            f"--storage.tsdb.path={directory / 'data'}",
+            f"--web.listen-address=127.0.0.1:{port}",
+        ]
+        group = Group(words, stdout=log, stderr=log)
+    with group:
         made, end = Prometheus(f"http://127.0.0.1:{port}"), time.monotonic() + DEADLINE
         while True:
-            assert process.poll() is None, (directory / "prometheus.log").read_text()[-3000:]
+            assert group.process.poll() is None, (directory / "prometheus.log").read_text()[-3000:]
             assert time.monotonic() < end, "Prometheus does not answer"
             with suppress(httpx.HTTPError):
                 made.get("status/buildinfo")
                 break
             Event().wait(0.05)
         yield made
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def free_port() -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # the modules beside these tests
+sys.path.append(str(Path(__file__).parents[1] / "vllm"))  # ends_with_us
 
 if importlib.util.find_spec("starlette") is None:  # the wheel does not need them; these tests do
     collect_ignore_glob = ["test_proxy.py", "test_servers.py"]

@@ -8,12 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from ends_with_us import Group
 
 from ucm.cli import main
 from ucm.pd import Settings
@@ -80,11 +80,8 @@ def test_it_starts_and_ends(end: signal.Signals) -> None:
     """The toy's options, a real process, and what it logs."""
     command = [sys.executable, "-m", "ucm.pd.toy_proxy_server", "--port", "0"]
     command += ["--prefiller-ports", "1", "--decoder-host", "localhost", "--decoder-port", "2"]
-    with (
-        subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process,
-        ExitStack() as stack,
-    ):
-        stack.callback(process.kill)
+    with Group(command, stderr=subprocess.PIPE, text=True) as group:
+        process = group.process
         assert process.stderr is not None
         line = process.stderr.readline()
         found = re.search(r"ucm \S+: pd-proxy on http://127\.0\.0\.1:(\d+); (.*)$", line)

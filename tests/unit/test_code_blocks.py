@@ -41,7 +41,7 @@ def params(language: str) -> list[object]:
 
 #: What the programs of a page suppose, before each: ids of blocks, their data, side shards, files.
 SUPPOSED = {
-    "docs/tools.md": [
+    "docs/tools-bench.md": [
         """
 import json, pathlib
 times = [f"{time}_{kind}" for time in ("ttft", "tpot") for kind in ("mean", "p50", "p99")]

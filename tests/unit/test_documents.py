@@ -204,7 +204,7 @@ def test_links_lead_somewhere(name: str) -> None:
 
 PAGES = sorted(name for name in DOCUMENTS if re.fullmatch(r"docs/[\w-]+\.md", name))
 #: Pages to look things up in, mostly tables, and longer than others.
-LONG = {"configuration", "format", "tools", "trust-results"}
+LONG = {"configuration", "format", "trust-results"}
 MOST_WORDS = 1500
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
@@ -13,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import httpx
+from ends_with_us import Group
 from models import MAX_LEN, VOCAB
 from specs import BLOCK, EngineSpec
 
@@ -38,18 +38,14 @@ def write_tokenizer(directory: Path) -> None:
 
 
 class Server:
-    """A process that serves HTTP on this machine, and a client of it."""
+    """A process that serves HTTP on this machine, and a client of it. It ends with pytest."""
 
     def __init__(self, command: list[str], environment: dict[str, str], port: int, log: Path):
         self.log = log
         with log.open("wb") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", *command],
-                env=environment,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            words = [sys.executable, "-m", *command]
+            self._group = Group(words, env=environment, stdout=out, stderr=subprocess.STDOUT)
+        self.process = self._group.process
         self.at = f"http://127.0.0.1:{port}"
         self.client = httpx.Client(base_url=self.at, trust_env=False, timeout=PATIENCE)
 
@@ -62,9 +58,7 @@ class Server:
 
     def kill(self) -> None:
         """Ends all its processes at once."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        self._group.kill()
 
     def metric(self, name: str, **labels: str) -> float:
         """A value of ``/metrics``, summed over other labels."""

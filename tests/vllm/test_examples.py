@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ends_with_us import Group
 from harness import EngineHost, machine_lock, run_program
 from models import llama_config, write_model
 from served import free_port, write_tokenizer
@@ -104,8 +105,14 @@ def program(name: str, tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
 
 def test_offline(tmp_path: Path) -> None:
     given = [f"--tokens={TOKENS}", f"--set=storage_backends={tmp_path}/blocks"]
-    given += [f"--set={key}={json.dumps(value)}" for key, value in UNHURRIED.items()]
+    profile = {"enabled": True, "output": str(tmp_path / "profile.json")}
+    keys = UNHURRIED | {"profile": profile}
+    given += [f"--set={key}={json.dumps(value)}" for key, value in keys.items()]
     assert_reused(program("offline.py", tmp_path, *given))
+    events = json.loads((tmp_path / "profile.json").read_text()[:-2] + "]")
+    spans = {event["name"] for event in events if event["ph"] == "b"}
+    loaded = {f"load {stage}" for stage in ("queue", "read", "verify", "scatter")}
+    assert spans >= {"lookup", "queue", "load", "gather", "dump queue", "dump copy"} | loaded
 
 
 def test_two_hosts_of_a_share(demo_model: Path, tmp_path: Path) -> None:
@@ -176,9 +183,11 @@ def script(name: str, model: Path, tmp_path: Path) -> str:
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
     command += ["--block-size=32", "--num-gpu-blocks-override=64"]
     with machine_lock():
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1500)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+        pipe = subprocess.PIPE
+        with Group(command, env=env, stdout=pipe, stderr=pipe, text=True) as group:
+            output, log = group.process.communicate(timeout=1500)
+    assert group.process.returncode == 0, log[-4000:]
+    return str(output)
 
 
 def loaded_blocks(text: str) -> list[float]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ends_with_us import Group
 from harness import EngineHost, machine_lock
 from models import llama_config, write_model
 
@@ -83,21 +83,10 @@ def test_the_commands(host: EngineHost, checkpoint: Path, tmp_path: Path) -> Non
         "HF_HUB_OFFLINE": "1",
     }
     with machine_lock(), (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(
-            ["bash", "-u"],
-            cwd=REPOSITORY,
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            output, _ = process.communicate(program + "\nwait\n", timeout=1500)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+        pipe = subprocess.PIPE
+        more = {"cwd": REPOSITORY, "env": env, "stdin": pipe, "stdout": pipe, "stderr": log}
+        with Group(["bash", "-u"], text=True, **more) as group:
+            output, _ = group.process.communicate(program + "\nwait\n", timeout=1500)
     logged = output[-4000:] + (tmp_path / "log").read_text()[-6000:]
     texts = [answer["choices"][0]["text"] for answer in answers(output)]
     assert len(texts) == 3, logged

@@ -151,8 +151,9 @@ def test_only_small_things_are_required_and_vllm_is_an_extra(wheel: Path) -> Non
 
 
 def test_vllm_finds_the_connector_by_its_entry_point(wheel: Path) -> None:
-    lines = read(wheel, ".dist-info/entry_points.txt").splitlines()
-    assert "ucm=ucm.integration.vllm.plugin:register" in [line.replace(" ", "") for line in lines]
+    lines = read(wheel, ".dist-info/entry_points.txt").replace(" ", "").splitlines()
+    assert "ucm=ucm.integration.vllm.plugin:register" in lines
+    assert "ucm_mode=ucm.integration.vllm.plugin:ModeEndpoint" in lines
 
 
 def test_the_command_line_is_installed(

@@ -47,7 +47,7 @@ mod _core {
     #[pymodule_export]
     use super::store::{Asked, Store};
     #[pymodule_export]
-    use super::task::{Sides, Task};
+    use super::task::{Sides, Task, keep_stages};
     #[pymodule_export]
     use super::threads::run_threads_on;
     #[pymodule_export]

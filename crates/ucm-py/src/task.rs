@@ -1,5 +1,6 @@
 //! Tasks for Python: waiting with the GIL released, failures by row.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
@@ -35,6 +36,12 @@ impl<T> OfProcess<T> {
         let text = "this was started before a fork; only the parent can wait for it";
         Err(Error::new(ErrorKind::Forked, text).into())
     }
+}
+
+/// The tasks of this process keep the times of their stages from now on.
+#[pyfunction]
+pub(crate) fn keep_stages() {
+    ucm_store::stats::keep_stages();
 }
 
 /// A load or dump.
@@ -134,6 +141,11 @@ impl Task {
     /// Loaded blocks by their tier; final when the load has finished.
     fn served(&self) -> CallResult<Vec<u64>> {
         Ok(self.0.get()?.served().to_vec())
+    }
+
+    /// The stages of its blocks: first begin and last end in seconds after its begin, and the sum.
+    fn stages(&self) -> CallResult<BTreeMap<&'static str, [f64; 3]>> {
+        Ok(self.0.get()?.stages())
     }
 
     /// The failed rows, each with its exception.

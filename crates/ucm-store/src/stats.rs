@@ -3,16 +3,33 @@
 //!
 //! Names here are the names in `ucm inspect`, in logs and (prefixed `ucm_`) in Prometheus.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use serde::ser::SerializeStruct;
 use serde::{Serialize, Serializer};
 use ucm_core::MissReason;
+use ucm_infra::{Clock, MonotonicTime};
 
 /// Upper bounds of the latency buckets, in seconds; a last bucket takes longer times.
 pub const LATENCY_BOUNDS: [f64; 14] = [
     0.0001, 0.0003, 0.001, 0.003, 0.005, 0.01, 0.03, 0.05, 0.1, 0.3, 0.5, 1.0, 3.0, 10.0,
 ];
+
+/// Whether tasks keep the times of their stages.
+static STAGES_KEPT: AtomicBool = AtomicBool::new(false);
+
+/// The tasks of this process keep the times of their stages from now on, for a profile.
+pub fn keep_stages() {
+    STAGES_KEPT.store(true, Ordering::Relaxed);
+}
+
+/// Begin and end of a stage of one block, where times of stages are kept.
+pub(crate) type StageSpan = Option<(MonotonicTime, MonotonicTime)>;
+
+/// Now, where times of stages are kept: without a profile no clock is read.
+pub(crate) fn stage_time(clock: &dyn Clock) -> Option<MonotonicTime> {
+    STAGES_KEPT.load(Ordering::Relaxed).then(|| clock.now())
+}
 
 /// A histogram of durations with the bounds of [`LATENCY_BOUNDS`].
 #[derive(Default)]

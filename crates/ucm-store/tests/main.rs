@@ -40,6 +40,7 @@ mod sides_faults;
 mod sides_shared;
 mod space;
 mod space_edges;
+mod stages;
 mod straight;
 mod tenants;
 mod tiers;

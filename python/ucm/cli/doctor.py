@@ -239,7 +239,7 @@ def _server(store: str, addresses: list[str], setting: Any, production: bool) ->
     try:
         Place(described.pop("kind"), for_core(described)).room()
     except UcmError as failure:
-        remedy = "check address, network, certificate and login (docs/stores.md)"
+        remedy = "check address, network, certificate and login (docs/store-servers.md)"
         yield error(f"{shown}: {failure.message}", remedy)
         return
     yield ok(f"{shown} answers")

@@ -86,8 +86,8 @@ def read_model(model: str) -> Mapping[str, Any] | float:
         found = None
     if not isinstance(found, dict):
         raise ConfigError(
-            f"{model} is neither a number of billions, nor a config.json, nor a directory with one,"
-            " nor a model in the hub's cache"
+            f"{model} is neither a number of billions, nor a config.json or a directory with one,"
+            " nor in the hub's cache: download the model first, or give its billions, such as 8"
         )
     return found
 

@@ -5,7 +5,8 @@ An archive is a root: what inspects, verifies or serves a root does so with an a
 verified when it is loaded, encrypted by the key of its new root when it is dumped, and becomes
 visible whole or not at all. What the target has already is passed over, so a command that was
 interrupted goes on where it ended. Blocks are copied in the order of their prompts, beginnings
-first: what is there can be hit. Side shards are not copied.
+first: what is there can be hit. The side shards of a block follow it, where it has them all in its
+record, else in records of their own.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ import os
 import re
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import click
@@ -137,7 +137,7 @@ def _run(
         "source": root.shown,
         "target": target,
         "namespaces": names,
-        **{key: counts[key] for key in ("copied", "present", "failed", "bytes")},
+        **{key: counts[key] for key in ("copied", "present", "failed", "bytes", "sides")},
         "reasons": {key[7:]: n for key, n in sorted(counts.items()) if key.startswith("reason ")},
         "seconds": round(time.monotonic() - began, 3),
         "interrupted": interrupted,
@@ -162,8 +162,8 @@ class _End:
     options: Mapping[str, str]
     capacity: str | None
 
-    def open(self, manifest: Manifest, part: str, shape: Shape) -> Any:
-        """The store there, for the records of one part of a namespace."""
+    def open(self, manifest: Manifest, part: str, shape: Shape, sides: Mapping[str, Any]) -> Any:
+        """The store there, for the records of one part of a namespace, with these side shards."""
         from ucm.config.words import DEFAULT_STORE, STORE_OF_SCHEME
         from ucm.store.factory import UcmConnectorFactoryV1
 
@@ -182,6 +182,7 @@ class _End:
             "block_size": layer * layers,
             "block_tokens": tokens,
             "dtype": dtype,
+            "sides": {name: {"bytes": n, "version": at} for name, (at, n) in sides.items()},
             "staging_capacity": max(2 * BATCH, 8 * layer * layers),
             "deadlines": {"load_max_s": 600.0, "load_unknown_s": 600.0, "dump_s": 600.0},
             **(dict(self.options) if scheme else {}),
@@ -210,7 +211,8 @@ class _Copy:
     ) -> None:
         self._root, self._namespace, self._ends = root, namespace, ends
         self._ids, self._counts = ids, counts
-        self._patient_until = time.monotonic() + PATIENCE_S
+        #: Side shards by part and name: newest version, and bytes.
+        self._sides: dict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
 
     def run(self) -> None:
         """Copies its records, those of one part after the other."""
@@ -229,12 +231,11 @@ class _Copy:
                 if part not in manifest.shapes:
                     self._failed(len(own), "unknown shape")
                     continue
-                with (
-                    self._ends[0].open(manifest, part, manifest.shapes[part]) as source,
-                    self._ends[1].open(manifest, part, manifest.shapes[part]) as target,
-                ):
+                of = manifest, part, manifest.shapes[part], self._sides[part]
+                with self._ends[0].open(*of) as source, self._ends[1].open(*of) as target:
                     for batch in _batches(sorted(own, key=lambda header: header["ordinal"])):
                         self._copy(batch, source, target, manifest.shapes[part])
+                        self._copy_sides(batch, source, target)
                         bar.update(sum(header["kv_bytes"] for header in batch))
 
     def _failed(self, records: int, reason: str) -> None:
@@ -249,6 +250,9 @@ class _Copy:
                 for offset in self._offsets(found):
                     header = header_of(reader.read(found, min(HEADER_FIRST, FIRST), offset)[0])
                     name = bytes.fromhex(header["record_id"])
+                    for side in header["sides"]:
+                        of, spec = self._sides[header["part"]], (side["version"], side["bytes"])
+                        of[side["name"]] = max(of.get(side["name"], spec), spec)
                     if not header["without_kv"] and name not in seen and self._wants(name):
                         seen.add(name)
                         yield header
@@ -281,54 +285,86 @@ class _Copy:
         first = np.uint64(memory.ctypes.data)
         starts = first + np.arange(len(wanted), dtype=np.uint64) * np.uint64(pieces[-1])
         rows = starts[:, None] + pieces[:-1].astype(np.uint64)[None, :]
-        names = [bytes.fromhex(header["record_id"]) for header in wanted]
-        shards = [0] * len(names)
-        bad = _failures(lambda: source.wait(source.load_data(names, shards, rows)), wanted)
+        ids = np.array([bytes.fromhex(header["record_id"]) for header in wanted], dtype=object)
+        bad = _moved(
+            source, len(ids), lambda at: source.load_data(list(ids[at]), [0] * len(at), rows[at])
+        )
         good = [at for at in range(len(wanted)) if at not in bad]
         for tenant in sorted({wanted[at]["tenant"] for at in good}):
             own = [at for at in good if wanted[at]["tenant"] == tenant]
             target.describe(
-                [names[at] for at in own],
+                list(ids[own]),
                 parents=[bytes.fromhex(wanted[at]["parent"]) for at in own],
                 ordinals=[wanted[at]["ordinal"] for at in own],
                 tokens=[wanted[at]["tokens"] for at in own],
                 tenant=None if tenant == "none" else bytes.fromhex(tenant),
             )
-        unsent = self._dump(target, [names[at] for at in good], rows[good])
+        sound, kv = ids[good], rows[good]
+        sides = {side: _side(source, list(sound), side) for side in source.side_sizes}
+        beside = bool(sides) and all(found.all() for _, found in sides.values())
+
+        def send(left: list[int]) -> Any:
+            of = (
+                {"sides": {side: data[left] for side, (data, _) in sides.items()}} if beside else {}
+            )
+            return target.dump_data(list(sound[left]), [0] * len(left), kv[left], **of)
+
+        unsent = _moved(target, len(sound), send)
         for why in (*bad.values(), *unsent.values()):
             self._failed(1, str(reason_of(why)))
         copied = [wanted[at]["kv_bytes"] for row, at in enumerate(good) if row not in unsent]
         self._counts["copied"] += len(copied)
         self._counts["bytes"] += sum(copied)
+        self._counts["sides"] += len(copied) * len(sides) * beside
 
-    def _dump(self, target: Any, names: Sequence[bytes], rows: Any) -> dict[int, BaseException]:
-        """Stores these blocks; the failures by row. A target that is busy, or counts what it holds,
-        is waited for."""
-        failures: dict[int, BaseException] = {}
-        left = list(range(len(names)))
-        while left:
-            sent, shards, addresses = [names[at] for at in left], [0] * len(left), rows[left]
-            tried = partial(target.dump_data, sent, shards, addresses)
-            found = _failures(lambda: target.wait(tried()), left)  # noqa: B023
-            failures |= {left[row]: why for row, why in found.items()}
-            left = [at for at in failures if isinstance(failures[at], BusyError | NoSpaceError)]
-            if time.monotonic() > self._patient_until:
+    def _copy_sides(self, headers: Sequence[Header], source: Any, target: Any) -> None:
+        """Side shards that the target has not beside these blocks."""
+        import numpy as np
+
+        ids = np.array([bytes.fromhex(header["record_id"]) for header in headers], dtype=object)
+        ids = ids[np.array(target.lookup(list(ids)), dtype=bool)]
+        for side in source.side_sizes:
+            left = ids[~_side(target, list(ids), side)[1]]
+            data, found = _side(source, list(left), side)
+            left, data = left[found], data[found]
+
+            def send(rows: list[int]) -> Any:
+                return target.dump_sides(list(left[rows]), {side: data[rows]})  # noqa: B023
+
+            unsent = _moved(target, len(left), send)
+            self._counts["sides"] += len(left) - len(unsent)
+            for why in unsent.values():
+                self._failed(1, str(reason_of(why)))
+
+
+def _moved(store: Any, count: int, send: Callable[..., Any]) -> dict[int, BaseException]:
+    """Loads or stores this many rows, those of a list by ``send``; the failures by row. Rows that
+    are given up because another of their task failed, or because a store is busy or counts what it
+    holds, are sent again."""
+    failures: dict[int, BaseException] = {}
+    left, until = list(range(count)), time.monotonic() + PATIENCE_S
+    while left:
+        found: dict[int, BaseException] = {}
+        try:
+            store.wait(send(left))
+        except (TaskError, BusyError) as error:
+            found = dict(getattr(error, "failures", {})) or dict.fromkeys(range(len(left)), error)
+        failures |= {left[row]: why for row, why in found.items()}
+        again = [at for at in failures if isinstance(failures[at], BusyError | NoSpaceError)]
+        if len(again) == len(left):
+            if time.monotonic() > until:
                 break
-            for at in left:
-                del failures[at]
-            time.sleep(PAUSE_S if left else 0)
-        return failures
+            time.sleep(PAUSE_S)
+        left = again
+        for at in left:
+            del failures[at]
+    return failures
 
 
-def _failures(work: Any, rows: Sequence[Any]) -> dict[int, BaseException]:
-    """The failures of a task by row."""
-    if not rows:
-        return {}
-    try:
-        work()
-    except TaskError as error:
-        return dict(error.failures) or dict.fromkeys(range(len(rows)), error)
-    return {}
+def _side(store: Any, names: Sequence[bytes], side: str) -> tuple[Any, Any]:
+    """The bytes of a side shard of these blocks, and whether each is there and sound."""
+    store.wait(task := store.load_sides(names, side))
+    return task.result()  # type: ignore[no-any-return]
 
 
 def _batches(headers: Sequence[Header]) -> Iterator[Sequence[Header]]:
@@ -342,6 +378,7 @@ def _show(document: dict[str, Any]) -> None:
     rows: list[tuple[str, object]] = [
         ("copied", f"{document['copied']} ({in_units(document['bytes'])})"),
         ("there before", document["present"]),
+        ("side shards", document["sides"]),
     ]
     if document["failed"]:
         whys = ", ".join(f"{count} {reason}" for reason, count in document["reasons"].items())

@@ -41,7 +41,7 @@ def vllm_args(
     if file and inline:
         raise click.UsageError("--config and --kv-connector-config exclude each other")
     extra: dict[str, Any] = _file(file) if file else _inline(inline) if inline else {}
-    config = parse({**extra, "kv_connector": name})
+    config = parse(extra if name == "UCMConnector" else {**extra, "kv_connector": name})
     config.require_built()
     for warning in config.warnings:
         click.echo(f"warning: {warning}", err=True)

@@ -748,6 +748,9 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         """As in the base class; also while the load goes on."""
         return _handle(task).served()[: len(self._tiers)]
 
+    def stages(self, task: Any) -> Mapping[str, Sequence[float]]:
+        return _handle(task).stages()
+
     def prefetch_room(self) -> int:
         """A part of the top level, so that prefetched blocks do not evict those in use there."""
         stats = self.stats()

@@ -349,6 +349,12 @@ class UcmKVStoreBaseV1(ABC):
         not known. :meth:`locate_on_prefix` may be outdated by then."""
         return ()
 
+    def stages(self, task: Any) -> Mapping[str, Sequence[float]]:  # noqa: ARG002 - as above
+        """The stages of a finished task, for a profile: of each the first begin and the last end,
+        in seconds after the begin of the task, and the sum over its blocks. Empty where the store
+        does not measure them."""
+        return {}
+
     def prefetch(self, block_ids: Sequence[bytes], priority: Priority = "normal") -> int | None:
         """A hint that these blocks will be loaded; may be ignored.
 

@@ -25,7 +25,7 @@ use super::inline_writers::InlineWriters;
 use super::rows::{BlockRowList, by_block};
 use super::task::{Task, TaskState};
 use crate::records::StoredRecords;
-use crate::stats::add;
+use crate::stats::{add, stage_time};
 use crate::tiers::{Request, TierWrite, WriteTarget};
 
 /// The lane of the pool that copies: it has one.
@@ -153,11 +153,8 @@ impl Dumps {
     /// How many more blocks a dump could take now.
     pub(super) fn free_slots(&self) -> usize {
         self.drop_incomplete(self.core.clock.now());
-        let device = &self.core.device;
-        device
-            .slots
-            .available()
-            .saturating_sub(device.reserved_slots)
+        let (slots, reserved) = (&self.core.device.slots, self.core.device.reserved_slots);
+        slots.available().saturating_sub(reserved)
     }
 
     /// Starts dumping rows of a part, or refuses at once (Busy: no slot; Unhealthy: the breaker of
@@ -222,12 +219,8 @@ impl Dumps {
                 dumps.write_off(&blocks, &job, &error);
             }
         };
-        if let Err(refused) = self
-            .core
-            .device
-            .copies
-            .offer(LANE_COPIES, deadline, work, done)
-        {
+        let copies = &self.core.device.copies;
+        if let Err(refused) = copies.offer(LANE_COPIES, deadline, work, done) {
             drop(refused.work);
             (refused.done)(Err(refused.error)); // closed since
         }
@@ -257,7 +250,10 @@ impl Dumps {
     fn dump_block(self: &Arc<Self>, run: &Run, index: usize, job: &CopyJob, inline: bool) {
         let (builder, rows) = &run.blocks[index];
         let gathered = if job.begin(InHand::Gathering(index)) {
+            let began = stage_time(&*self.core.clock);
             let gathered = self.gather(builder, rows);
+            run.task
+                .note_stage("copy", began.zip(stage_time(&*self.core.clock)));
             if !job.end() {
                 return;
             }
@@ -334,13 +330,10 @@ impl Dumps {
             drop(builders); // before the slots, whose return may start reads
             add(&self.core.stats.dumps_refused, 1);
             let busy = Error::new(ErrorKind::Busy, "no staging slot is free for this dump");
-            let device = &self.core.device;
-            let free = device
-                .slots
-                .available()
-                .saturating_sub(device.reserved_slots);
+            let (slots, reserved) = (&self.core.device.slots, self.core.device.reserved_slots);
+            let free = slots.available().saturating_sub(reserved);
             let busy = busy.with("blocks", blocks_wanted).with("free", free);
-            return Err(busy.with("slots", device.slots.capacity()));
+            return Err(busy.with("slots", slots.capacity()));
         }
         // Counted under the lock, so that two dumps cannot both take the last places.
         self.copying.fetch_add(work.len(), Ordering::AcqRel);
@@ -352,10 +345,8 @@ impl Dumps {
     /// touched here: a copy that returns late, after its block was given up, only frees its slot.
     fn gather(&self, builder: &BlockBuilder, rows: &BlockRowList) -> Result<()> {
         if !rows.are_of(builder.alone) {
-            return Err(
-                Error::invalid("a block has the id of another block's side shard")
-                    .with("id", builder.id),
-            );
+            let text = "a block has the id of another block's side shard";
+            return Err(Error::invalid(text).with("id", builder.id));
         }
         let (_alone, records) = (builder.copying.lock(), &builder.records);
         let (mut slot, wanted) = {
@@ -378,12 +369,10 @@ impl Dumps {
                 crcs.push((layer, records.layout.seal_layer(record, layer)));
             }
         };
-        self.core
-            .device
-            .streams
-            .with(&rows.ready, builder.request.deadline, |stream| {
-                stream.gather(&pieces, slot.as_mut_slice(), &mut seal)
-            })?;
+        let streams = &self.core.device.streams;
+        streams.with(&rows.ready, builder.request.deadline, |stream| {
+            stream.gather(&pieces, slot.as_mut_slice(), &mut seal)
+        })?;
         seal(slot.as_mut_slice(), pieces.len());
         let sided = records.place_sides(rows, slot.as_mut_slice());
         let staged: u64 = pieces.iter().map(|piece| piece.span.len()).sum();
@@ -424,8 +413,9 @@ impl Dumps {
         };
         self.copying.fetch_sub(1, Ordering::AcqRel); // now that its stage says where it is
         if let After::Ended(Err(error)) = &after {
-            rows.iter()
-                .for_each(|&row| task.fail_row(row, error.clone()));
+            for &row in &rows {
+                task.fail_row(row, error.clone());
+            }
         }
         if task.rows_staged(count) {
             self.core.stats.stage_latency.observe(self.elapsed(task));
@@ -546,6 +536,7 @@ impl Dumps {
         job: Option<&CopyJob>,
     ) {
         builder.inner.lock().options = Some(options);
+        let began = stage_time(&*self.core.clock);
         let write = TierWrite {
             id: builder.id,
             slot,
@@ -563,7 +554,7 @@ impl Dumps {
         };
         let Some(job) = job else {
             let (dumps, of) = (Arc::clone(self), Arc::clone(builder));
-            let written = move |result| dumps.write_returned(&of, result);
+            let written = move |result| dumps.write_returned(&of, result, began);
             return writes.write_on_a_thread(target, write.slot, written);
         };
         let result = if job.begin(InHand::Writing(Arc::clone(builder), target)) {
@@ -577,12 +568,21 @@ impl Dumps {
             Err(late())
         };
         writes.written(&target, &result);
-        self.write_returned(builder, result);
+        self.write_returned(builder, result, began);
     }
 
     /// A write has returned: the medium has the record and publishes it later, or this is its
     /// outcome.
-    fn write_returned(&self, builder: &Arc<BlockBuilder>, result: Result<Written>) {
+    fn write_returned(
+        &self,
+        builder: &Arc<BlockBuilder>,
+        result: Result<Written>,
+        began: Option<MonotonicTime>,
+    ) {
+        let span = began.zip(stage_time(&*self.core.clock));
+        for (task, _) in &builder.inner.lock().waiting {
+            task.note_stage("write", span);
+        }
         match result {
             Ok(Written::Sealing(_)) => self.placed(builder),
             result => self.write_done(builder, result),

@@ -21,7 +21,7 @@ use super::core::Core;
 use super::rows::{BlockRow, BlockRowList, by_block};
 use super::task::{Task, TaskState};
 use crate::records::StoredRecords;
-use crate::stats::add;
+use crate::stats::{add, stage_time};
 use crate::tiers::Request;
 
 /// The rows of one block in one load.
@@ -151,12 +151,15 @@ impl LoadTask {
     ) -> bool {
         let (block, stats) = (&self.blocks[index], &self.core.stats);
         let rows = || taken.iter().map(|&at| &block.rows[at]);
+        let began = stage_time(&*self.core.clock);
         let copied = self.records.pieces(rows()).and_then(|pieces| {
             let streams = &self.core.device.streams;
             streams.with(&block.rows.ready, self.state.deadline, |stream| {
                 stream.scatter(record, &pieces)
             })
         });
+        self.state
+            .note_stage("scatter", began.zip(stage_time(&*self.core.clock)));
         match copied {
             Ok(()) => {
                 self.state.rows_arrived(rows().map(|(row, _, _)| *row));
@@ -178,10 +181,8 @@ impl LoadTask {
                 self.fail_from(index, index, error);
             }
         }
-        let ended = taken
-            .iter()
-            .filter(|&&at| self.load_state.finish(block.first + at));
-        ended.count() > 0
+        let ends = |&&at: &&usize| self.load_state.finish(block.first + at);
+        taken.iter().filter(ends).count() > 0
     }
 
     /// A read failed: that is this block's own failure if it was still wanted, and the end of the
@@ -224,10 +225,8 @@ impl LoadTask {
     fn expire(&self) {
         if (0..self.blocks.len()).any(|index| self.reads(index)) {
             let text = "the load did not finish by its deadline";
-            self.cancel(
-                Error::new(ErrorKind::Timeout, text),
-                Some(MissReason::Timeout),
-            );
+            let error = Error::new(ErrorKind::Timeout, text);
+            self.cancel(error, Some(MissReason::Timeout));
         }
     }
 

@@ -27,7 +27,7 @@ use super::load::LoadTask;
 use super::rows::BlockRow;
 use super::task::Task;
 use crate::records::StoredRecords;
-use crate::stats::add;
+use crate::stats::{StageSpan, add, stage_time};
 use crate::tiers::{Reader, Request, TierRead};
 
 /// Most reads in the tiers at once; the others wait here, where no queue is full.
@@ -209,10 +209,8 @@ impl Loads {
             }
             let waiter = (Arc::clone(task), index);
             if let Some(waiters) = reads.waiters.get_mut(&block.id) {
-                if waiters
-                    .iter()
-                    .any(|(other, _)| other.records.part != task.records.part)
-                {
+                let clashes = |(other, _): &Waiter| other.records.part != task.records.part;
+                if waiters.iter().any(clashes) {
                     clashing.push(index);
                     continue;
                 }
@@ -342,7 +340,7 @@ impl Loads {
         {
             upto += 1;
         }
-        let expect = records.expect(read.id);
+        let (expect, began) = (records.expect(read.id), stage_time(&*self.core.clock));
         let Ok(header) = verify_layers(part.record, part.stored_len, &expect, from..upto) else {
             verified.store(from, Ordering::Release);
             return; // damage is found again with the whole
@@ -351,8 +349,10 @@ impl Loads {
         if !io.is_wanted() {
             return; // others may read this block by now, from the record that has its name now
         }
+        let span = began.zip(stage_time(&*self.core.clock));
         self.stay_with(read, &header);
         for (task, index, taken) in self.take_ready(io, read, upto) {
+            task.state.note_stage("verify", span);
             if task.scatter(index, &taken, part.record, read.tier) {
                 task.report();
             }
@@ -410,11 +410,8 @@ impl Loads {
     fn read_below(self: &Arc<Self>, reading: Reading, failed: Failed, slot: Option<Slot>) {
         let (id, tier) = (reading.id, reading.tier);
         let closed = matches!(&failed, Failed::Unread(error) if error.kind() == ErrorKind::Closed);
-        let below = self
-            .core
-            .tiers
-            .table
-            .place(id, Some(tier), reading.request.number);
+        let table = &self.core.tiers.table;
+        let below = table.place(id, Some(tier), reading.request.number);
         if closed || below.is_none() {
             let request = reading.request;
             let error = self.no_copy(reading, failed);
@@ -447,13 +444,13 @@ impl Loads {
         if let Some(waiters) = self.reads.lock().waiters.get_mut(&read.id) {
             begun.extend(waiters.extract_if(.., |(task, index)| task.has_begun(*index)));
         }
-        let (error, reason) = match failed {
-            Failed::Refused(reason, Some(cause)) => {
-                (refusal(*reason).caused_by(cause.clone()), *reason)
-            }
-            Failed::Refused(reason, None) => (refusal(*reason), *reason),
+        let (mut error, reason) = match failed {
+            Failed::Refused(reason, _) => (refusal(*reason), *reason),
             Failed::Unread(error) => (error.clone(), reason_of(error)),
         };
+        if let Failed::Refused(_, Some(cause)) = failed {
+            error = error.caused_by(cause.clone());
+        }
         let mut miss = Some(reason);
         for (task, index) in begun {
             task.fail_block(index, error.clone(), &mut miss);
@@ -664,12 +661,8 @@ impl Reading {
         let Some(layers) = &self.layers else {
             return verify_rest(read.bytes(), read.stored_len, &expect, verified);
         };
-        let len = records
-            .layout
-            .parts(layers.clone())
-            .iter()
-            .map(Range::len)
-            .sum();
+        let parts = records.layout.parts(layers.clone());
+        let len = parts.iter().map(Range::len).sum();
         if read.read < len {
             let (reason, what) = (MissReason::Truncated, "length");
             return Err(Refusal::new(reason, what, read.read, len));
@@ -679,7 +672,7 @@ impl Reading {
     }
 
     /// A record was verified: it goes to the device, and to the tiers above.
-    fn deliver(self, read: ReadDone, header: &RecordHeader) {
+    fn deliver(self, read: ReadDone, header: &RecordHeader, spans: [StageSpan; 2]) {
         let (loads, id, tier) = (&self.loads, self.id, self.tier);
         loads.stay_with(&self.progress, header);
         let waiters = loads.end_read(id, |task, index| match &self.layers {
@@ -692,6 +685,8 @@ impl Reading {
         let record = read.lent.as_deref().unwrap_or(read.slot.as_slice());
         let mut over = Vec::new();
         for (task, index) in waiters {
+            task.state.note_stage("read", spans[0]);
+            task.state.note_stage("verify", spans[1]);
             let taken = task.take(index, |_| true); // rows that did not go to the device before
             if !taken.is_empty() && task.scatter(index, &taken, record, tier) {
                 over.push(task);
@@ -727,7 +722,7 @@ impl Reading {
 
 impl Reader for Reading {
     /// On the thread that has read a block: verify, scatter, report, promote.
-    fn read_ended(self, result: Result<ReadDone>) {
+    fn read_ended(self, result: Result<ReadDone>, span: StageSpan) {
         let loads = Arc::clone(&self.loads);
         let read = match result {
             Ok(read) => read,
@@ -737,8 +732,11 @@ impl Reader for Reading {
             }
             Err(error) => return loads.read_below(self, Failed::Unread(error), None),
         };
-        match self.verify(&read) {
-            Ok(header) => self.deliver(read, &header),
+        let began = stage_time(&*loads.core.clock);
+        let verified = self.verify(&read);
+        let spans = [span, began.zip(stage_time(&*loads.core.clock))];
+        match verified {
+            Ok(header) => self.deliver(read, &header, spans),
             Err(refusal) if refusal.reason.is_damage() && !self.again => self.read_again(read.slot),
             Err(refusal) => {
                 let failed = Failed::Refused(refusal.reason, Some(refusal.into()));

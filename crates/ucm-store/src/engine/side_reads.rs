@@ -23,7 +23,7 @@ use super::LANE_SIDES;
 use super::core::{Core, await_end, closed, reason_named, reason_of, refusal};
 use super::task::{Task, TaskState};
 use crate::records::side_mask;
-use crate::stats::add;
+use crate::stats::{StageSpan, add};
 use crate::tiers::{Reader, Request, TierRead};
 
 /// Most reads of side shards at once, and the part of the slots that they take at most.
@@ -166,10 +166,8 @@ impl SideLoads {
         let core = &self.core;
         core.check_count(ids.len())?;
         let index = core.parts.first.side_index(name)?;
-        let (rows, len) = (
-            ids.len(),
-            core.parts.first.layout.sides()[index].len as usize,
-        );
+        let len = core.parts.first.layout.sides()[index].len as usize;
+        let rows = ids.len();
         if (rows as u64).saturating_mul(len as u64) > limits::MAX_BLOCK_BYTES {
             let text = "too many side shards in one call: at most 1 GiB";
             let many = Error::invalid(text).with("name", name);
@@ -441,7 +439,7 @@ impl SideReading {
 impl Reader for SideReading {
     /// On the thread that has read a side shard: verified and delivered, or read from the next
     /// copy.
-    fn read_ended(self, result: Result<ReadDone>) {
+    fn read_ended(self, result: Result<ReadDone>, _: StageSpan) {
         let mut done = match result {
             Ok(done) => done,
             Err(error) => {

@@ -10,6 +10,7 @@ use ucm_core::sync::Mutex;
 use ucm_device::Event;
 use ucm_infra::{Clock, Completion, MonotonicTime, Notify};
 
+use crate::stats::StageSpan;
 use crate::tiers::MAX_TIERS;
 
 /// Which of a dump's two levels a caller waits for. A load has one level.
@@ -41,8 +42,14 @@ pub(crate) struct TaskState {
     news: Notify,
     /// A caller waits for it to be published.
     flush_wanted: AtomicBool,
-    /// Blocks that arrived, by the tier they were read from.
+    figures: Figures,
+}
+
+/// See [`Task::served`] and [`Task::stages`].
+#[derive(Default)]
+struct Figures {
     served: [AtomicU64; MAX_TIERS],
+    stages: Mutex<BTreeMap<&'static str, [f64; 3]>>,
 }
 
 impl TaskState {
@@ -59,7 +66,7 @@ impl TaskState {
             arrived: (0..rows).map(|_| AtomicBool::new(false)).collect(),
             news: Notify::new(),
             flush_wanted: AtomicBool::new(false),
-            served: Default::default(),
+            figures: Figures::default(),
         };
         if rows == 0 {
             state.staged.complete(());
@@ -133,9 +140,18 @@ impl TaskState {
 
     /// A block arrived that was read from this tier.
     pub(crate) fn serve(&self, tier: usize) {
-        if let Some(blocks) = self.served.get(tier) {
+        if let Some(blocks) = self.figures.served.get(tier) {
             blocks.fetch_add(1, Ordering::Relaxed);
         }
+    }
+
+    /// One of its blocks was in this stage; of a read that it joined, only the time since then.
+    pub(crate) fn note_stage(&self, stage: &'static str, span: StageSpan) {
+        let Some((began, ended)) = span else { return };
+        let seconds = |at: MonotonicTime| at.since(self.started).as_secs_f64();
+        let (from, to, mut stages) = (seconds(began), seconds(ended), self.figures.stages.lock());
+        let times = stages.entry(stage).or_insert([from, to, 0.0]);
+        *times = [times[0].min(from), times[1].max(to), times[2] + to - from];
     }
 
     pub(crate) fn is_finished(&self) -> bool {
@@ -244,12 +260,7 @@ impl Task {
                 return self.shard_done(row);
             }
             let now = clock.now();
-            let grace = if now < deadline {
-                Duration::ZERO
-            } else {
-                GRACE
-            };
-            let last = deadline.after(grace);
+            let last = deadline.after(GRACE * u32::from(now >= deadline));
             if now >= last.min(limit) {
                 return false;
             }
@@ -266,8 +277,14 @@ impl Task {
     /// Blocks of a load that arrived, by the tier they were read from, counted from the top; final
     /// once the task is finished. A medium alone is tier 0.
     pub fn served(&self) -> [u64; MAX_TIERS] {
-        let served = self.state.served.each_ref();
+        let served = self.state.figures.served.each_ref();
         served.map(|blocks| blocks.load(Ordering::Relaxed))
+    }
+
+    /// The stages of its blocks, where their times are kept ([`crate::stats::keep_stages`]): the
+    /// first begin and the last end in seconds after the task's begin, and the sum of all blocks.
+    pub fn stages(&self) -> BTreeMap<&'static str, [f64; 3]> {
+        self.state.figures.stages.lock().clone()
     }
 
     fn level(&self, until: Until) -> &Completion<()> {

@@ -13,13 +13,14 @@ use super::Request;
 use super::level::TierTable;
 use super::prefetch::Prefetches;
 use super::probes::Probes;
-use crate::stats::add;
+use crate::stats::{StageSpan, add, stage_time};
 
 /// What a record is read for.
 pub(crate) trait Reader: Send + 'static {
     /// The read ended: called once, on a thread of the tier, when the record is in its slot, or
     /// with the reason why it is not. What the read held is free by then, or stuck with its thread.
-    fn read_ended(self, result: Result<ReadDone>);
+    /// `span`: its share of the time in which several were read.
+    fn read_ended(self, result: Result<ReadDone>, span: StageSpan);
 }
 
 /// A record that is to be read from a tier for a load.
@@ -65,7 +66,7 @@ impl TierReads {
                 drop(one.read);
                 let off = Error::new(ErrorKind::Unhealthy, "this tier is switched off for now");
                 let name = self.table.tiers[number].health.name();
-                one.reader.read_ended(Err(off.with("tier", name)));
+                one.reader.read_ended(Err(off.with("tier", name)), None);
             }
         }
         self.prefetches.loads_begin(begun.len());
@@ -83,10 +84,8 @@ impl TierReads {
     ) -> Vec<TierRead<R>> {
         let tier = &self.table.tiers[number];
         let wanted: Vec<&BlockRead> = reads.iter().map(|one| &one.read).collect();
-        let runs = tier
-            .backend
-            .features()
-            .runs(&wanted, tier.pool.width(LANE_LOAD));
+        let features = tier.backend.features();
+        let runs = features.runs(&wanted, tier.pool.width(LANE_LOAD));
         if refreshed {
             reads.iter_mut().for_each(|one| one.read.looked = true);
         }
@@ -146,22 +145,25 @@ impl TierReads {
         }
         let (table, this) = (Arc::clone(&self.table), Arc::clone(self));
         let work = move |io: &IoJob| {
-            let tier = &table.tiers[number];
-            Ok(tier.form.read(&*tier.backend, io, reads))
+            let (tier, began) = (&table.tiers[number], stage_time(&*table.clock));
+            Ok((tier.form.read(&*tier.backend, io, reads), began))
         };
-        let ended = move |outcomes: Result<Vec<Outcome>>| {
-            let (outcomes, failed) = match outcomes {
+        let ended = move |outcomes: Result<(Vec<Outcome>, Option<MonotonicTime>)>| {
+            let ((outcomes, began), failed) = match outcomes {
                 Ok(outcomes) => (outcomes, Error::internal("a read has no outcome")),
-                Err(error) => (Vec::new(), error),
+                Err(error) => ((Vec::new(), None), error),
             };
+            let (n, ended) = (readers.len() as u64, stage_time(&*this.table.clock));
+            let share = |at| Some(MonotonicTime((began?.0 * (n - at) + ended?.0 * at) / n));
             let (mut outcomes, mut moved) = (outcomes.into_iter(), Vec::new());
-            for (sides, request, reader) in readers {
+            for (at, (sides, request, reader)) in (0..).zip(readers) {
+                let span = share(at).zip(share(at + 1));
                 match outcomes.next() {
                     Some(Outcome::Came(result)) => {
                         if let Ok(read) = &result {
                             this.count(number, sides, read);
                         }
-                        this.end(number, request, reader, result);
+                        this.end(number, request, reader, result, span);
                     }
                     Some(Outcome::Moved(read)) => moved.push(TierRead {
                         tier: number,
@@ -169,20 +171,19 @@ impl TierReads {
                         request,
                         reader,
                     }),
-                    None => this.end(number, request, reader, Err(failed.clone())),
+                    None => this.end(number, request, reader, Err(failed.clone()), None),
                 }
             }
             this.refresh_for(number, moved);
         };
-        self.table.tiers[number]
-            .pool
-            .job(LANE_LOAD, deadline, work, ended);
+        let pool = &self.table.tiers[number].pool;
+        pool.job(LANE_LOAD, deadline, work, ended);
     }
 
     /// A read ended without its record; its slot is free before that is reported.
     fn fail<R: Reader>(self: &Arc<Self>, number: usize, one: TierRead<R>, error: Error) {
         drop(one.read);
-        self.end(number, one.request, one.reader, Err(error));
+        self.end(number, one.request, one.reader, Err(error), None);
     }
 
     /// Notes how a read for a load ended, and reports it.
@@ -192,33 +193,29 @@ impl TierReads {
         request: Request,
         reader: R,
         result: Result<ReadDone>,
+        span: StageSpan,
     ) {
         self.table.tiers[number].note(request, result.as_ref().err());
-        reader.read_ended(result);
+        reader.read_ended(result, span);
         self.prefetches.load_ended();
     }
 
     fn count(&self, number: usize, sides: bool, read: &ReadDone) {
         let counts = &self.table.tiers[number].counts;
-        add(
-            if sides {
-                &counts.sides_read
-            } else {
-                &counts.blocks_read
-            },
-            1,
-        );
+        let counter = match sides {
+            true => &counts.sides_read,
+            false => &counts.blocks_read,
+        };
+        add(counter, 1);
         add(&counts.bytes_read, read.read as u64);
     }
 
     /// How long a read may take here: one that may follow in a tier below must have time left.
     fn time_for<R>(&self, number: usize, one: &TierRead<R>, now: MonotonicTime) -> MonotonicTime {
         let deadline = one.read.deadline;
-        let below = || {
-            self.table
-                .place(one.read.id, Some(number), one.request.number)
-        };
-        if !self.table.tiers[number].is_memory() && below().is_some() {
+        let (table, asked) = (&self.table, one.request.number);
+        let below = || table.place(one.read.id, Some(number), asked);
+        if !table.tiers[number].is_memory() && below().is_some() {
             now.after(deadline.since(now) / 2)
         } else {
             deadline

@@ -25,7 +25,7 @@ from torch import Tensor
 from ucm.errors import BusyError, DeadlineError, TaskError
 from ucm.integration.vllm.attention.plan import OffloadChange
 from ucm.integration.vllm.connector.guard import throttle
-from ucm.profiling import step
+from ucm.profiling import stages, step
 from ucm.reasons import is_transient
 from ucm.sparse.base import SparseRow
 from ucm.sparse.method import BlockSparse
@@ -304,6 +304,7 @@ class Offload:
         if not self._settle(loading, left):
             self._late.append(loading)
         step("load layer", began, self._clock(), layer=layer, blocks=len(loads))
+        stages("layer", store, task, began, layer=layer, blocks=len(loads))
 
     def _settle(self, loading: _Loading, seconds: float) -> bool:
         """Wait up to ``seconds`` for a load, and process its result; False: it has not ended."""

@@ -1,5 +1,7 @@
-"""Entry point ``vllm.general_plugins``, called in every process of an engine: registers our
-connectors with vLLM by name, and overrides vLLM's attention backends by name, for sparse attention.
+"""Entry points of vLLM. ``vllm.general_plugins``, called in every process of an engine: registers
+our connectors with vLLM by name, and overrides vLLM's attention backends by name, for sparse
+attention. ``vllm.endpoint_plugins``, only where ``VLLM_PLUGINS`` names ``ucm_mode``: ``ucm mode``
+by the server's address.
 
 It runs in engines that do not use ucm too. Neither this module nor :mod:`..attention.registering`
 imports the compiled core or the configuration there, so a core that cannot be imported does no
@@ -11,10 +13,13 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import Any
 
 from ucm.integration.vllm.early import CONNECTORS, refuse_wrong_arguments
 
 _MODULE = "ucm.integration.vllm.connector"
+#: Below ``/v1``, where vLLM requires the key of a server that has one.
+MODE_PATH = "/v1/ucm/mode"
 
 
 def register() -> None:
@@ -40,3 +45,33 @@ def register() -> None:
         logging.getLogger("ucm.vllm").warning(
             "sparse attention is not registered with vLLM: %r", error
         )
+
+
+class ModeEndpoint:
+    """The mode in the state directory of an API server (:mod:`ucm.mode`): ``GET`` reads it, and
+    ``PUT`` with ``?mode=off`` writes it. Its engines have the same directory and follow it."""
+
+    name = "ucm_mode"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: Any) -> None:
+        """As vLLM defines it; the calls run on threads, since a directory may hang."""
+        app.add_api_route(MODE_PATH, lambda: _switched(""), methods=["GET"])
+        app.add_api_route(MODE_PATH, _switched, methods=["PUT"])
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """As vLLM defines it: nothing of the engine is needed."""
+
+
+def _switched(mode: str) -> dict[str, str]:
+    from fastapi import HTTPException
+
+    from ucm.errors import ConfigError
+    from ucm.mode import Mode, state_directory, switched
+
+    try:
+        if (directory := state_directory()) is None:
+            raise ConfigError("the server's user has no home: set UCM_STATE_DIR")
+        return switched(directory, Mode(mode) if mode else None)
+    except (OSError, ValueError, ConfigError) as error:
+        raise HTTPException(400, str(error)) from None

@@ -45,7 +45,7 @@ from ucm.integration.vllm.connector.metadata import (
     split_keys,
 )
 from ucm.integration.vllm.connector.stats import TIMES, format_counts
-from ucm.profiling import span
+from ucm.profiling import span, stages
 from ucm.reasons import LEFT_ALONE, MissReason, is_transient, reason_of
 from ucm.store import record_ids
 from ucm.store.kv_layout import KVLayout, block_numbers
@@ -259,8 +259,10 @@ class Loads:
             self.times.ended(loading)
             request, now = loading.load.request, self.times.clock()
             for running in loading.tasks:
-                group, blocks = running.work.group, len(running.work.blocks)
-                span("load", loading.began, now, request=request, group=group, blocks=blocks)
+                of = {"group": running.work.group, "blocks": len(running.work.blocks)}
+                span("load", loading.began, now, request=request, **of)
+                task, began = running.task, loading.began
+                stages("load", running.store, task, began, request=request, **of)
             load, failures, tiers = loading.load, dict[int, BlockFailure](), Counter[int]()
             for running in loading.tasks:
                 part: GroupBlocks = running.work
@@ -527,6 +529,8 @@ class Dumps:
                 continue
             self.times.ended(running)
             self._span("publish", running, running.staged_at)
+            of = {"request": dump.request, "group": dump.group, "blocks": len(dump.blocks)}
+            stages("dump", store, running.task, running.began, **of)
             failures = failed_rows(store, running.task, len(dump.blocks))
             self.published[dump.group] += len(dump.blocks) - len(failures)
             # The store logs these once: such a block is not stored, and other dumps go on.
@@ -755,6 +759,10 @@ class LayeredStore:
     def served(self, task: Any) -> Sequence[int]:
         """As of the store."""
         return self._store.served(task.task if isinstance(task, _Task) else task)
+
+    def stages(self, task: Any) -> Mapping[str, Sequence[float]]:
+        """As of the store."""
+        return self._store.stages(task.task if isinstance(task, _Task) else task)
 
     def _load(
         self, rows: Sequence[bytes], shards: Sequence[int], addresses: Any, timeout: float | None
