@@ -209,6 +209,20 @@ def test_the_table_is_bounded_and_keeps_what_was_used_last() -> None:
     assert len(stored.finder._aligned) == 3
 
 
+def test_long_pieces_leave_room_for_fewer_chunks() -> None:
+    """Three aligned chunks of two blocks are at most nine blocks."""
+    stored = Stored([], entries=3)
+    first, second = ([at + token for token in range(6 * BLOCK)] for at in (0, 1000))
+    for number, prompt in enumerate((first, second)):
+        stored.add(prompt, number, pieces=[(1, len(prompt))])
+    assert len(stored.finder) == 2
+    assert len(stored.finder.find([7, *second[1:]], pieces=[(1, len(second))])) == 1
+    assert stored.finder.find([7, *first[1:]], pieces=[(1, len(first))]) == []
+    too_long = [2000 + token for token in range(10 * BLOCK)]
+    stored.add(too_long, 2, pieces=[(0, len(too_long))])
+    assert len(stored.finder) == len(stored.finder._aligned) == stored.finder._bytes == 0
+
+
 def test_an_equal_rolling_hash_of_other_tokens_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     """And only some of them are checked."""
     monkeypatch.setattr(chunks, "_BASE", 0)

@@ -184,12 +184,15 @@ class ChunkFinder:
         self, block_tokens: int, chunk_tokens: int = CHUNK_TOKENS, entries: int = ENTRIES
     ) -> None:
         """``block_tokens`` of a stored block; ``chunk_tokens`` of an aligned chunk, rounded up to
-        blocks; ``entries``: most chunks that are remembered."""
+        blocks; ``entries``: most chunks that are remembered, fewer where pieces are longer than
+        aligned chunks: the number of their blocks is bounded too."""
         if min(block_tokens, chunk_tokens, entries) < 1:
             raise InvalidInputError("block_tokens, chunk_tokens and entries are above 0")
         self.block_tokens = block_tokens
         self.chunk_tokens = -(-chunk_tokens // block_tokens) * block_tokens
         self._limit = entries
+        self._most_bytes = entries * KEY * (self.chunk_tokens // block_tokens + 1)
+        self._bytes = 0  # of the keys of all entries
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # by digest
         self._aligned: dict[int, bytes] = {}  # rolling hash -> digest
         self._prompts = 0
@@ -273,12 +276,14 @@ class ChunkFinder:
         elif known is not None and rolling is None:
             entry = replace(entry, rolling=known.rolling)
         self._entries[digest], rolling = entry, entry.rolling
+        self._bytes += len(entry.keys) - (len(known.keys) if known else 0)
         if rolling is not None:
             self._aligned[rolling] = digest
-        while len(self._entries) > self._limit:
+        while len(self._entries) > self._limit or self._bytes > self._most_bytes:
             self._forget(*self._entries.popitem(last=False))
 
     def _forget(self, digest: bytes, entry: _Entry) -> None:
+        self._bytes -= len(entry.keys)
         if entry.rolling is not None and self._aligned.get(entry.rolling) == digest:
             del self._aligned[entry.rolling]
 
