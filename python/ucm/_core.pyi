@@ -555,5 +555,6 @@ def paged_attention(
     out: _Tensor,
     scale: float,
     run: _Run,
+    rule: tuple[_Tensor, int, float] | None = None,
 ) -> None:
-    """Decode attention over a block table."""
+    """Decode attention over a block table, by a rule of ReRoPE where there is one."""

@@ -12,7 +12,6 @@ import sys
 from importlib.machinery import ModuleSpec
 
 _BLEND = "Blend has parts (docs/blend.md), and does not run in an engine yet"
-_REROPE = "ReRoPE is not built"
 _PATCH = "no patch is needed: the connector works through vLLM's own interfaces"
 _STATE = "what a request needs is private to the connector and changes; write a store of your own"
 _MEASURED = "selection works on block tables through an attention backend, without this function"
@@ -22,7 +21,6 @@ _CONNECTOR = "ucm.integration.vllm.ucm_connector"
 REFUSED = {
     "ucm.integration.vllm.blend_connector": _BLEND,
     "ucm.sparse.blend.blend": _BLEND,
-    "ucm.sparse.rerope": _REROPE,
     "ucm.integration.vllm.patch": _PATCH,
     "ucm.integration.vllm.tier": "no tier of vLLM's OffloadingConnector: UCMConnector has tiers",
     "ucm.shared": "shared code has its place below its users: ucm.store, ucm.trans, ucm.logger",

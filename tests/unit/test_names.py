@@ -118,6 +118,7 @@ TORCH = [
     "ucm.sparse.kvstar.multistep.KVStarMultiStep",
     "ucm.sparse.kvstar.multistep.ReqMeta",
     "ucm.sparse.kvstar.multistep.ReqStage",
+    "ucm.sparse.rerope.rerope_utils.default_config",
 ]
 
 #: Names that need vLLM.

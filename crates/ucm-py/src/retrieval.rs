@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use ucm_core::{Error, Result};
 use ucm_retrieval::{
     Codes, DotScores, Element, Encoder, HammingScores, Heads, Ints, Isa, Metric, Output, Pages,
-    Representations, Reps, Rows, Scores, Selected, Team, Vectors, Windows,
+    Representations, Reps, Rerope, Rows, Scores, Selected, Team, Vectors, Windows,
 };
 
 use crate::convert::CallResult;
@@ -525,8 +525,14 @@ pub(crate) fn select_blocks(
     })
 }
 
-/// Decode attention over a block table; see `ucm.sparse.retrieval.paged_attention`.
+/// A rule of ReRoPE: the table of the rotation, the window, and the unit of the log scale.
+#[derive(FromPyObject)]
+pub(crate) struct Rule(Tensor, usize, f32);
+
+/// Decode attention over a block table, by the rule where there is one; see
+/// `ucm.sparse.retrieval.paged_attention`.
 #[pyfunction]
+#[pyo3(signature = (query, pages, table, tokens, out, scale, run, rule=None))]
 pub(crate) fn paged_attention(
     py: Python<'_>,
     query: Tensor,
@@ -536,6 +542,7 @@ pub(crate) fn paged_attention(
     out: Tensor,
     scale: f32,
     run: Run,
+    rule: Option<Rule>,
 ) -> CallResult<()> {
     computed(py, || {
         let (isa, team) = run.how()?;
@@ -574,6 +581,30 @@ pub(crate) fn paged_attention(
             heads,
             dim: both / 2,
         };
-        ucm_retrieval::attention(&queries, &pages, &rows, scale, &mut target, isa, team)
+        let Some(Rule(rotation, window, log_unit)) = &rule else {
+            return ucm_retrieval::attention(
+                &queries,
+                &pages,
+                &rows,
+                scale,
+                &mut target,
+                isa,
+                team,
+            );
+        };
+        rotation.is("rotation", "torch.float32")?;
+        // SAFETY: Python guarantees that this tensor may be read.
+        let rule =
+            unsafe { Rerope::new(rotation.slice("rotation")?, both / 2, *window, *log_unit)? };
+        ucm_retrieval::rerope_attention(
+            &queries,
+            &pages,
+            &rows,
+            &rule,
+            scale,
+            &mut target,
+            isa,
+            team,
+        )
     })
 }

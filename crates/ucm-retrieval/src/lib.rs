@@ -30,7 +30,7 @@ mod select;
 mod team;
 mod vectors;
 
-pub use attention::{Output, Pages, attention};
+pub use attention::{Output, Pages, Rerope, attention, rerope_attention};
 pub use dot::{DotScores, Heads, Metric, Representations, Reps, dot_scores, quest_queries};
 pub use element::Element;
 pub use encode::{Codes, Encoder, encode};

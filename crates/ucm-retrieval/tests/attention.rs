@@ -271,3 +271,137 @@ fn what_does_not_fit_is_refused() {
         16
     ));
 }
+
+/// Cosines, then sines, of each place.
+fn rotation(places: usize, dim: usize, amplitude: f64) -> Vec<f32> {
+    let angle = |place: usize, channel: usize| {
+        place as f64 * 10_000f64.powf(-2.0 * channel as f64 / dim as f64)
+    };
+    let cos = |place| (0..dim / 2).map(move |channel| angle(place, channel).cos() * amplitude);
+    let sin = |place| (0..dim / 2).map(move |channel| angle(place, channel).sin() * amplitude);
+    (0..places)
+        .flat_map(|place| cos(place).chain(sin(place)))
+        .map(|value| value as f32)
+        .collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    /// Of the literal formula: the query rotated by the distance, which the window ends.
+    #[test]
+    fn distances_are_those_of_the_rule(
+        element in prop_oneof![Just(Element::Bf16), Just(Element::F16), Just(Element::F32)],
+        (heads, group) in (1..3_usize, prop_oneof![Just(4), Just(8), 1..12_usize]),
+        sixteens in prop_oneof![Just(8), 1..6_usize],
+        block_size in prop_oneof![Just(16), Just(32), Just(128), Just(48)],
+        lengths in prop::collection::vec(prop_oneof![0..70_usize, 1010..1100_usize], 0..3),
+        window in prop_oneof![Just(1), Just(7), Just(16), Just(100), 1..1200_usize],
+        log_unit in prop_oneof![Just(0.0), Just(0.2_f32)],
+        seed: u64,
+    ) {
+        let (dim, amplitude) = (16 * sixteens, 1.25);
+        let most = lengths.iter().map(|len| len.div_ceil(block_size)).max().unwrap_or(0);
+        let pool = POOL.min(most * 2 + 2);
+        let (ids, stride) = crate::common::table(&lengths, block_size, pool, false, seed);
+        let tokens: Vec<i32> = lengths.iter().map(|&len| len as i32).collect();
+        let rows = Rows::new(Ints::I32(&ids), stride, Ints::I32(&tokens), block_size).unwrap();
+        let page = 2 * block_size * dim;
+        let kv = numbers(pool * heads * page, seed ^ 1);
+        let kv_bytes = as_bytes(&kv, element);
+        let blocks = Blocks::new(&kv_bytes, heads * page * element.size()).unwrap();
+        let pages = Pages { blocks, element, heads, dim };
+        let asked = numbers(lengths.len() * heads * group * dim, seed ^ 2);
+        let asked_bytes = as_bytes(&asked, element);
+        let shape = [lengths.len(), heads * group, dim];
+        let vectors = Vectors::new(&asked_bytes, element, shape).unwrap();
+        let scale = 1.0 / (dim as f32).sqrt();
+        let table = rotation(1200, dim, amplitude);
+        let rule = Rerope::new(&table, dim, window, log_unit).unwrap();
+        let angles = rotation(1200, dim, 1.0);
+        let right: Vec<f64> = (0..lengths.len() * heads * group).flat_map(|place| {
+            let (row, head) = (place / (heads * group), place / group % heads);
+            let asked = &asked[place * dim..(place + 1) * dim];
+            let at = |token: usize| {
+                let block = ids[row * stride + token / block_size] as usize;
+                (&kv[(block * heads + head) * page..][..page], token % block_size)
+            };
+            let last = lengths[row].wrapping_sub(1);
+            let factor = f64::from(scale) * amplitude * amplitude
+                * (f64::from(log_unit) * (lengths[row] as f64).ln()).max(1.0);
+            let logit = |token: usize| {
+                let (page, slot) = at(token);
+                let turn = &angles[(last - token).min(window) * dim..][..dim];
+                (0..dim / 2).map(|i| {
+                    let (low, high) = (f64::from(asked[i]), f64::from(asked[i + dim / 2]));
+                    let (cos, sin) = (f64::from(turn[i]), f64::from(turn[i + dim / 2]));
+                    (low * cos - high * sin) * f64::from(page[i * block_size + slot])
+                        + (high * cos + low * sin) * f64::from(page[(i + dim / 2) * block_size + slot])
+                }).sum::<f64>() * factor
+            };
+            let logits: Vec<f64> = (0..lengths[row]).map(logit).collect();
+            let most = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let weights: Vec<f64> = logits.iter().map(|logit| (logit - most).exp()).collect();
+            let total: f64 = weights.iter().sum();
+            (0..dim).map(move |i| {
+                let sum: f64 = weights.iter().enumerate().map(|(token, weight)| {
+                    let (page, slot) = at(token);
+                    weight * f64::from(page[(block_size + slot) * dim + i])
+                }).sum();
+                if weights.is_empty() { 0.0 } else { sum / total }
+            }).collect::<Vec<_>>()
+        }).collect();
+        let near = match element {
+            Element::F32 => 1e-5,
+            Element::F16 => 2e-3,
+            _ => 1e-2,
+        };
+        let mut first: Option<Vec<u8>> = None;
+        for (isa, team) in ways() {
+            let mut out = vec![0xff; right.len() * element.size()];
+            let mut target = Output::new(&mut out, element, shape).unwrap();
+            rerope_attention(&vectors, &pages, &rows, &rule, scale, &mut target, isa, team).unwrap();
+            for (found, right) in out.chunks(element.size()).zip(&right) {
+                let found = f64::from(value(found, element));
+                prop_assert!((found - right).abs() <= near, "{} instead of {} on \
+                {}", found, right, isa.name());
+            }
+            if isa > Isa::Scalar {
+                prop_assert_eq!(first.get_or_insert_with(|| out.clone()), &out, "on {}", isa.name());
+            }
+        }
+    }
+}
+
+#[test]
+fn a_rotation_that_does_not_fit_is_refused() {
+    static BYTES: [u8; 4096] = [0; 4096];
+    let pages = Pages {
+        blocks: Blocks::new(&BYTES, 2048).unwrap(),
+        element: Element::F32,
+        heads: 1,
+        dim: 16,
+    };
+    let vectors = Vectors::new(&BYTES[..64], Element::F32, [1, 1, 16]).unwrap();
+    let rows = Rows::new(Ints::I32(&[0, 1]), 2, Ints::I32(&[32]), 16).unwrap();
+    let refused = |places: usize, dim: usize, window: usize| {
+        let table = rotation(places, dim, 1.0);
+        let mut out = vec![0; 64];
+        let mut target = Output::new(&mut out, Element::F32, [1, 1, 16]).unwrap();
+        Rerope::new(&table, dim, window, 0.0)
+            .and_then(|rule| {
+                let (isa, team) = (Isa::Scalar, Team::ONE);
+                rerope_attention(&vectors, &pages, &rows, &rule, 1.0, &mut target, isa, team)
+            })
+            .is_err()
+    };
+    assert!(!refused(32, 16, 64), "as many places as tokens");
+    assert!(
+        !refused(17, 16, 1),
+        "as many as the window and a block need"
+    );
+    assert!(refused(16, 16, 1), "too few places");
+    assert!(refused(32, 32, 8), "another head size");
+    assert!(refused(0, 16, 8), "no places");
+    assert!(refused(32, 16, 0), "no window");
+}

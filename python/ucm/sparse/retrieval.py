@@ -304,6 +304,7 @@ def paged_attention(
     scale: float,
     out: Tensor | None = None,
     *,
+    rule: tuple[Tensor, int, float] | None = None,
     threads: int | None = None,
     isa: str = "auto",
 ) -> Tensor:
@@ -316,14 +317,16 @@ def paged_attention(
     same shape and must not be given. ``table [r, N]`` and ``tokens [r]`` are the blocks of a row
     and the tokens in them, or ``[r, h, N]`` and ``[r, h]`` for blocks of each KV head; a row
     without tokens gives zeros. Head size and block size are multiples of 16. Logits, probabilities
-    and sums are float32. The result is written to ``out`` where it is given.
+    and sums are float32. The result is written to ``out`` where it is given. With ``rule``, the
+    table of a rotation (:class:`ucm.sparse.rerope.rule.Rotation`), a window and ``1 / ln(training
+    length)`` or 0, queries and keys are unrotated, and distances are those of ReRoPE.
     """
     if out is None:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if table.dim() == 3:
         table, tokens = table.flatten(0, 1), tokens.flatten()
     run = _run(0, 0, threads, isa)
-    _core.paged_attention(query, kv_cache, table, tokens.contiguous(), out, scale, run)
+    _core.paged_attention(query, kv_cache, table, tokens.contiguous(), out, scale, run, rule)
     return out
 
 

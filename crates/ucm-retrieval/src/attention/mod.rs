@@ -11,12 +11,14 @@
 //!
 //! Logits, probabilities and sums are singles. A row is cut into parts of a fixed number of tokens.
 //! One thread computes each part, and the parts are combined in order, so the result depends
-//! neither on the batch nor on the number of threads.
+//! neither on the batch nor on the number of threads. [`rerope_attention`] computes the same over
+//! keys that are not rotated, by distances that end at a window ([`Rerope`]).
 #![allow(
     unsafe_code,
     reason = "kernels that read pages by address and are compiled for instruction sets"
 )]
 
+mod rerope;
 mod vector;
 
 use std::cell::RefCell;
@@ -31,6 +33,9 @@ use crate::lanes::{Lanes, Load, kernel};
 use crate::rows::{Blocks, Rows};
 use crate::team::Team;
 use crate::vectors::Vectors;
+
+pub use rerope::Rerope;
+use rerope::Turns;
 
 /// Pages `[block, heads, 2 * block_size * dim]`: for each head the keys, transposed, and then the
 /// values.
@@ -124,6 +129,48 @@ pub fn attention(
     isa: Isa,
     team: Team,
 ) -> Result<()> {
+    run(queries, pages, rows, None, scale, out, isa, team)
+}
+
+/// [`attention`] over unrotated keys, of queries that are not rotated either: the query of a row is
+/// that of its last token, and distances are those of the rule.
+///
+/// # Errors
+///
+/// As [`attention`], and `InvalidInput` if the rule does not fit the pages or the longest row.
+#[allow(
+    clippy::too_many_arguments,
+    reason = "those of `attention`, and the rule"
+)]
+pub fn rerope_attention(
+    queries: &Vectors<'_>,
+    pages: &Pages<'_>,
+    rows: &Rows<'_>,
+    rule: &Rerope<'_>,
+    scale: f32,
+    out: &mut Output<'_>,
+    isa: Isa,
+    team: Team,
+) -> Result<()> {
+    let longest = (0..rows.len()).map(|row| rows.tokens(row)).max();
+    let turns = Turns::new(rule, pages.dim, rows.block_size(), longest.unwrap_or(0))?;
+    run(queries, pages, rows, Some(&turns), scale, out, isa, team)
+}
+
+#[allow(
+    clippy::too_many_arguments,
+    reason = "those of `attention`, and the rule"
+)]
+fn run(
+    queries: &Vectors<'_>,
+    pages: &Pages<'_>,
+    rows: &Rows<'_>,
+    turns: Option<&Turns<'_>>,
+    scale: f32,
+    out: &mut Output<'_>,
+    isa: Isa,
+    team: Team,
+) -> Result<()> {
     let isa = isa.checked()?;
     let heads_apart = check(queries, pages, rows, out)?;
     let part_size = (PART / rows.block_size()).max(1) * rows.block_size();
@@ -131,6 +178,7 @@ pub fn attention(
         queries,
         pages,
         rows,
+        turns,
         scale,
         heads_apart,
         group: queries.heads() / pages.heads,
@@ -196,6 +244,8 @@ struct AttentionJob<'a> {
     queries: &'a Vectors<'a>,
     pages: &'a Pages<'a>,
     rows: &'a Rows<'a>,
+    /// Distances, where keys are unrotated.
+    turns: Option<&'a Turns<'a>>,
     scale: f32,
     heads_apart: bool,
     group: usize,
@@ -221,6 +271,17 @@ impl AttentionJob<'_> {
         }
     }
 
+    /// Tokens of the row of a place.
+    fn all_tokens(&self, place: usize) -> usize {
+        self.rows.tokens(self.row(place))
+    }
+
+    /// The factor of a place's logits.
+    fn scale(&self, place: usize) -> f32 {
+        let turned = |turns: &Turns<'_>| turns.scale(self.all_tokens(place));
+        self.scale * self.turns.map_or(1.0, turned)
+    }
+
     /// The page of a place's head in a block of its row.
     ///
     /// # Safety
@@ -238,7 +299,7 @@ impl AttentionJob<'_> {
 
     /// The tokens of a part.
     fn tokens(&self, place: usize, part: usize) -> Range<usize> {
-        let tokens = self.rows.tokens(self.row(place));
+        let tokens = self.all_tokens(place);
         (part * self.part_size).min(tokens)..((part + 1) * self.part_size).min(tokens)
     }
 }
@@ -390,7 +451,7 @@ unsafe fn part<L: Lanes, N: Load>(
 unsafe fn plain<N: Load>(job: &AttentionJob<'_>, place: usize, tokens: Range<usize>, to: *mut f32) {
     let (dim, group, size) = (job.pages.dim, job.group, job.rows.block_size());
     let (query, head) = (place / job.pages.heads, place % job.pages.heads);
-    let mut asked = vec![0.0; dim];
+    let (mut asked, mut turned) = (vec![0.0; dim], vec![0.0; dim]);
     let mut logits = vec![0.0; tokens.len()];
     for member in 0..group {
         // SAFETY: as the caller vouches.
@@ -399,8 +460,15 @@ unsafe fn plain<N: Load>(job: &AttentionJob<'_>, place: usize, tokens: Range<usi
             for (logit, token) in logits.iter_mut().zip(tokens.clone()) {
                 let keys = job.page::<N>(place, token / size).add(token % size);
                 let key = (0..dim).map(|at| keys.add(at * size).read_unaligned().to_f32());
-                let product: f32 = key.zip(&asked).map(|(key, asked)| key * asked).sum();
-                *logit = product * job.scale;
+                let asked = match job.turns {
+                    Some(turns) => {
+                        turns.whole(&asked, job.all_tokens(place) - 1 - token, &mut turned);
+                        &turned
+                    }
+                    None => &asked,
+                };
+                let product: f32 = key.zip(asked).map(|(key, asked)| key * asked).sum();
+                *logit = product * job.scale(place);
             }
             let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             let mut total = 0.0;

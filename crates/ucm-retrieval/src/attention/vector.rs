@@ -9,6 +9,7 @@
 use std::ops::Range;
 
 use super::AttentionJob;
+use super::rerope::Turns;
 use crate::lanes::{Lanes, Load, exp};
 
 /// Lanes of a register, which the kernels here rely on.
@@ -28,6 +29,10 @@ pub(super) unsafe fn part<L: Lanes, N: Load>(
     let width = tokens.len().next_multiple_of(WIDTH);
     let mut logits = vec![0.0_f32; most.min(group) * width];
     let mut asked = vec![0.0_f32; most.min(group) * dim];
+    // Queries for the keys behind the window and within it.
+    let room = job.turns.map_or(0, |_| asked.len());
+    let (mut behind, mut near) = (vec![0.0_f32; room], vec![0.0_f32; room]);
+    let scale = job.scale(place);
     let mut first = 0;
     while first < group {
         let members = match group - first {
@@ -42,14 +47,19 @@ pub(super) unsafe fn part<L: Lanes, N: Load>(
                 let asked = &mut asked[member * dim..(member + 1) * dim];
                 job.queries
                     .read(query, head * group + first + member, asked);
-                asked.iter_mut().for_each(|value| *value *= job.scale);
+                asked.iter_mut().for_each(|value| *value *= scale);
+                if let Some(turns) = job.turns {
+                    turns.behind(asked, &mut behind[member * dim..(member + 1) * dim]);
+                }
             }
             let pass = Pass {
                 job,
                 place,
                 tokens: tokens.clone(),
                 width,
-                asked: asked.as_ptr(),
+                asked: job.turns.map_or(asked.as_ptr(), |_| behind.as_ptr()),
+                plain: asked.as_ptr(),
+                near: near.as_mut_ptr(),
                 logits: logits.as_mut_ptr(),
                 sums: to.add(first * dim),
                 most: to.add(group * dim + first),
@@ -75,8 +85,12 @@ struct Pass<'a> {
     tokens: Range<usize>,
     /// Their number, rounded up to whole registers.
     width: usize,
-    /// Queries `[members, dim]`, scaled.
+    /// Queries `[members, dim]`, scaled; with turns those for the keys behind the window.
     asked: *const f32,
+    /// The scaled queries, unrotated.
+    plain: *const f32,
+    /// Room for queries rotated for a block, with turns.
+    near: *mut f32,
     /// Logits and then probabilities, `[members, width]`.
     logits: *mut f32,
     /// Output of the sums of values, `[members, dim]`.
@@ -111,15 +125,31 @@ impl Pass<'_> {
                 let count = (self.width - first).min(size);
                 let (keys, logits) = (page(block), self.logits.add(first));
                 let mut at = 0;
-                while at < count {
+                let tokens = self.job.all_tokens(self.place);
+                let far = self
+                    .job
+                    .turns
+                    .map_or(count, |turns| turns.far(tokens, block));
+                let whole = far.min(count) / WIDTH * WIDTH;
+                while at < whole {
                     let next = next.wrapping_add(at * dim);
                     let (keys, logits) = (keys.add(at), logits.add(at));
                     at += WIDTH
-                        * match (count - at) / WIDTH {
+                        * match (whole - at) / WIDTH {
                             4.. if TILE >= 4 => self.keys::<L, N, MEMBERS, 4>(keys, logits, next),
                             2.. if TILE >= 2 => self.keys::<L, N, MEMBERS, 2>(keys, logits, next),
                             _ => self.keys::<L, N, MEMBERS, 1>(keys, logits, next),
                         };
+                }
+                if let (Some(turns), true) = (self.job.turns, at < count) {
+                    let distance = tokens - 1 - block * size;
+                    self.turn::<MEMBERS>(turns, distance);
+                    while at < count {
+                        let (keys, logits) = (keys.add(at), logits.add(at));
+                        let behind = far.saturating_sub(at).min(WIDTH);
+                        self.near_keys::<L, N, MEMBERS>(turns, at, behind, keys, logits);
+                        at += WIDTH;
+                    }
                 }
             }
             for member in 0..MEMBERS {
@@ -179,6 +209,66 @@ impl Pass<'_> {
             }
         }
         TILE
+    }
+
+    /// Rotates the queries for a block whose first token is at this distance.
+    #[inline(always)]
+    unsafe fn turn<const MEMBERS: usize>(&self, turns: &Turns<'_>, distance: usize) {
+        let dim = self.job.pages.dim;
+        for member in 0..MEMBERS {
+            // SAFETY: there is room for the members, and only this pass uses it.
+            let (from, to) = unsafe {
+                let from = std::slice::from_raw_parts(self.plain.add(member * dim), dim);
+                let to = std::slice::from_raw_parts_mut(self.near.add(member * dim), dim);
+                (from, to)
+            };
+            turns.near(from, distance, to);
+        }
+    }
+
+    /// Logits of one register of tokens, from slot `at` of their block, of which the first `behind`
+    /// are behind the window.
+    #[inline(always)]
+    unsafe fn near_keys<L: Lanes, N: Load, const MEMBERS: usize>(
+        &self,
+        turns: &Turns<'_>,
+        at: usize,
+        behind: usize,
+        keys: *const N,
+        logits: *mut f32,
+    ) {
+        let (size, dim) = (self.job.rows.block_size(), self.job.pages.dim);
+        let half = dim / 2;
+        let [cos, sin, minus] = turns.slots(at);
+        // SAFETY: as the caller vouches; the tables have `half` channels of a block's slots.
+        unsafe {
+            let mut kept = [[0.0_f32; WIDTH]; MEMBERS];
+            if behind > 0 {
+                self.keys::<L, N, MEMBERS, 1>(keys, logits, keys);
+                for (member, kept) in kept.iter_mut().enumerate() {
+                    L::load_f32(logits.add(member * self.width)).store(kept.as_mut_ptr());
+                }
+            }
+            let mut sums = [[L::splat(0.0); 2]; MEMBERS];
+            for channel in 0..half {
+                let low = N::load::<L>(keys.add(channel * size));
+                let high = N::load::<L>(keys.add((half + channel) * size));
+                let turn = |table: *const f32| L::load_f32(table.add(channel * size));
+                let (cos, sin, minus, none) = (turn(cos), turn(sin), turn(minus), L::splat(0.0));
+                let turned_low = none.add_product(low, cos).add_product(high, minus);
+                let turned_high = none.add_product(high, cos).add_product(low, sin);
+                for (member, sums) in sums.iter_mut().enumerate() {
+                    let asked = self.near.add(member * dim + channel);
+                    sums[0] = sums[0].add_product(L::splat(*asked), turned_low);
+                    sums[1] = sums[1].add_product(L::splat(*asked.add(half)), turned_high);
+                }
+            }
+            for (member, (sums, kept)) in sums.into_iter().zip(kept).enumerate() {
+                let logits = logits.add(member * self.width);
+                sums[0].add(sums[1]).store(logits);
+                std::ptr::copy_nonoverlapping(kept.as_ptr(), logits, behind);
+            }
+        }
     }
 
     /// Turns the logits of a query head into probabilities, relative to the largest.

@@ -1,0 +1,121 @@
+"""The kernel of ReRoPE computes the same as the rule in torch, and compiles for a GPU."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from torch import Tensor  # noqa: E402
+
+from ucm.errors import InvalidInputError  # noqa: E402
+from ucm.sparse.rerope.rule import Rotation, Rule, attention  # noqa: E402
+from ucm.sparse.rerope.triton_unified_attention_rerope import unified_attention_rerope  # noqa: E402
+
+BLOCK = 16
+
+
+def rotation(places: int, dim: int) -> Rotation:
+    rates = 10_000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    angles = torch.arange(places, dtype=torch.float64)[:, None] * rates
+    return Rotation(torch.cat([angles.cos(), angles.sin()], dim=-1) * 1.1)
+
+
+@pytest.mark.parametrize("window", [1, 7, 16, 100])
+@pytest.mark.parametrize(
+    ("dtype", "heads", "group", "dim"),
+    [
+        (torch.float32, 2, 3, 32),
+        (torch.bfloat16, 1, 4, 64),
+        (torch.float16, 2, 1, 24),
+    ],
+)
+def test_results_are_those_of_the_rule(
+    window: int, dtype: torch.dtype, heads: int, group: int, dim: int
+) -> None:
+    """Rows of a step: a prompt, the rest of one, single tokens; pages of vLLM's Triton backend."""
+    lengths, counts = [70, 133, 90, 1], [70, 40, 1, 1]
+    generator = torch.Generator().manual_seed(window)
+    rule, table = Rule(window, 40, log_scale=window > 1), rotation(256, dim)
+    ids = torch.randperm(64, generator=generator)[:36].view(4, 9).int()
+    # [n, h, b, 2 * d], seen as [n, b, h, 2 * d]
+    cache = torch.full((64, heads, BLOCK, 2 * dim), math.nan, dtype=dtype)
+    keys, values = cache.transpose(1, 2).split(dim, dim=-1)
+    rows: list[Tensor] = []
+    right: list[Tensor] = []
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        query = torch.randn(count, heads * group, dim, generator=generator).to(dtype)
+        key, value = (
+            torch.randn(length, heads, dim, generator=generator).to(dtype) for _ in range(2)
+        )
+        places = torch.arange(length)
+        blocks = ids[row, places // BLOCK].long()
+        keys[blocks, places % BLOCK], values[blocks, places % BLOCK] = key, value
+        rows.append(query)
+        right.append(attention(query, key, value, table, rule, dim**-0.5))
+    query = torch.cat(rows)
+    out = torch.zeros_like(query)
+    unified_attention_rerope(
+        query,
+        keys,
+        values,
+        out,
+        torch.tensor([0, *counts]).cumsum(0).int(),
+        max(counts),
+        torch.tensor(lengths, dtype=torch.int32),
+        dim**-0.5,
+        window,
+        ids,
+        table.table,
+        training_length=40 if rule.log_scale else None,
+    )
+    near = {torch.float32: 1e-5, torch.float16: 1e-2}.get(dtype, 4e-2)
+    assert (out.double() - torch.cat(right).double()).abs().max() <= near
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    query, cache = torch.zeros(1, 2, 32), torch.zeros(4, BLOCK, 1, 32)
+    rows = (torch.tensor([0, 1]), 1, torch.tensor([1]), 1.0, 8, torch.zeros(1, 1).int())
+    with pytest.raises(InvalidInputError, match="do not fit"):
+        unified_attention_rerope(query, cache, cache, query, *rows, rotation(8, 64).table)
+
+
+AHEAD = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from ucm.sparse.rerope.triton_unified_attention_rerope import WARPS, rerope_tile
+tensors = "query key value out".split()
+kinds = {"rotation": "*fp32", "table": "*i32", "starts": "*i32", "tokens": "*i32", "scale": "fp32"}
+kinds |= {"log_unit": "fp32", **{name: "*bf16" for name in tensors}}
+fixed = dict(group=4, size=128, block_size=16, QUERIES=16, GROUP=4, TOKENS=32, HALF=64, SIZE=128)
+signature = {name: "constexpr" if name in fixed else kinds.get(name, "i32")
+             for name in rerope_tile.arg_names}
+places = {(rerope_tile.arg_names.index(name),): value for name, value in fixed.items()}
+source = ASTSource(rerope_tile, signature, places)
+made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS})
+print(len(made.asm["ptx"]), len(made.asm["cubin"]))
+"""
+
+
+def test_it_compiles_ahead_of_time(tmp_path: Path) -> None:
+    """For a GPU that this machine does not have."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", AHEAD],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(int(part) > 0 for part in done.stdout.split())
