@@ -50,9 +50,43 @@ def test_the_arguments_of_the_original_become_those_of_vllm(
     assert transfer(of_file)["kv_connector_extra_config"] == {"ucm_config_path": str(file)}
 
 
+def test_rerope_gets_a_model_class_and_a_length(
+    ucm_json: Callable[..., dict[str, Any]], file: Path
+) -> None:
+    model = file.parent / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    file.write_text(file.read_text() + "rerope: {window: 4096, training_length: 8192}\n")
+    given = ("--config", file.name, "--max-model-len", "65536")
+    override = ["--hf-overrides", '{"rope_theta": 5.0}']
+    wanted = {"max_position_embeddings": 65536, "architectures": ["UcmReRopeQwen3ForCausalLM"]}
+    for more, extra in (
+        (["--model", str(model)], {}),
+        (["--architecture", "Qwen3ForCausalLM"], {}),
+        ([f"--model={model}", *override], {"rope_theta": 5.0}),
+    ):
+        words = ucm_json("vllm-args", *given, *more)["arguments"]
+        assert words.count("--hf-overrides") == 1
+        assert json.loads(words[words.index("--hf-overrides") + 1]) == wanted | extra
+        assert words[words.index("--max-model-len") + 1] == "65536"
+    assert (
+        "--hf-overrides" not in ucm_json("vllm-args", "--kv-connector-config", LOCAL)["arguments"]
+    )
+
+
+LOCAL = '{"storage_path": "/data"}'
+RULE = '{"storage_path": "/data", "rerope": true}'
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
+        (("--kv-connector-config", RULE), "give --architecture NAME, one of Llama"),
+        (("--kv-connector-config", RULE, "--architecture", "Phi3ForCausalLM"), "is not served"),
+        (
+            ("--kv-connector-config", RULE, "--architecture", "LlamaForCausalLM"),
+            "give --max-model-len",
+        ),
         (("--kv-connector-config", '{"storage_pth": "/data"}'), 'unknown key "storage_pth"'),
         (("--kv-connector-config", "{"), "is no JSON"),
         (("--kv-connector-config", "nowhere.yaml"), "neither a file nor a JSON object"),

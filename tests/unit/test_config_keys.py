@@ -177,8 +177,6 @@ def test_there_is_one_way_of_reading_and_writing_files(key: str) -> None:
     [
         ({"use_layerwise": True}, {}, "use_layerwise"),
         ({"vllm": {"kv_connector": "UCMBlendConnector"}}, {}, "UCMBlendConnector is not built yet"),
-        ({"rerope": {"window": 1024}}, {}, "ReRoPE is not built yet"),
-        ({}, {"VLLM_USE_REROPE": "1"}, "ReRoPE is not built yet"),
         ({}, {"UCM_SPARSE_TYPE": "blend"}, "sparse attention (Blend) is not built yet"),
         ({"sparse": {"enabled": True}}, {}, "sparse.enabled: true names no algorithm"),
     ],

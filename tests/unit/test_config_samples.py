@@ -315,7 +315,7 @@ def test_all_three_happen_and_a_key_that_nobody_reads_would_be_found() -> None:
     ("config", "environment", "sentence"),
     [
         ({"blend": {"compute_meta": {}}}, {}, "sparse attention (Blend) is not built yet"),
-        ({"ReRoPE": {}}, {}, "sparse attention (ReRoPE) is not built yet"),
+        ({"ReRoPE": {}}, {}, "sparse.type: ReRoPE chooses no blocks"),
     ],
 )
 def test_an_algorithm_at_the_top_that_is_not_built_is_refused(

@@ -876,7 +876,7 @@ def _ignore_unused(values: Values, ignored: Layer) -> None:
     if "rerope.enabled" not in values:
         for key in [key for key in values if key.startswith("rerope.")]:
             ignored.ignore(
-                "nothing: ReRoPE is not built yet, and not switched on", values[key].written
+                "`VLLM_USE_REROPE=true` beside it: without it ReRoPE is off", values[key].written
             )
 
 

@@ -395,20 +395,27 @@ def _connector_problems(config: UcmConfig) -> Iterator[str]:
         yield "UCMBlendConnector is not built yet; use UCMConnector"
     if config.sparse.enabled:
         yield from _sparse_problems(config)
-    if config.rerope.enabled:
+    if config.rerope.enabled and config.sparse.enabled:
         yield (
-            "ReRoPE is not built yet; leave out rerope and VLLM_USE_REROPE (REROPE_WINDOW,"
-            " TRAINING_LENGTH)"
+            "rerope and sparse attention do not work together: methods read rotated keys, and with"
+            " rerope the cache has unrotated ones; leave out one of the two"
         )
+    if config.rerope.enabled and config.rerope.log_scale and config.rerope.training_length < 2:
+        yield "rerope.log_scale: rerope.training_length is 1; write the length of the training"
 
 
 def _sparse_problems(config: UcmConfig) -> Iterator[str]:
     if config.sparse.type is None:
         known = ", ".join(algorithms())
         yield f"sparse.enabled: true names no algorithm; write sparse.type: one of {known}"
-    elif config.sparse.type in ("Blend", "ReRoPE"):
+    elif config.sparse.type == "ReRoPE":
         yield (
-            f"sparse attention ({config.sparse.type}) is not built yet; leave out its keys or set"
+            "sparse.type: ReRoPE chooses no blocks; write rerope: {window: ..., training_length:"
+            " ...} instead, or set VLLM_USE_REROPE=true"
+        )
+    elif config.sparse.type == "Blend":
+        yield (
+            "sparse attention (Blend) is not built yet; leave out its keys or set"
             " ENABLE_SPARSE=false"
         )
     elif config.dump == "none" and getattr(config.sparse.settings, "offload", False):

@@ -19,6 +19,13 @@ from ucm.errors import ConfigError
 
 #: Our connectors, as vLLM's configuration names them.
 CONNECTORS = ("UCMConnector", "UCMDirectConnector")
+#: Architecture of vLLM -> the model class of ucm that leaves keys unrotated, for ReRoPE.
+UNROTATED = {
+    "LlamaForCausalLM": "UcmReRopeLlamaForCausalLM",
+    "Qwen2ForCausalLM": "UcmReRopeQwen2ForCausalLM",
+    "Qwen3ForCausalLM": "UcmReRopeQwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": "UcmReRopeQwen3MoeForCausalLM",
+}
 #: vLLM's argument with the configuration of connectors.
 ARGUMENT = "--kv-transfer-config"
 

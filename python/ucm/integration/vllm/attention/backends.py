@@ -1,8 +1,9 @@
 """Our attention backends, derived from vLLM's: one for each name, made when it is first selected.
 
-:func:`backend_for` returns vLLM's own class where the engine that is being built has no sparse
-attention, and else a class derived from it with another implementation, metadata builder and KV
-cache spec. It keeps the name and packs the same bytes. :mod:`.registering` is the only caller.
+:func:`backend_for` returns vLLM's own class where the engine that is being built has neither ReRoPE
+(whose backends are in :mod:`.rerope`) nor sparse attention, and else a class derived from it with
+another implementation, metadata builder and KV cache spec. It keeps the name and packs the same
+bytes. :mod:`.registering` is the only caller.
 
 The implementations call the host of this process before and after they compute a layer, by vLLM's
 own kernels, except for rows that choose on a CPU. Without a host, in a profiling run, or in a layer
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ucm.integration.vllm.attention import rerope
 from ucm.integration.vllm.attention.host import LayerCall, SparseHost, active_host
 from ucm.integration.vllm.attention.setup import sparse_config
 from ucm.integration.vllm.attention.tables import HeadRows
@@ -33,10 +35,12 @@ def backend_for(
     name: str, own: type[AttentionBackend], vllm_config: VllmConfig
 ) -> type[AttentionBackend]:
     """The backend of this name in an engine with this configuration; ``own`` is vLLM's."""
-    if sparse_config(vllm_config) is None:
+    by_rule = name in rerope.SERVED and rerope.computes(vllm_config)
+    if not by_rule and sparse_config(vllm_config) is None:
         return own
     if name not in _made or _made[name][0] is not vllm_config:
-        _made[name] = vllm_config, derive(own, vllm_config)
+        made = rerope.derive(own) if by_rule else derive(own, vllm_config)
+        _made[name] = vllm_config, made
     return _made[name][1]
 
 

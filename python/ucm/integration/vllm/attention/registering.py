@@ -44,7 +44,7 @@ ALGORITHMS = frozenset(
 )
 #: Variables, and keys of the dictionary, that name a configuration file, which is not read here.
 _FILES = ("UCM_CONFIG_FILE", "ucm_config_path")
-_SPARSE_VARIABLES = ("UCM_SPARSE_TYPE", "ENABLE_SPARSE")
+_SPARSE_VARIABLES = ("UCM_SPARSE_TYPE", "ENABLE_SPARSE", "VLLM_USE_REROPE")
 _TRUE = ("true", "1", "yes", "on")
 
 _warned = False

@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from ucm.config import UcmConfig, load, parse
 from ucm.errors import ConfigError
+from ucm.integration.vllm.attention.rerope import refuse_unsupported as refuse_unsupported_rule
 from ucm.integration.vllm.compat.versions import installed, why_unserved, why_untested
 from ucm.integration.vllm.connector.factory import make_scheduler, make_worker, why_off
 from ucm.integration.vllm.connector.guard import Failures, P, R, harmless, logger, throttle
@@ -107,6 +108,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         version = installed()
         if config.enabled and config.sparse.enabled and not why_unserved(version):
             self._make_sparse(config, vllm_config, role, kv_cache_config)
+        if config.enabled and config.rerope.enabled:
+            refuse_unsupported_rule(vllm_config)
         self._off: MissReason | None = None
         self._miss_stats: MissStats | None = None
         if (text := why_untested(version)) and role == KVConnectorRole.SCHEDULER:

@@ -1,7 +1,7 @@
 """Entry points of vLLM. ``vllm.general_plugins``, called in every process of an engine: registers
-our connectors with vLLM by name, and overrides vLLM's attention backends by name, for sparse
-attention. ``vllm.endpoint_plugins``, only where ``VLLM_PLUGINS`` names ``ucm_mode``: ``ucm mode``
-by the server's address.
+our connectors and the models of ReRoPE with vLLM by name, and overrides vLLM's attention backends
+by name, for sparse attention and ReRoPE. ``vllm.endpoint_plugins``, only where ``VLLM_PLUGINS``
+names ``ucm_mode``: ``ucm mode`` by the server's address.
 
 It runs in engines that do not use ucm too. Neither this module nor :mod:`..attention.registering`
 imports the compiled core or the configuration there, so a core that cannot be imported does no
@@ -15,9 +15,10 @@ import logging
 import sys
 from typing import Any
 
-from ucm.integration.vllm.early import CONNECTORS, refuse_wrong_arguments
+from ucm.integration.vllm.early import CONNECTORS, UNROTATED, refuse_wrong_arguments
 
 _MODULE = "ucm.integration.vllm.connector"
+_MODELS = "ucm.integration.vllm.attention.rerope_models"
 #: Below ``/v1``, where vLLM requires the key of a server that has one.
 MODE_PATH = "/v1/ucm/mode"
 
@@ -36,6 +37,16 @@ def register() -> None:
     except Exception as error:
         logging.getLogger("ucm.vllm").warning(
             "the connectors are not registered with vLLM: %r", error
+        )
+    try:
+        from vllm.model_executor.models.registry import ModelRegistry
+
+        for name in UNROTATED.values():
+            if name not in ModelRegistry.models:  # imported when an engine names it
+                ModelRegistry.register_model(name, f"{_MODELS}:{name}")
+    except Exception as error:
+        logging.getLogger("ucm.vllm").warning(
+            "the models of ReRoPE are not registered with vLLM: %r", error
         )
     try:
         from ucm.integration.vllm.attention.registering import register as register_backends

@@ -38,6 +38,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from ucm.errors import InvalidInputError, UcmError
+from ucm.integration.vllm.attention import rerope
 from ucm.integration.vllm.compat.versions import installed, kv_replicas
 from ucm.integration.vllm.connector.guard import info_once, logger
 from ucm.integration.vllm.connector.identity.weights import (
@@ -480,7 +481,7 @@ def engine_identity(
         "dtype": plain(model.dtype),
         "weights": weights,
         "model_config": _model_config(vllm_config),
-        "position": _position(model),
+        "position": _position(model) | rerope.described(vllm_config),
         "kv_dtype": kv_dtype(vllm_config, groups),
         "attention_backend": attention_backends(vllm_config, groups),
         "kv_packing": kv_packing(vllm_config, groups),
