@@ -82,11 +82,13 @@ help: ## list the targets
 	@echo "  demo and test-py take WHEEL=<file> and then run from that wheel instead of the source tree"
 
 .PHONY: demo
-demo: $(RUN_ENV) $(DEMO_SERVER_$(STORE)) ## run the demo: one prompt, three engines: cold, warm, a damaged block (DEVICE=softcuda, STORE=nfs, redis, s3, mooncake, MODEL=hybrid, PD=1, or SPARSE=NAME)
+demo: $(RUN_ENV) $(DEMO_SERVER_$(STORE)) ## run the demo: one prompt, three engines: cold, warm, a damaged block (DEVICE=softcuda, STORE=nfs, redis, s3, mooncake, MODEL=hybrid, PD=1, SPARSE=NAME, or REROPE=1)
 ifneq ($(PD),)
 	@$(RUN_BIN)/python demo/pd.py
 else ifneq ($(SPARSE),)
 	@$(RUN_BIN)/python demo/sparse.py $(SPARSE)
+else ifneq ($(REROPE),)
+	@$(RUN_BIN)/python demo/rerope.py
 else
 ifeq ($(DEVICE),softcuda)
 	@$(STAGE) "build the software driver" cargo build --locked --quiet --release -p softcuda
@@ -248,6 +250,7 @@ test-long-engines: $(RUN_ENV) ## part of test-long: tests with vLLM engines, one
 	@UCM_TEST_COMPILED=1 $(STAGE) "sparse attention, compiled" $(RUN_BIN)/python -m pytest tests/vllm/test_sparse.py -k "not v2"
 	@$(MAKE) e2e
 	@$(foreach name,$(SPARSE_NAMES),$(STAGE) "demo of $(name)" $(RUN_BIN)/python demo/sparse.py $(name);)
+	@$(STAGE) "demo of ReRoPE" $(RUN_BIN)/python demo/rerope.py
 	@$(MAKE) test-versions
 	@$(MAKE) test-readme
 
@@ -324,7 +327,7 @@ lint: $(VENV)/.stamp-dev $(VENV)/.stamp-core ## check formatting, lints and type
 	@$(STAGE) "ruff" bash -c '$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .'
 	@$(STAGE) "mypy" $(BIN)/mypy
 	@$(STAGE) "mypy demo" env MYPYPATH=python:demo:benches/quality $(BIN)/mypy demo/run.py demo/engine.py demo/sparse.py demo/pd.py \
-		demo/sparse_engine.py examples/*.py
+		demo/rerope.py demo/sparse_engine.py examples/*.py
 	@$(STAGE) "mypy benches" env MYPYPATH=python:tests/vllm:tests/mooncake:demo:tests/gpu:benches/peers:benches/python:benches/quality \
 		$(BIN)/mypy benches/peers/*.py benches/python/*.py benches/quality/*.py
 	@$(STAGE) "stubtest" env MYPYPATH=python $(BIN)/python -m mypy.stubtest --concise ucm._core

@@ -150,12 +150,12 @@ def config(name: str, out: pathlib.Path) -> dict[str, Any]:
     return store | {"sparse_type": algorithm, "ucm_sparse_config": {algorithm: equal | keys}}
 
 
-def questions(prompts: int) -> list[dict[str, Any]]:
+def questions(prompts: int, length: int = LENGTH) -> list[dict[str, Any]]:
     """Each a prompt that ends with the beginning of a query of two hops, and the two tokens that
     are right."""
     found = []
     for seed in range(prompts):
-        prompt = recall(seed, LENGTH, RECORDS)
+        prompt = recall(seed, length, RECORDS)
         fed = prompt.queries
         for i, kind in enumerate(fed.kinds):
             if kind == FIRST:

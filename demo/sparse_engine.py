@@ -1,5 +1,5 @@
-"""One vLLM engine of ``sparse.py``, alone in its process: start, answer the questions, stop, leave
-a result file.
+"""One vLLM engine of ``sparse.py`` or ``rerope.py``, alone in its process: start, answer the
+questions, stop, leave a result file.
 
 Scheduler and worker live in this process, so that the counters of sparse attention can be read
 where they are kept.
@@ -39,7 +39,8 @@ def main(job_file: pathlib.Path) -> None:
         dtype="float32",
         enforce_eager=True,
         block_size=job["block_size"],
-        max_model_len=2048,
+        max_model_len=job.get("max_model_len", 2048),
+        hf_overrides=job.get("hf_overrides", {}),
         max_num_seqs=8,
         kv_cache_memory_bytes=256 << 20,
         disable_log_stats=False,  # the time to first token comes with them

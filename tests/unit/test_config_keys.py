@@ -189,6 +189,27 @@ def test_what_is_not_built_parses_and_then_says_so(
     assert sentence in fails(full, environ)
 
 
+@pytest.mark.parametrize(
+    ("extra", "environ", "sentence"),
+    [
+        ({"rerope": True, "sparse_type": "Quest"}, {}, "do not work together"),
+        ({"ESA": {}}, {"VLLM_USE_REROPE": "true"}, "do not work together"),
+        ({"rerope": {"log_scale": True, "training_length": 1}}, {}, "training_length is 1"),
+    ],
+)
+def test_rerope_is_refused_where_it_cannot_compute(
+    extra: dict[str, Any], environ: dict[str, str], sentence: str
+) -> None:
+    assert sentence in fails({"storage_path": "/data", **extra}, environ)
+
+
+def test_rerope_by_the_environment_of_the_seeds() -> None:
+    names = {"VLLM_USE_REROPE": "true", "REROPE_WINDOW": "64", "TRAINING_LENGTH": "128"}
+    found = load({"storage_path": "/data"}, names).rerope
+    assert (found.enabled, found.window, found.training_length) == (True, 64, 128)
+    assert not load({"storage_path": "/data"}, {"REROPE_WINDOW": "64"}).rerope.enabled
+
+
 def test_seed_defaults_of_other_stores() -> None:
     rings = parse({"storage_backend": "ds3fs", "path": "/3fs"}, {}).options
     assert (rings["ior_entries"], rings["ior_depth"], rings["numa_id"]) == (1024, 32, 0)

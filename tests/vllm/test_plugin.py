@@ -10,6 +10,7 @@ import pytest
 from harness import EngineHost, run_program
 
 import ucm
+from ucm.integration.vllm.early import UNROTATED
 
 #: The modules of ucm that a vLLM process imports without its configuration.
 LEAF = {
@@ -75,6 +76,12 @@ BACKENDS = {
         "CUTLASS_MLA",
     )
 }
+#: Model classes of ours, by the places where vLLM keeps its one registry of models.
+MODELS = {
+    f"vllm.model_executor.models{place}.ModelRegistry.models[{name}]"
+    for place in ("", ".registry")
+    for name in UNROTATED.values()
+}
 #: Specs of ours, added where sparse attention is configured.
 SPECS = {
     f"vllm.v1.kv_cache_spec_registry._REGISTRY_KVCACHESPEC_LIST[{name}]"
@@ -95,7 +102,7 @@ def test_nothing_of_vllm_is_another_object_after_ucm(
     answers = run_program("programs:lives", {}, tmp_path / "log", model=str(model), store=store)
     assert answers["places"] > 10_000
     own = set(answers["vllm alone"])
-    assert set(answers["register"]) == CONNECTORS | BACKENDS
+    assert set(answers["register"]) == CONNECTORS | BACKENDS | MODELS
     dense, sparse = answers["dense"], answers["sparse"]
     assert set(dense) - own == set(), {place: dense[place] for place in set(dense) - own}
     entries = {place.partition("].")[0].removesuffix("]") + "]" for place in set(sparse) - own}
