@@ -30,6 +30,7 @@ __all__ = [
     "hash_encode_query",
     "hash_scores",
     "hash_select",
+    "keep_stages",
     "paged_attention",
     "part_mask",
     "platforms",
