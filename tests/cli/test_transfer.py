@@ -5,11 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from cli_roots import BLOCK, LAYERS, PIECES, SIDES, Written, sided
+
+from ucm.cli import transfer
+from ucm.errors import BusyError
+from ucm.store.posix import UcmPosixStore
 
 Json = Callable[..., dict[str, Any]]
 
@@ -139,6 +144,78 @@ def test_a_damaged_side_shard_stays_and_its_block_goes(
     path.write_bytes(data)
     out = ucm_json("export", root.path, tmp_path / "archive")
     assert (out["exit"], out["copied"], out["sides"], out["failed"]) == (0, 4, 6, 0)
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Waits between two attempts, which pass on a clock of their own. A store is waited for eight
+    of them, and each block is copied by itself."""
+    waits: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: sum(waits), sleep=waits.append)
+    for name, value in {"time": clock, "PATIENCE_S": 8, "PAUSE_S": 1}.items():
+        monkeypatch.setattr(transfer, name, value)
+    monkeypatch.setattr(transfer, "_batches", lambda headers: ([header] for header in headers))
+    return waits
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch, name: str, *, passes: int | None) -> None:
+    """Dumps of this kind are refused; every one with this number passes."""
+    real, tried = getattr(UcmPosixStore, name), iter(range(1, 1000))
+
+    def dump(*arguments: Any, **sides: Any) -> Any:
+        if passes is None or next(tried) % passes:
+            raise BusyError("full")
+        return real(*arguments, **sides)
+
+    monkeypatch.setattr(UcmPosixStore, name, dump)
+
+
+def test_a_target_that_stays_full_is_waited_for_once(
+    root: Written,
+    tmp_path: Path,
+    ucm_json: Json,
+    waits: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root.fill("one", 5)
+    root.fill("two", 3)
+    refusing(monkeypatch, "dump_data", passes=None)
+    out = ucm_json("export", root.path, tmp_path / "archive")
+    assert (out["exit"], out["copied"], out["reasons"]) == (1, 0, {"busy": 8})
+    assert len(waits) == 8
+
+
+def test_side_shards_that_are_refused_are_waited_for_once(
+    root: Written,
+    tmp_path: Path,
+    ucm_json: Json,
+    waits: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with root.open(sides=SIDES) as store:
+        ids = root.dump(store, 5)
+        for name, blocks in [("codes", ids), ("mean-k", ids[:1])]:
+            data = np.ones((len(blocks), SIDES[name]), dtype=np.uint8)
+            store.wait(store.dump_sides(blocks, {name: data}))
+    refusing(monkeypatch, "dump_sides", passes=None)
+    out = ucm_json("export", root.path, tmp_path / "archive")
+    assert (out["exit"], out["copied"], out["sides"]) == (1, 5, 2)  # two beside their block
+    assert out["reasons"] == {"busy": 4}
+    assert len(waits) == 8
+
+
+def test_a_target_that_gets_on_is_waited_for_again(
+    root: Written,
+    tmp_path: Path,
+    ucm_json: Json,
+    waits: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root.fill("one", 5)
+    refusing(monkeypatch, "dump_data", passes=7)
+    out = ucm_json("export", root.path, tmp_path / "archive")
+    assert (out["exit"], out["copied"], out["failed"]) == (0, 5, 0)
+    assert len(waits) == 5 * 6
 
 
 def test_one_namespace_only_and_the_chain_of_its_blocks(

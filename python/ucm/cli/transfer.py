@@ -126,10 +126,10 @@ def _run(
             _End(source, key_file, options, None),
             _End(target, to_key_file, options, capacity),
         )
-        interrupted = False
+        interrupted, patience = False, _Patience()
         try:
             for name in names:
-                _Copy(root, name, ends, ids, counts).run()
+                _Copy(root, name, ends, ids, counts, patience).run()
         except KeyboardInterrupt:
             interrupted = True
     document = {
@@ -198,6 +198,40 @@ def _is_root(place: str) -> bool:
     return os.path.exists(os.path.join(place, MARKER))
 
 
+class _Patience:
+    """Sends rows again that a store refused. Kinds of work are waited for one by one, and only
+    progress renews the wait, so that batches behind one that was given up are tried once."""
+
+    def __init__(self) -> None:
+        #: By kind of work: when it was first refused since its last progress.
+        self._refused: dict[str, float] = {}
+
+    def moved(self, work: str, rows: int, send: Callable[..., None]) -> dict[int, BaseException]:
+        """Loads or stores this many rows, those of a list by ``send``; the failures by row. Rows
+        that are given up because another of their task failed, or because a store is busy or counts
+        what it holds, are sent again."""
+        failures: dict[int, BaseException] = {}
+        left = list(range(rows))
+        while left:
+            try:
+                send(left)
+            except (TaskError, BusyError) as error:
+                found = getattr(error, "failures", {}) or dict.fromkeys(range(len(left)), error)
+                failures |= {left[row]: why for row, why in found.items()}
+            again = [at for at in failures if isinstance(failures[at], BusyError | NoSpaceError)]
+            if len(again) < len(left):
+                self._refused.pop(work, None)
+            else:
+                now = time.monotonic()
+                if now - self._refused.setdefault(work, now) >= PATIENCE_S:
+                    break
+                time.sleep(PAUSE_S)
+            left = again
+            for at in left:
+                del failures[at]
+        return failures
+
+
 class _Copy:
     """One namespace."""
 
@@ -208,9 +242,10 @@ class _Copy:
         ends: tuple[_End, _End],
         ids: frozenset[bytes] | None,
         counts: Counter[str],
+        patience: _Patience,
     ) -> None:
         self._root, self._namespace, self._ends = root, namespace, ends
-        self._ids, self._counts = ids, counts
+        self._ids, self._counts, self._moved = ids, counts, patience.moved
         #: Side shards by part and name: newest version, and bytes.
         self._sides: dict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
 
@@ -286,9 +321,11 @@ class _Copy:
         starts = first + np.arange(len(wanted), dtype=np.uint64) * np.uint64(pieces[-1])
         rows = starts[:, None] + pieces[:-1].astype(np.uint64)[None, :]
         ids = np.array([bytes.fromhex(header["record_id"]) for header in wanted], dtype=object)
-        bad = _moved(
-            source, len(ids), lambda at: source.load_data(list(ids[at]), [0] * len(at), rows[at])
-        )
+
+        def load(left: list[int]) -> None:
+            source.wait(source.load_data(list(ids[left]), [0] * len(left), rows[left]))
+
+        bad = self._moved("load", len(ids), load)
         good = [at for at in range(len(wanted)) if at not in bad]
         for tenant in sorted({wanted[at]["tenant"] for at in good}):
             own = [at for at in good if wanted[at]["tenant"] == tenant]
@@ -303,13 +340,11 @@ class _Copy:
         sides = {side: _side(source, list(sound), side) for side in source.side_sizes}
         beside = bool(sides) and all(found.all() for _, found in sides.values())
 
-        def send(left: list[int]) -> Any:
-            of = (
-                {"sides": {side: data[left] for side, (data, _) in sides.items()}} if beside else {}
-            )
-            return target.dump_data(list(sound[left]), [0] * len(left), kv[left], **of)
+        def send(left: list[int]) -> None:
+            of = {side: data[left] for side, (data, _) in sides.items()} if beside else None
+            target.wait(target.dump_data(list(sound[left]), [0] * len(left), kv[left], sides=of))
 
-        unsent = _moved(target, len(sound), send)
+        unsent = self._moved("dump", len(sound), send)
         for why in (*bad.values(), *unsent.values()):
             self._failed(1, str(reason_of(why)))
         copied = [wanted[at]["kv_bytes"] for row, at in enumerate(good) if row not in unsent]
@@ -328,37 +363,13 @@ class _Copy:
             data, found = _side(source, list(left), side)
             left, data = left[found], data[found]
 
-            def send(rows: list[int]) -> Any:
-                return target.dump_sides(list(left[rows]), {side: data[rows]})  # noqa: B023
+            def send(rows: list[int]) -> None:
+                target.wait(target.dump_sides(list(left[rows]), {side: data[rows]}))  # noqa: B023
 
-            unsent = _moved(target, len(left), send)
+            unsent = self._moved("dump side shards", len(left), send)
             self._counts["sides"] += len(left) - len(unsent)
             for why in unsent.values():
                 self._failed(1, str(reason_of(why)))
-
-
-def _moved(store: Any, count: int, send: Callable[..., Any]) -> dict[int, BaseException]:
-    """Loads or stores this many rows, those of a list by ``send``; the failures by row. Rows that
-    are given up because another of their task failed, or because a store is busy or counts what it
-    holds, are sent again."""
-    failures: dict[int, BaseException] = {}
-    left, until = list(range(count)), time.monotonic() + PATIENCE_S
-    while left:
-        found: dict[int, BaseException] = {}
-        try:
-            store.wait(send(left))
-        except (TaskError, BusyError) as error:
-            found = dict(getattr(error, "failures", {})) or dict.fromkeys(range(len(left)), error)
-        failures |= {left[row]: why for row, why in found.items()}
-        again = [at for at in failures if isinstance(failures[at], BusyError | NoSpaceError)]
-        if len(again) == len(left):
-            if time.monotonic() > until:
-                break
-            time.sleep(PAUSE_S)
-        left = again
-        for at in left:
-            del failures[at]
-    return failures
 
 
 def _side(store: Any, names: Sequence[bytes], side: str) -> tuple[Any, Any]:
