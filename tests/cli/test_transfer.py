@@ -218,6 +218,38 @@ def test_a_target_that_gets_on_is_waited_for_again(
     assert len(waits) == 5 * 6
 
 
+def late(count: int | None) -> Callable[..., Any]:
+    """``load_sides`` of which so many calls are past their deadline; None: all."""
+    real, called = UcmPosixStore.load_sides, iter(range(1000))
+
+    def load(store: UcmPosixStore, ids: list[bytes], name: str) -> Any:
+        return real(store, ids, name, 0.0 if count is None or next(called) < count else None)
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("count", "found"),
+    [(5, (0, 4, 7, {})), (None, (1, 4, 0, {"timeout": 8}))],
+    ids=["some", "all"],
+)
+def test_a_side_shard_that_cannot_be_read_for_now_is_read_again_and_then_counted(
+    root: Written,
+    tmp_path: Path,
+    ucm_json: Json,
+    waits: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    count: int | None,
+    found: tuple[int, int, int, dict[str, int]],
+) -> None:
+    sided(root)
+    monkeypatch.setattr(UcmPosixStore, "load_sides", late(count))
+    out = ucm_json("export", root.path, tmp_path / "archive")
+    assert (out["exit"], out["copied"], out["sides"], out["reasons"]) == found
+    assert out["failed"] == sum(found[3].values())
+    assert len(waits) == (count or 2 * 8)  # for the source, and for the target
+
+
 def test_one_namespace_only_and_the_chain_of_its_blocks(
     root: Written, tmp_path: Path, ucm_json: Json
 ) -> None:

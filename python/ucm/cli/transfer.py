@@ -38,7 +38,7 @@ from ucm.cli.records import (
     verdict_of,
 )
 from ucm.cli.roots import MARKER, AnyRoot, Found, Kind, open_root, pick
-from ucm.errors import BusyError, ConfigError, NoSpaceError, TaskError
+from ucm.errors import BusyError, ConfigError, TaskError, UcmError
 from ucm.logger import in_units
 from ucm.reasons import reason_of
 
@@ -48,6 +48,10 @@ BATCH = 64 << 20
 PATIENCE_S, PAUSE_S = 60.0, 0.2
 #: Room in an archive beyond the records, as a share of them and in bytes.
 _SPARE, _LEAST = 1.25, 256 << 20
+#: Kinds of error after which a row is sent again, or a side shard is read again, and those of one
+#: that is not there.
+_FULL, _FOR_NOW = ("busy", "no_space"), ("busy", "timeout", "unhealthy")
+_NONE = ("not_found", "corrupt", "foreign")
 _PART = re.compile(r"g([0-9]+)p([0-9]+)t([0-9]+)")
 
 
@@ -206,11 +210,13 @@ class _Patience:
         #: By kind of work: when it was first refused since its last progress.
         self._refused: dict[str, float] = {}
 
-    def moved(self, work: str, rows: int, send: Callable[..., None]) -> dict[int, BaseException]:
-        """Loads or stores this many rows, those of a list by ``send``; the failures by row. Rows
-        that are given up because another of their task failed, or because a store is busy or counts
-        what it holds, are sent again."""
-        failures: dict[int, BaseException] = {}
+    def moved(
+        self, work: str, rows: int, send: Callable[..., None], passing: Sequence[str] = _FULL
+    ) -> dict[int, UcmError]:
+        """Loads or stores this many rows, those of a list by ``send``; the failures by row. Those
+        with a ``passing`` kind of error are sent again: by default rows given up because another of
+        their task failed, or because a store is busy or counts what it holds."""
+        failures: dict[int, UcmError] = {}
         left = list(range(rows))
         while left:
             try:
@@ -218,7 +224,7 @@ class _Patience:
             except (TaskError, BusyError) as error:
                 found = getattr(error, "failures", {}) or dict.fromkeys(range(len(left)), error)
                 failures |= {left[row]: why for row, why in found.items()}
-            again = [at for at in failures if isinstance(failures[at], BusyError | NoSpaceError)]
+            again = [at for at in failures if failures[at].kind in passing]
             if len(again) < len(left):
                 self._refused.pop(work, None)
             else:
@@ -337,11 +343,11 @@ class _Copy:
                 tenant=None if tenant == "none" else bytes.fromhex(tenant),
             )
         sound, kv = ids[good], rows[good]
-        sides = {side: _side(source, list(sound), side) for side in source.side_sizes}
-        beside = bool(sides) and all(found.all() for _, found in sides.values())
+        sides = {side: self._side("source", source, sound, side) for side in source.side_sizes}
+        beside = bool(sides) and all(found.all() for _, found, _ in sides.values())
 
         def send(left: list[int]) -> None:
-            of = {side: data[left] for side, (data, _) in sides.items()} if beside else None
+            of = {side: data[left] for side, (data, _, _) in sides.items()} if beside else None
             target.wait(target.dump_data(list(sound[left]), [0] * len(left), kv[left], sides=of))
 
         unsent = self._moved("dump", len(sound), send)
@@ -359,8 +365,8 @@ class _Copy:
         ids = np.array([bytes.fromhex(header["record_id"]) for header in headers], dtype=object)
         ids = ids[np.array(target.lookup(list(ids)), dtype=bool)]
         for side in source.side_sizes:
-            left = ids[~_side(target, list(ids), side)[1]]
-            data, found = _side(source, list(left), side)
+            left = ids[~self._side("target", target, ids, side)[1]]
+            data, found, unread = self._side("source", source, left, side)
             left, data = left[found], data[found]
 
             def send(rows: list[int]) -> None:
@@ -368,14 +374,25 @@ class _Copy:
 
             unsent = self._moved("dump side shards", len(left), send)
             self._counts["sides"] += len(left) - len(unsent)
-            for why in unsent.values():
+            for why in (*unread, *unsent.values()):
                 self._failed(1, str(reason_of(why)))
 
+    def _side(self, end: str, store: Any, ids: Any, side: str) -> tuple[Any, Any, list[UcmError]]:
+        """The bytes of a side shard of these blocks, whether each is there and sound, and the
+        errors of those that may be there all the same."""
+        import numpy as np
 
-def _side(store: Any, names: Sequence[bytes], side: str) -> tuple[Any, Any]:
-    """The bytes of a side shard of these blocks, and whether each is there and sound."""
-    store.wait(task := store.load_sides(names, side))
-    return task.result()  # type: ignore[no-any-return]
+        data = np.zeros((len(ids), store.side_sizes[side]), dtype=np.uint8)
+        found = np.zeros(len(ids), dtype=bool)
+
+        def load(left: list[int]) -> None:
+            store.wait(task := store.load_sides(list(ids[left]), side))
+            data[left], found[left] = task.result()
+            if missing := task.missing():
+                raise TaskError("not every side shard was read", failures=missing)
+
+        failures = self._moved(f"side shards of the {end}", len(ids), load, _FOR_NOW)
+        return data, found, [why for why in failures.values() if why.kind not in _NONE]
 
 
 def _batches(headers: Sequence[Header]) -> Iterator[Sequence[Header]]:
