@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,33 @@ def test_what_cannot_be_switched_is_refused(tmp_path: Path, root: Written, ucm: 
     (root.path / MODE_NAME).write_text('{"mode": "fast"}')
     assert "is damaged" in ucm("mode", "--root", root.path).stderr
     assert ucm("mode", "--root", root.path, "off").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("head", "page", "text"),
+    [
+        ("Connection: close", "Passerelle fermée".encode("latin-1"), "Passerelle ferm\ufffde"),
+        ("Transfer-Encoding: chunked", b"64\r\nBad", "Bad Gateway"),  # and the connection ends
+    ],
+    ids=["Latin-1", "cut"],
+)
+def test_the_page_of_a_gateway_is_shown_as_far_as_it_can_be_read(
+    ucm: Run, head: str, page: bytes, text: str
+) -> None:
+    class Gateway(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.wfile.write(b"HTTP/1.1 502 Bad Gateway\r\n%s\r\n\r\n" % head.encode() + page)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Gateway) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        done = ucm("mode", "--url", f"http://127.0.0.1:{server.server_address[1]}")
+        thread.join()
+    assert done.exit_code == 2
+    assert f"answers 502: {text}\n" in done.stderr
 
 
 @pytest.mark.parametrize("one", Mode)

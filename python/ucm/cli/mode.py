@@ -6,6 +6,8 @@ import json
 import os
 import urllib.error
 import urllib.request
+from contextlib import suppress
+from http.client import HTTPException
 
 import click
 
@@ -74,7 +76,11 @@ def _of_server(base: str, wanted: str | None, key: str | None) -> dict[str, str]
                 f"{base} has no endpoint for the mode: start vLLM 0.32 or newer with"
                 " VLLM_PLUGINS=ucm,ucm_mode, or give --root or --state-dir on the server's machine"
             ) from None
-        why = "its key is wanted: give --api-key" if error.code == 401 else error.read(500).decode()
+        why = str(error.reason)
+        with error, suppress(OSError, HTTPException):  # the connection may end before its page does
+            why = error.read(500).decode(errors="replace")
+        if error.code == 401:
+            why = "its key is wanted: give --api-key"
         raise Unreachable(f"{where} answers {error.code}: {why}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Unreachable(f"{where} cannot be read: {getattr(error, 'reason', error)}") from None
