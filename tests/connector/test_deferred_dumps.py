@@ -15,6 +15,7 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.request import Request
 
 from ucm.config import UcmConfig
+from ucm.integration.vllm.connector.groups import Group, Reach
 from ucm.integration.vllm.connector.identity.keys import (
     RECHECK_S,
     AdapterDigests,
@@ -325,3 +326,52 @@ def test_blocks_that_are_refused_again_and_again_do_not_wait_for_ever() -> None:
         rig.clock.now += BUSY_PAUSE_S
     assert not rig.scheduler.has_pending_push_work
     assert rig.scheduler.dumps.published_blocks == 2
+
+
+# Two ranks, of which one has no room
+# --------------------------------------------------------------------------------------------------
+
+WINDOW = (Group(0, 0, BLOCK, reach=Reach("window", 2 * BLOCK)),)
+
+
+def half_refused(rig: Rig, room: int = 10) -> tuple[Request, UCMConnectorMetadata]:
+    """A request of seven blocks and the step that offers ``room`` of them. One rank refuses the
+    job, the other has read the blocks and not published them."""
+    for rank in range(2):
+        rig.report(RankReport(rank, ready=True, attempt=1, free_slots=room))
+    request = rig.request("a", 7 * BLOCK)
+    rig.admit(request)
+    plan = rig.step(request)
+    job, blocks = plan.dumps[0].job, min(room, 7)
+    assert offered(plan) == [(0, blocks)]
+    refused = rig.ended(plan, 0, failed=tuple(range(blocks)), busy=True)
+    read = RankReport(1, ready=True, attempt=1, last_job=job, staged=[job])
+    rig.report(replace(refused, free_slots=0), replace(read, free_slots=0))
+    return request, plan
+
+
+def published(rig: Rig, plan: UCMConnectorMetadata) -> UCMConnectorMetadata:
+    """The other rank has published the blocks, and there is room again: the next step."""
+    rig.report(rig.ended(plan, 1))
+    rig.clock.now += BUSY_PAUSE_S
+    for rank in range(2):
+        rig.report(RankReport(rank, ready=True, attempt=1, free_slots=10, last_job=10))
+    return rig.step()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_refused_blocks_of_a_window_are_compared_until_every_rank_has_published(ends: bool) -> None:
+    """A step writes three of them, after every rank has read them or refused them, and gives them
+    back."""
+    rig = Rig(ranks=2, groups=WINDOW)
+    request, plan = half_refused(rig)
+    pool, table = rig.tables.block_pool, rig.tables.tables["a"]
+    left, table[:3] = table[:3], [pool.null_block] * 3
+    pool.free_blocks(left)
+    if ends:
+        rig.scheduler.request_finished(request)
+        rig.tables.free(request)
+    pool.touch(left)  # without a hash: it is no other request with the same text
+    assert rig.step().jobs_to_flush == [], "every rank has read them or refused them"
+    pool.free_blocks(left)
+    assert offered(published(rig, plan)) == [(3, 4)]

@@ -160,7 +160,7 @@ class _Job:
     keys: list[bytes]  # of the blocks that are written
     first: int
     blocks: list[KVCacheBlock]  # until every rank has read them
-    unread: list[KVCacheBlock]  # those of a job that a rank refused, until vLLM hands one out
+    unread: list[KVCacheBlock]  # those of a job that a rank refused, but for handed out ones
     hashes: list[object]  # vLLM's, of the blocks
     chain: Chain
     owner: RequestTracker
@@ -358,32 +358,38 @@ class DumpPlanner:
 
     def jobs_to_flush(self, live: Mapping[str, RequestTracker]) -> list[int]:
         """The jobs whose blocks vLLM has handed to others in the planned step, and some rank may
-        not have read."""
+        not have read. Refused blocks that it has handed out are not offered again."""
         taken: list[int] = []
-        if not self._unread:
-            return taken
         for job in self._jobs.values():
+            if not (job.blocks or job.unread):
+                continue
             owner = job.owner.request
             lives = live.get(owner.request_id) is job.owner
             lives = lives and owner.num_preemptions == job.preemptions
             if lives and not job.chain.group.frees_early:
                 continue
-            if job.blocks and not self._kept(job, lives):
+            kept = self._kept(job, lives)
+            if all(kept):
+                continue
+            if job.blocks:
                 taken.append(job.number)
                 self._read(job)
-                job.unread = []
+            if self.pool is not None and job.unread:
+                refused, null = zip(job.unread, kept, strict=True), self.pool.null_block
+                job.unread = [block if same else null for block, same in refused]
         return taken
 
-    def _kept(self, job: _Job, lives: bool) -> bool:
-        """Whether no block of a job was handed out since it was planned. Of a request that still
-        runs vLLM frees blocks that nothing sees any more, and may hand them out in the same
+    def _kept(self, job: _Job, lives: bool) -> list[bool]:
+        """Whether each block of a job was not handed out since it was planned. Of a request that
+        still runs vLLM frees blocks that nothing sees any more, and may hand them out in the same
         step."""
-        sources = zip(job.blocks, job.hashes, strict=True)
-        if not lives:
-            return all(untouched(block, was) for block, was in sources)
-        table = self.held(job.owner, job.chain.group)[job.first :]
-        held = itertools.zip_longest(table[: len(job.blocks)], sources)
-        return all(own is one[0] or untouched(*one) for own, one in held)
+        blocks = job.blocks or job.unread
+        table = self.held(job.owner, job.chain.group)[job.first :] if lives else ()
+        held = itertools.chain(table[: len(blocks)], itertools.repeat(None))
+        return [
+            own is block or untouched(block, was)
+            for own, block, was in zip(held, blocks, job.hashes, strict=False)
+        ]
 
     def take_refused(self) -> list[_Job]:
         """Jobs that a rank refused for want of room since the last call, in groups whose blocks
