@@ -375,3 +375,17 @@ def test_refused_blocks_of_a_window_are_compared_until_every_rank_has_published(
     assert rig.step().jobs_to_flush == [], "every rank has read them or refused them"
     pool.free_blocks(left)
     assert offered(published(rig, plan)) == [(3, 4)]
+
+
+def test_offered_blocks_of_an_ended_request_are_compared_while_they_may_be_offered_again() -> None:
+    """A step writes the first one, which was offered and is refused."""
+    rig = Rig(ranks=2)
+    request, plan = half_refused(rig, room=2)
+    first = rig.tables.tables["a"][:1]
+    rig.scheduler.request_finished(request)
+    rig.tables.free(request)
+    rig.step()
+    rig.tables.block_pool.touch(first)
+    rig.step()
+    rig.tables.block_pool.free_blocks(first)
+    assert offered(published(rig, plan)) == [(1, 6)]

@@ -397,6 +397,10 @@ class DumpPlanner:
         refused, self._refused = self._refused, []
         return refused
 
+    def is_writing(self, key: bytes) -> bool:
+        """Whether a block is on its way to the store."""
+        return self._block_tracker.is_expected(key) and not self._block_tracker.is_stored(key)
+
     def held(self, tracker: RequestTracker, group: Group) -> Sequence[KVCacheBlock]:
         """What a live request holds in one group, by ordinal."""
         return group.device_blocks(self._tables(tracker)[group.table])
@@ -493,6 +497,7 @@ class _Deferred:
     offered: float  # when one was last offered for the first time, or since when they wait for room
     furthest: int  # ordinal behind the blocks that were offered
     preemptions: int = -1  # of the request if it runs, -1 for one that has ended
+    first: int = 0  # ordinal of the first block that waits or may do so again
 
     def waiting(self) -> Iterator[bytes]:
         """The keys of the blocks that wait."""
@@ -500,20 +505,29 @@ class _Deferred:
         pairs = zip(self.chain.keys[first:], self.blocks[first:], strict=False)
         return (key for key, block in pairs if lasts(group, block))
 
-    def cut(self, held: Sequence[KVCacheBlock], null: KVCacheBlock) -> int:
+    def cut(
+        self, held: Sequence[KVCacheBlock], null: KVCacheBlock, writing: Callable[[bytes], bool]
+    ) -> int:
         """Drop the blocks that vLLM handed out, and those behind the first where these are of no
-        use without it. ``held``: the blocks that the request has now, none if it has ended. Returns
-        their number."""
+        use without it. Offered ones are compared, too, while some rank may refuse them: they are
+        offered again then. ``held``: the blocks that the request has now, none if it has ended;
+        ``writing``: whether a block is on its way to the store. Returns the number of dropped
+        blocks that were not offered."""
+        cursor, keys = self.chain.cursor, self.chain.keys
+        self.first = min(self.first, cursor)
+        while self.first < cursor and not writing(keys[self.first]):
+            self.blocks[self.first] = null
+            self.first += 1
         lost = 0
-        for at in range(self.chain.cursor, len(self.blocks)):
+        for at in range(self.first, len(self.blocks)):
             block, was = self.blocks[at], self.hashes[at]
             if block.is_null or untouched(block, was) or (at < len(held) and held[at] is block):
                 continue
-            if not self.chain.group.frees_early:
+            if at >= cursor and not self.chain.group.frees_early:
                 lost = len(self.blocks) - at
                 del self.blocks[at:], self.hashes[at:]
                 break
-            self.blocks[at], lost = null, lost + 1
+            self.blocks[at], lost = null, lost + (at >= cursor)
         return lost
 
 
@@ -704,7 +718,8 @@ class DeferredDumps:
         if runs and request.num_preemptions == hold.preemptions:
             held = self._dumps.held(hold.tracker, hold.chain.group)
         assert self._dumps.pool is not None  # blocks wait
-        self._lost[OVERWRITTEN] += hold.cut(held, self._dumps.pool.null_block)
+        null, writing = self._dumps.pool.null_block, self._dumps.is_writing
+        self._lost[OVERWRITTEN] += hold.cut(held, null, writing)
 
     def _blocks(self) -> Iterator[KVCacheBlock]:
         """The blocks that wait, each request's from its first."""
