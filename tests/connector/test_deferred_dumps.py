@@ -389,3 +389,15 @@ def test_offered_blocks_of_an_ended_request_are_compared_while_they_may_be_offer
     rig.step()
     rig.tables.block_pool.free_blocks(first)
     assert offered(published(rig, plan)) == [(1, 6)]
+
+
+def test_what_was_refused_before_a_reset_is_not_offered_after_it() -> None:
+    """The weights in memory may be others, and the blocks have the name of the new ones."""
+    rig = Rig(ranks=2, groups=WINDOW)
+    request, plan = half_refused(rig)
+    rig.scheduler.request_finished(request)
+    rig.tables.free(request)
+    rig.scheduler.reset_cache()
+    rig.readiness.request_weights_check()
+    rig.weights_checked(rig.step())
+    assert offered(published(rig, plan)) == []

@@ -455,7 +455,7 @@ class DumpPlanner:
             self._fail_pause = min(self._fail_pause * 2, FAIL_PAUSE_MAX_S)
         pause = now + BUSY_PAUSE_S if busy else 0.0
         self._hold_until = max(self._hold_until, self._failing_until, pause)
-        if job.unread and job.chain.group.frees_early:
+        if job.unread and job.chain.group.frees_early and job.generation == self.generation:
             self._refused.append(job)
         at = job.first + min(failed)
         key = job.keys[min(failed)]
