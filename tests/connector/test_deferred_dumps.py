@@ -401,3 +401,18 @@ def test_what_was_refused_before_a_reset_is_not_offered_after_it() -> None:
     rig.readiness.request_weights_check()
     rig.weights_checked(rig.step())
     assert offered(published(rig, plan)) == []
+
+
+def test_refused_blocks_that_their_preempted_request_gets_again_are_not_offered() -> None:
+    """It computes or loads them anew, which may take some steps."""
+    rig = Rig(ranks=2, groups=WINDOW)
+    request, plan = half_refused(rig)
+    table = rig.tables.tables["a"]
+    rig.tables.free(request)
+    request.num_preemptions += 1
+    request.num_computed_tokens = 0
+    assert offered(rig.step()) == []
+    rig.report(rig.ended(plan, 1))
+    rig.tables.tables["a"] = table
+    rig.tables.block_pool.touch(table)
+    assert offered(published(rig, plan)) == []

@@ -594,12 +594,15 @@ class DeferredDumps:
         first = chain.cursor
         mine = list(blocks[first:upto])
         if any(lasts(chain.group, block) for block in mine):
-            self._keep(tracker, chain, first, mine, [block.block_hash for block in mine], now)
+            hashes = [block.block_hash for block in mine]
+            preemptions = tracker.request.num_preemptions
+            self._keep(tracker, chain, first, mine, hashes, now, preemptions)
         chain.cursor = max(first, upto)
 
     def again(self, job: _Job, now: float) -> None:
         """The blocks of a job that a rank refused for want of room may have left their request."""
-        self._keep(job.owner, job.chain, job.first, job.unread, job.hashes, now)
+        refused = job.unread, job.hashes
+        self._keep(job.owner, job.chain, job.first, *refused, now, job.preemptions)
 
     def _keep(
         self,
@@ -609,9 +612,11 @@ class DeferredDumps:
         blocks: Sequence[KVCacheBlock],
         hashes: Sequence[object],
         now: float,
+        preemptions: int,
     ) -> None:
-        """Keep blocks of a group that frees early, from ``first`` on, with vLLM's hashes."""
-        pool, preemptions = self._dumps.pool, tracker.request.num_preemptions
+        """Keep blocks of a group that frees early, from ``first`` on, with vLLM's hashes.
+        ``preemptions``: of the request when it had them."""
+        pool = self._dumps.pool
         there = [at for at, block in enumerate(blocks) if lasts(chain.group, block)]
         kept = there[: self._room()]
         self._lost[ENDED] += len(there) - len(kept)
