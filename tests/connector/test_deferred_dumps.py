@@ -15,6 +15,7 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.request import Request
 
 from ucm.config import UcmConfig
+from ucm.integration.vllm.connector.groups import Group, Reach
 from ucm.integration.vllm.connector.identity.keys import (
     RECHECK_S,
     AdapterDigests,
@@ -325,3 +326,93 @@ def test_blocks_that_are_refused_again_and_again_do_not_wait_for_ever() -> None:
         rig.clock.now += BUSY_PAUSE_S
     assert not rig.scheduler.has_pending_push_work
     assert rig.scheduler.dumps.published_blocks == 2
+
+
+# Two ranks, of which one has no room
+# --------------------------------------------------------------------------------------------------
+
+WINDOW = (Group(0, 0, BLOCK, reach=Reach("window", 2 * BLOCK)),)
+
+
+def half_refused(rig: Rig, room: int = 10) -> tuple[Request, UCMConnectorMetadata]:
+    """A request of seven blocks and the step that offers ``room`` of them. One rank refuses the
+    job, the other has read the blocks and not published them."""
+    for rank in range(2):
+        rig.report(RankReport(rank, ready=True, attempt=1, free_slots=room))
+    request = rig.request("a", 7 * BLOCK)
+    rig.admit(request)
+    plan = rig.step(request)
+    job, blocks = plan.dumps[0].job, min(room, 7)
+    assert offered(plan) == [(0, blocks)]
+    refused = rig.ended(plan, 0, failed=tuple(range(blocks)), busy=True)
+    read = RankReport(1, ready=True, attempt=1, last_job=job, staged=[job])
+    rig.report(replace(refused, free_slots=0), replace(read, free_slots=0))
+    return request, plan
+
+
+def published(rig: Rig, plan: UCMConnectorMetadata) -> UCMConnectorMetadata:
+    """The other rank has published the blocks, and there is room again: the next step."""
+    rig.report(rig.ended(plan, 1))
+    rig.clock.now += BUSY_PAUSE_S
+    for rank in range(2):
+        rig.report(RankReport(rank, ready=True, attempt=1, free_slots=10, last_job=10))
+    return rig.step()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_refused_blocks_of_a_window_are_compared_until_every_rank_has_published(ends: bool) -> None:
+    """A step writes three of them, after every rank has read them or refused them, and gives them
+    back."""
+    rig = Rig(ranks=2, groups=WINDOW)
+    request, plan = half_refused(rig)
+    pool, table = rig.tables.block_pool, rig.tables.tables["a"]
+    left, table[:3] = table[:3], [pool.null_block] * 3
+    pool.free_blocks(left)
+    if ends:
+        rig.scheduler.request_finished(request)
+        rig.tables.free(request)
+    pool.touch(left)  # without a hash: it is no other request with the same text
+    assert rig.step().jobs_to_flush == [], "every rank has read them or refused them"
+    pool.free_blocks(left)
+    assert offered(published(rig, plan)) == [(3, 4)]
+
+
+def test_offered_blocks_of_an_ended_request_are_compared_while_they_may_be_offered_again() -> None:
+    """A step writes the first one, which was offered and is refused."""
+    rig = Rig(ranks=2)
+    request, plan = half_refused(rig, room=2)
+    first = rig.tables.tables["a"][:1]
+    rig.scheduler.request_finished(request)
+    rig.tables.free(request)
+    rig.step()
+    rig.tables.block_pool.touch(first)
+    rig.step()
+    rig.tables.block_pool.free_blocks(first)
+    assert offered(published(rig, plan)) == [(1, 6)]
+
+
+def test_what_was_refused_before_a_reset_is_not_offered_after_it() -> None:
+    """The weights in memory may be others, and the blocks have the name of the new ones."""
+    rig = Rig(ranks=2, groups=WINDOW)
+    request, plan = half_refused(rig)
+    rig.scheduler.request_finished(request)
+    rig.tables.free(request)
+    rig.scheduler.reset_cache()
+    rig.readiness.request_weights_check()
+    rig.weights_checked(rig.step())
+    assert offered(published(rig, plan)) == []
+
+
+def test_refused_blocks_that_their_preempted_request_gets_again_are_not_offered() -> None:
+    """It computes or loads them anew, which may take some steps."""
+    rig = Rig(ranks=2, groups=WINDOW)
+    request, plan = half_refused(rig)
+    table = rig.tables.tables["a"]
+    rig.tables.free(request)
+    request.num_preemptions += 1
+    request.num_computed_tokens = 0
+    assert offered(rig.step()) == []
+    rig.report(rig.ended(plan, 1))
+    rig.tables.tables["a"] = table
+    rig.tables.block_pool.touch(table)
+    assert offered(published(rig, plan)) == []

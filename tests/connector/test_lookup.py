@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,13 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.request import Request
 
 from ucm.errors import BusyError, ClosedError
-from ucm.integration.vllm.connector.groups import ABSENT, UNKNOWN, Group, Reach
+from ucm.integration.vllm.connector.groups import (
+    ABSENT,
+    UNKNOWN,
+    Group,
+    Reach,
+    shorter_hits,
+)
 from ucm.integration.vllm.connector.metadata import LoadFailure, RankReport, join_keys
 from ucm.integration.vllm.connector.scheduler.lookup import (
     AT_ONCE_TOKENS,
@@ -161,6 +168,33 @@ def test_a_lookup_of_several_groups_says_why_it_is_no_longer() -> None:
     lookup = found(4)
     assert (lookup.hits, lookup.reason) == (2, MissReason.UNHEALTHY)
     assert lookup.tables[0] == bytes((0, 0, UNKNOWN, UNKNOWN))
+
+
+def test_what_shorter_hits_need_is_one_more_question() -> None:
+    """Of the lengths that the policy considers, whatever lies in which tier behind them."""
+    groups = (Group(0, 0, BLOCK), Group(1, 1, BLOCK, reach=Reach("window", BLOCK)))
+    masks = [part_mask(0, 0, 0), part_mask(1, 0, 0)]
+    store, later, asked = Memory(), Later(), list[int]()
+    lookups = Lookups(later, store, masks, None, groups, [[0], [1]])
+    keys = [bytes([at + 1]) * 16 for at in range(20)]
+    whole, window = (record_ids(keys, mask) for mask in masks)
+    store.ids = {*whole, *window}
+    store.lower = {one for at, one in enumerate(whole) if at % 4 > 1}  # 0, 0, 1, 1 five times
+    locate = store.locate
+
+    def noting(ids: Sequence[bytes]) -> bytes:
+        asked.append(len(ids))
+        return locate(ids)
+
+    store.locate = noting  # type: ignore[method-assign]
+    lookup = lookups.start(lambda: keys)
+    later.run()
+    assert lookup.hits == 20
+    assert asked == [1, 1], "the windows of the hit, and those of its cuts"
+    assert [at for at, tier in enumerate(lookup.tables[1]) if tier < UNKNOWN] == [1, 19]
+    assert shorter_hits(lookup.tiers) == [2]
+    assert shorter_hits(bytes((0, 1, 0, 2, 1, 3))) == [1, 3, 5]
+    assert shorter_hits(bytes((2, 1, 0))) == []
 
 
 def test_what_a_shorter_hit_needs_is_looked_up_again() -> None:

@@ -21,6 +21,11 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 
 from ucm.errors import BusyError
+from ucm.integration.vllm.connector.metadata import (
+    DumpResult,
+    RankReport,
+    UCMConnectorWorkerMetadata,
+)
 from ucm.integration.vllm.connector.scheduler import dumps
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1, Until
 
@@ -364,17 +369,42 @@ def test_a_sleep_drops_what_waits(life: Life) -> None:
     assert again.loads
 
 
+def with_a_second_rank(engine: ToyEngine, rng: random.Random) -> None:
+    """Dumps end when a second rank has reported, too. It has read the blocks of a job after the
+    step with it, and publishes them some steps later. It writes no records: this engine's are those
+    of its one worker."""
+    scheduler, step = engine.connector._scheduler, engine.step
+    jobs = scheduler.dumps._jobs
+    scheduler.dumps.open([0, 1])
+
+    def both() -> int:
+        computed = step()
+        sent = [number for number in jobs if number <= scheduler.dumps._seen.get(0, 0)]
+        done = [DumpResult(number) for number in sent if rng.random() < 0.1]
+        report = RankReport(1, ready=True, attempt=1, last_job=max(sent, default=0))
+        report.staged, report.done = sent, done
+        scheduler._on_rank_reports(UCMConnectorWorkerMetadata(ranks=[report]))
+        return computed
+
+    engine.step = both
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("seed", range(6))
-def test_nothing_foreign_is_stored(life: Life, name: str, seed: int) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nothing_foreign_is_stored(life: Life, name: str, seed: int, ranks: int) -> None:
     """Whatever vLLM hands out while the store stalls and goes on, in a pool that is full: every
-    record that another engine loads gives the right tokens."""
+    record that another engine loads gives the right tokens. The first of two ranks refuses
+    blocks that the second one has read."""
     rng = random.Random(seed)
     SlowStore.slots = rng.choice((1, 3))
     groups = len({type(spec) for spec in MODELS[name]})
     share = rng.choice((0.0, 0.125, 0.6))
     pool = groups * rng.randint(17, 30)
     engine = opened(life(name, blocks=pool, keys={"hold_share": share}), name)
+    if ranks > 1:
+        SlowStore.boasts = 100
+        with_a_second_rank(engine, rng)
     prompts: list[list[int]] = []
     running: dict[str, tuple[Any, list[int], int]] = {}
     late = 0  # most blocks of ended requests that waited
@@ -390,7 +420,7 @@ def test_nothing_foreign_is_stored(life: Life, name: str, seed: int) -> None:
             SlowStore.stalled = rng.random() < 0.8
             engine.step()
             late = max(late, waiting(engine))
-    SlowStore.stalled = False
+    SlowStore.stalled, SlowStore.boasts = False, 0
     engine.until(lambda: all(one.is_finished() for one, _, _ in running.values()))
     for request, prompt, count in running.values():
         assert list(request.output_token_ids) == expected(prompt, count, MODELS[name])

@@ -188,6 +188,10 @@ def test_states_are_served_where_they_lie_at_the_ends_of_blocks(engines: Any, ti
         f"KV of kind MambaSpec without vLLM's own prefix caching {nothing}; start vLLM with"
         " --enable-prefix-caching"
     )
+    assert found("all") == (
+        f'KV of kind MambaSpec with mamba_cache_mode "all" {nothing}; start vLLM with'
+        " --mamba-cache-mode align"
+    )
     assert found(unit=16) == (
         f"KV of kind MambaSpec with hits inside of its blocks (every 16 tokens) {nothing}; start"
         " vLLM with --prefix-match-unit 32"

@@ -176,7 +176,10 @@ def _states_elsewhere(
 ) -> tuple[str, str] | None:
     """Why states (of Mamba, linear attention) may lie elsewhere than at the ends of full blocks,
     where a hit needs them, and how to start vLLM; None when they do not."""
-    if any(spec.mamba_cache_mode != "align" for spec in states):
+    modes = {spec.mamba_cache_mode for spec in states}
+    if "all" in modes:
+        return 'with mamba_cache_mode "all"', "with --mamba-cache-mode align"
+    if modes != {"align"}:
         return "without vLLM's own prefix caching", "with --enable-prefix-caching"
     if vllm_config.speculative_config is not None:
         return "with speculative decoding", "without --speculative-config"

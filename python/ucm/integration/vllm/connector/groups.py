@@ -28,8 +28,6 @@ from ucm.store import part_mask
 
 #: In a table of tiers: no record, and not looked up.
 ABSENT, UNKNOWN = 255, 254
-#: Most lengths at which a lower tier begins that are considered for one hit.
-MOST_CUTS = 4
 #: A table of tiers in which what was not looked up counts as absent.
 _KNOWN = bytes(range(UNKNOWN)) + bytes((ABSENT, ABSENT))
 
@@ -191,9 +189,11 @@ def known_hit(groups: Sequence[Group], tables: Sequence[bytes | bytearray], limi
 
 
 def shorter_hits(tiers: bytes) -> list[int]:
-    """The lengths to which a hit may be cut, since a lower tier begins there: the last of them."""
-    rises = [at for at in range(1, len(tiers)) if tiers[at] > tiers[at - 1]]
-    return rises[-MOST_CUTS:]
+    """The lengths to which a hit may be cut, the shortest first: up to the first block that is in
+    none of the upper tiers, for each number of these. At most one fewer than there are tiers."""
+    kinds = sorted(set(tiers))
+    ends = {min(map(tiers.find, kinds[above:])) for above in range(1, len(kinds))}
+    return sorted(ends - {0})
 
 
 def hit_tiers(groups: Sequence[Group], tables: Sequence[bytes | bytearray], hit: int) -> bytes:

@@ -160,7 +160,7 @@ class _Job:
     keys: list[bytes]  # of the blocks that are written
     first: int
     blocks: list[KVCacheBlock]  # until every rank has read them
-    unread: list[KVCacheBlock]  # those of a job that a rank refused, until vLLM hands one out
+    unread: list[KVCacheBlock]  # those of a job that a rank refused, but for handed out ones
     hashes: list[object]  # vLLM's, of the blocks
     chain: Chain
     owner: RequestTracker
@@ -358,38 +358,48 @@ class DumpPlanner:
 
     def jobs_to_flush(self, live: Mapping[str, RequestTracker]) -> list[int]:
         """The jobs whose blocks vLLM has handed to others in the planned step, and some rank may
-        not have read."""
+        not have read. Refused blocks that it has handed out are not offered again."""
         taken: list[int] = []
-        if not self._unread:
-            return taken
         for job in self._jobs.values():
+            if not (job.blocks or job.unread):
+                continue
             owner = job.owner.request
             lives = live.get(owner.request_id) is job.owner
             lives = lives and owner.num_preemptions == job.preemptions
             if lives and not job.chain.group.frees_early:
                 continue
-            if job.blocks and not self._kept(job, lives):
+            kept = self._kept(job, lives)
+            if all(kept):
+                continue
+            if job.blocks:
                 taken.append(job.number)
                 self._read(job)
-                job.unread = []
+            if self.pool is not None and job.unread:
+                refused, null = zip(job.unread, kept, strict=True), self.pool.null_block
+                job.unread = [block if same else null for block, same in refused]
         return taken
 
-    def _kept(self, job: _Job, lives: bool) -> bool:
-        """Whether no block of a job was handed out since it was planned. Of a request that still
-        runs vLLM frees blocks that nothing sees any more, and may hand them out in the same
+    def _kept(self, job: _Job, lives: bool) -> list[bool]:
+        """Whether each block of a job was not handed out since it was planned. Of a request that
+        still runs vLLM frees blocks that nothing sees any more, and may hand them out in the same
         step."""
-        sources = zip(job.blocks, job.hashes, strict=True)
-        if not lives:
-            return all(untouched(block, was) for block, was in sources)
-        table = self.held(job.owner, job.chain.group)[job.first :]
-        held = itertools.zip_longest(table[: len(job.blocks)], sources)
-        return all(own is one[0] or untouched(*one) for own, one in held)
+        blocks = job.blocks or job.unread
+        table = self.held(job.owner, job.chain.group)[job.first :] if lives else ()
+        held = itertools.chain(table[: len(blocks)], itertools.repeat(None))
+        return [
+            own is block or untouched(block, was)
+            for own, block, was in zip(held, blocks, job.hashes, strict=False)
+        ]
 
     def take_refused(self) -> list[_Job]:
         """Jobs that a rank refused for want of room since the last call, in groups whose blocks
         leave a running request."""
         refused, self._refused = self._refused, []
         return refused
+
+    def is_writing(self, key: bytes) -> bool:
+        """Whether a block is on its way to the store."""
+        return self._block_tracker.is_expected(key) and not self._block_tracker.is_stored(key)
 
     def held(self, tracker: RequestTracker, group: Group) -> Sequence[KVCacheBlock]:
         """What a live request holds in one group, by ordinal."""
@@ -445,7 +455,7 @@ class DumpPlanner:
             self._fail_pause = min(self._fail_pause * 2, FAIL_PAUSE_MAX_S)
         pause = now + BUSY_PAUSE_S if busy else 0.0
         self._hold_until = max(self._hold_until, self._failing_until, pause)
-        if job.unread and job.chain.group.frees_early:
+        if job.unread and job.chain.group.frees_early and job.generation == self.generation:
             self._refused.append(job)
         at = job.first + min(failed)
         key = job.keys[min(failed)]
@@ -487,6 +497,7 @@ class _Deferred:
     offered: float  # when one was last offered for the first time, or since when they wait for room
     furthest: int  # ordinal behind the blocks that were offered
     preemptions: int = -1  # of the request if it runs, -1 for one that has ended
+    first: int = 0  # ordinal of the first block that waits or may do so again
 
     def waiting(self) -> Iterator[bytes]:
         """The keys of the blocks that wait."""
@@ -494,20 +505,29 @@ class _Deferred:
         pairs = zip(self.chain.keys[first:], self.blocks[first:], strict=False)
         return (key for key, block in pairs if lasts(group, block))
 
-    def cut(self, held: Sequence[KVCacheBlock], null: KVCacheBlock) -> int:
+    def cut(
+        self, held: Sequence[KVCacheBlock], null: KVCacheBlock, writing: Callable[[bytes], bool]
+    ) -> int:
         """Drop the blocks that vLLM handed out, and those behind the first where these are of no
-        use without it. ``held``: the blocks that the request has now, none if it has ended. Returns
-        their number."""
+        use without it. Offered ones are compared, too, while some rank may refuse them: they are
+        offered again then. ``held``: the blocks that the request has now, none if it has ended;
+        ``writing``: whether a block is on its way to the store. Returns the number of dropped
+        blocks that were not offered."""
+        cursor, keys = self.chain.cursor, self.chain.keys
+        self.first = min(self.first, cursor)
+        while self.first < cursor and not writing(keys[self.first]):
+            self.blocks[self.first] = null
+            self.first += 1
         lost = 0
-        for at in range(self.chain.cursor, len(self.blocks)):
+        for at in range(self.first, len(self.blocks)):
             block, was = self.blocks[at], self.hashes[at]
             if block.is_null or untouched(block, was) or (at < len(held) and held[at] is block):
                 continue
-            if not self.chain.group.frees_early:
+            if at >= cursor and not self.chain.group.frees_early:
                 lost = len(self.blocks) - at
                 del self.blocks[at:], self.hashes[at:]
                 break
-            self.blocks[at], lost = null, lost + 1
+            self.blocks[at], lost = null, lost + (at >= cursor)
         return lost
 
 
@@ -574,12 +594,15 @@ class DeferredDumps:
         first = chain.cursor
         mine = list(blocks[first:upto])
         if any(lasts(chain.group, block) for block in mine):
-            self._keep(tracker, chain, first, mine, [block.block_hash for block in mine], now)
+            hashes = [block.block_hash for block in mine]
+            preemptions = tracker.request.num_preemptions
+            self._keep(tracker, chain, first, mine, hashes, now, preemptions)
         chain.cursor = max(first, upto)
 
     def again(self, job: _Job, now: float) -> None:
         """The blocks of a job that a rank refused for want of room may have left their request."""
-        self._keep(job.owner, job.chain, job.first, job.unread, job.hashes, now)
+        refused = job.unread, job.hashes
+        self._keep(job.owner, job.chain, job.first, *refused, now, job.preemptions)
 
     def _keep(
         self,
@@ -589,9 +612,11 @@ class DeferredDumps:
         blocks: Sequence[KVCacheBlock],
         hashes: Sequence[object],
         now: float,
+        preemptions: int,
     ) -> None:
-        """Keep blocks of a group that frees early, from ``first`` on, with vLLM's hashes."""
-        pool, preemptions = self._dumps.pool, tracker.request.num_preemptions
+        """Keep blocks of a group that frees early, from ``first`` on, with vLLM's hashes.
+        ``preemptions``: of the request when it had them."""
+        pool = self._dumps.pool
         there = [at for at, block in enumerate(blocks) if lasts(chain.group, block)]
         kept = there[: self._room()]
         self._lost[ENDED] += len(there) - len(kept)
@@ -698,7 +723,8 @@ class DeferredDumps:
         if runs and request.num_preemptions == hold.preemptions:
             held = self._dumps.held(hold.tracker, hold.chain.group)
         assert self._dumps.pool is not None  # blocks wait
-        self._lost[OVERWRITTEN] += hold.cut(held, self._dumps.pool.null_block)
+        null, writing = self._dumps.pool.null_block, self._dumps.is_writing
+        self._lost[OVERWRITTEN] += hold.cut(held, null, writing)
 
     def _blocks(self) -> Iterator[KVCacheBlock]:
         """The blocks that wait, each request's from its first."""

@@ -746,9 +746,10 @@ class Lookups:
         for group in self._groups:
             known = bytes((UNKNOWN,)) * len(keys) if group.frees_early else prefix.tiers
             tables.append(bytearray(known.ljust(len(keys), bytes((ABSENT,)))))
-        hit = yield from self._longest(keys, tables, limit)
-        for end in shorter_hits(hit_tiers(self._groups, tables, hit)):
-            yield from self._longest(keys, tables, end)
+        yield from self._longest(keys, tables, [limit], QUESTIONS)
+        hit = known_hit(self._groups, tables, limit)
+        ends = shorter_hits(hit_tiers(self._groups, tables, hit))
+        yield from self._longest(keys, tables, ends, 1)  # what is not known then is not cut to
         reason = prefix.reason if hit == prefix.hits else MissReason.ABSENT
         if hit == limit < prefix.hits:
             reason = why
@@ -760,20 +761,23 @@ class Lookups:
         return Found(hit, reason, tiers, tuple(map(bytes, tables)))
 
     def _longest(
-        self, keys: list[bytes], tables: list[bytearray], limit: int
-    ) -> Generator[Question, tuple[bytes, str], int]:
-        """The longest hit of at most ``limit`` blocks. What the ``tables`` do not know is looked up
-        from the end on, and only what counts."""
+        self, keys: list[bytes], tables: list[bytearray], limits: Sequence[int], questions: int
+    ) -> Generator[Question, tuple[bytes, str], None]:
+        """Look up what the ``tables`` do not know of the longest hits of at most so many blocks,
+        from the end on, and only what counts: those of all ``limits`` in the same questions."""
         further = 0
-        for _ in range(QUESTIONS):
-            _, unknown = longest_hit(self._groups, tables, limit)
+        for _ in range(questions):
+            unknown = [one for end in limits for one in longest_hit(self._groups, tables, end)[1]]
             if not unknown:
                 break
-            wanted: list[tuple[int, int]] = []
-            for at, blocks in unknown:
-                first = max(blocks.start - further, 0)
-                here, table = range(first, blocks.stop), tables[at]
-                wanted += [(at, block) for block in here if table[block] == UNKNOWN]
+            wanted = sorted(
+                {
+                    (at, block)
+                    for at, blocks in unknown
+                    for block in range(max(blocks.start - further, 0), blocks.stop)
+                    if tables[at][block] == UNKNOWN
+                }
+            )
             further = max(2 * further, FURTHER)
             parts = [(at, block, part) for at, block in wanted for part in self._parts[at]]
             ids = [record_ids([keys[block]], self._masks[part])[0] for _, block, part in parts]
@@ -784,7 +788,6 @@ class Lookups:
                 if tier >= UNKNOWN and self._locally_visible.has(record_id, part):
                     tier = self._locally_visible_tier
                 tables[at][block] = max(tables[at][block], tier)
-        return known_hit(self._groups, tables, limit)
 
     def _prefix(self, keys: list[bytes]) -> Steps:
         """The prefix that all parts of whole prefixes have."""

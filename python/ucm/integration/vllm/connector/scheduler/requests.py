@@ -17,6 +17,7 @@ from ucm.integration.vllm.connector.groups import (
     hit_tiers,
     known_hit,
     longest_hit,
+    shorter_hits,
 )
 from ucm.integration.vllm.connector.identity.keys import KeyMaker, UnkeyableError
 from ucm.integration.vllm.connector.scheduler.lookup import NEVER, BlockTracker, Lookup
@@ -424,10 +425,9 @@ class HitPolicy:
     def _cuts(self, tracker: RequestTracker, first: int, end: int, tiers: bytes) -> list[Cut]:
         """The possible loads of a hit: up to the first block below each tier, or somewhat before
         where every group can serve that, and all of it."""
-        ends, kinds = {end}, sorted(set(tiers))
-        for above in range(1, len(kinds)):
-            at = first + min(tiers.find(tier) for tier in kinds[above:])
-            at = tracker.served(self._block_tracker, at)
+        ends = {end}
+        for length in shorter_hits(tiers):
+            at = tracker.served(self._block_tracker, first + length)
             if (at - first) * self._block_tokens >= max(self._min_hit_tokens, 1):
                 ends.add(at)
         return [self._cut(tracker, first, at) for at in sorted(ends)]
