@@ -3,6 +3,7 @@ wrote, what is in the identity, and what is refused."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -157,6 +158,17 @@ def test_layers_share_a_rotation(engines: Any, tiny: Path, tmp_path: Path) -> No
     assert impls[0].rotation is impls[1].rotation
 
 
+@pytest.fixture
+def selection() -> Iterator[None]:
+    """vLLM keeps the backends that it selected in this process, whatever the configuration."""
+    from vllm.v1.attention.selector import _cached_get_attn_backend
+
+    _cached_get_attn_backend.cache_clear()
+    yield
+    _cached_get_attn_backend.cache_clear()
+
+
+@pytest.mark.usefixtures("selection")
 def test_the_rule_is_part_of_the_identity(engines: Any, tiny: Path, tmp_path: Path) -> None:
     def identity(rule: Any, architecture: str | None = LLAMA) -> dict[str, Any]:
         config = engine(engines, tiny, tmp_path, rule, architecture)

@@ -73,7 +73,7 @@ def _of_server(base: str, wanted: str | None, key: str | None) -> dict[str, str]
     except urllib.error.HTTPError as error:
         if error.code == 404:
             raise Unreachable(
-                f"{base} has no endpoint for the mode: start vLLM 0.32 or newer with"
+                f"{base} has no endpoint for the mode: start vLLM (one that has endpoint plug-ins) with"
                 " VLLM_PLUGINS=ucm,ucm_mode, or give --root or --state-dir on the server's machine"
             ) from None
         why = str(error.reason)
