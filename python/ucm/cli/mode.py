@@ -73,8 +73,8 @@ def _of_server(base: str, wanted: str | None, key: str | None) -> dict[str, str]
     except urllib.error.HTTPError as error:
         if error.code == 404:
             raise Unreachable(
-                f"{base} has no endpoint for the mode: start vLLM (one that has endpoint plug-ins) with"
-                " VLLM_PLUGINS=ucm,ucm_mode, or give --root or --state-dir on the server's machine"
+                f"{base} has no endpoint for the mode: start vLLM, if it has endpoint plug-ins,"
+                " with VLLM_PLUGINS=ucm,ucm_mode, or give --root or --state-dir on its machine"
             ) from None
         why = str(error.reason)
         with error, suppress(OSError, HTTPException):  # the connection may end before its page does
