@@ -4,6 +4,7 @@ wrote, what is in the identity, and what is refused."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -249,3 +250,37 @@ def test_a_model_of_ours_needs_the_rule_and_a_backend(
         rerope.serve(theirs, rotary, {}, config)
     with pytest.raises(ConfigError, match="RotaryEmbedding of 16 of 32 channels"):
         rerope.serve(theirs, partial, {}, config)
+    partial.rotary_dim, partial.is_neox_style = partial.head_size, False
+    with pytest.raises(ConfigError, match="in pairs of neighbours"):
+        rerope.serve(theirs, partial, {}, config)
+
+
+@pytest.mark.parametrize(("method", "refused"), [("ngram", False), ("eagle", True)])
+def test_what_drafts_without_keys_is_served(
+    method: str, refused: bool, engines: Any, tiny: Path, tmp_path: Path
+) -> None:
+    config = engine(engines, tiny, tmp_path, {"window": 64})
+    config.speculative_config = SimpleNamespace(method=method)
+    with pytest.raises(ConfigError, match="draft") if refused else nullcontext():
+        rerope.refuse_unsupported(config)
+
+
+def test_graphs_of_a_model_that_rotates_again_have_another_name(
+    engines: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM keeps compiled graphs by its configuration, where `UCM_DISABLE` does not count."""
+    from ucm.integration.vllm.attention.rerope_models import _LeavesUnrotated
+
+    class Model(torch.nn.Module):
+        def __init__(self, *, vllm_config: Any, prefix: str) -> None:
+            super().__init__()
+            self.rotary_emb = self.attn = torch.nn.Identity()
+
+    class Ours(_LeavesUnrotated, Model):
+        pass
+
+    monkeypatch.setenv("UCM_DISABLE", "1")
+    config = engine(engines, tiny, tmp_path, {"window": 64})
+    before = config.compute_hash()
+    assert isinstance(Ours(vllm_config=config).rotary_emb, torch.nn.Identity)
+    assert config.compute_hash() != before

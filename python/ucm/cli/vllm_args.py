@@ -95,7 +95,10 @@ def _with_overrides(rest: tuple[str, ...], architecture: str | None) -> list[str
     if architecture not in UNROTATED:
         raise ConfigError(f"rerope: {architecture} is not served, only {', '.join(UNROTATED)}")
     if not (length or "").isdecimal():
-        raise ConfigError("rerope: give --max-model-len, the longest prompt with its answer")
+        raise ConfigError(
+            "rerope: give --max-model-len as a number of tokens, like 131072: the longest prompt"
+            " with its answer"
+        )
     found = json.loads(overrides or "{}") | {
         "architectures": [UNROTATED[architecture]],
         "max_position_embeddings": int(length or 0),

@@ -17,9 +17,7 @@ head size; ``n`` blocks of ``b`` tokens. Logits, probabilities and sums are floa
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -31,12 +29,6 @@ from ucm.sparse import retrieval
 _LOGITS, _KEYS = 1 << 24, 1 << 25
 #: Most and fewest queries of a tile.
 _MOST, _LEAST = 256, 16
-
-#: The original's object with its two settings, as the environment has them.
-default_config = SimpleNamespace(
-    rerope_window=int(os.environ.get("REROPE_WINDOW") or 32768),
-    training_length=int(os.environ.get("TRAINING_LENGTH") or 32768),
-)
 
 
 @dataclass(frozen=True)

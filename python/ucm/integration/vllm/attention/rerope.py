@@ -36,6 +36,9 @@ _ROTATIONS = (
     "YaRNScalingRotaryEmbedding",
 )
 
+#: Speculative methods without keys of their own.
+_WITHOUT_KEYS = ("ngram", "ngram_gpu", "suffix")
+
 #: Our section that was read last, and the rule in it.
 _last: tuple[Any, Rule | None] = (None, None)
 
@@ -89,8 +92,8 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
         problem = "decode context parallelism splits a block's tokens over ranks"
     elif dtype not in ("auto", "float16", "bfloat16", "float32"):
         problem = f'the KV cache is quantised (kv_cache_dtype "{dtype}")'
-    elif speculative is not None and getattr(speculative, "draft_model_config", None) is not None:
-        problem = "a draft model rotates its keys"
+    elif speculative is not None and speculative.method not in _WITHOUT_KEYS:
+        problem = f'a draft model rotates its keys (speculative method "{speculative.method}")'
     if problem:
         raise ConfigError(f"rerope: {problem}; change that, or leave out rerope")
 
@@ -109,8 +112,10 @@ def serve(attention: Any, rotary: Any, rotations: dict[int, Rotation], config: A
             "this architecture is computed by ReRoPE, which is not configured: add rerope to the"
             " configuration of UCMConnector, or leave out --hf-overrides"
         )
-    if type(rotary).__name__ not in _ROTATIONS or rotary.rotary_dim != rotary.head_size:
+    whole = rotary.rotary_dim == rotary.head_size and rotary.is_neox_style
+    if type(rotary).__name__ not in _ROTATIONS or not whole:
         kind = f"{type(rotary).__name__} of {rotary.rotary_dim} of {rotary.head_size} channels"
+        kind += "" if rotary.is_neox_style else " in pairs of neighbours"
         raise ConfigError(f"rerope: the rotation of this model is not served: {kind}")
     impl = attention.impl
     if not isinstance(impl, _ReRope):
@@ -122,7 +127,9 @@ def serve(attention: Any, rotary: Any, rotations: dict[int, Rotation], config: A
         raise ConfigError("rerope: layers with a sliding window are not served; leave out rerope")
     if id(rotary) not in rotations:
         cos_sin = rotary._compute_cos_sin_cache()[:2]
-        rotations[id(rotary)] = Rotation.like(cos_sin, config.model_config.max_model_len)
+        made = Rotation.like(cos_sin, config.model_config.max_model_len)
+        made.move(cos_sin.device)  # before vLLM measures what memory is left
+        rotations[id(rotary)] = made
     impl.rule, impl.rotation = rule, rotations[id(rotary)]
     return True
 

@@ -40,6 +40,8 @@ class _LeavesUnrotated:
                 continue
             if serve(attention, rotary, rotations, vllm_config):
                 layer.rotary_emb = Unrotated()
+            else:  # ucm is off: vLLM names the graphs that it compiles by this configuration
+                vllm_config.model_config.hf_config.update({"ucm_rotates": True})
 
 
 class UcmReRopeLlamaForCausalLM(_LeavesUnrotated, LlamaForCausalLM):

@@ -341,7 +341,7 @@ class DumpPlanner:
         self._seen[rank.rank] = max(self._seen.get(rank.rank, 0), rank.last_job)
         for result in rank.done:
             if result.busy and (job := self._jobs.get(result.job)):
-                job.unread = job.blocks
+                job.unread = job.unread or job.blocks
         for number in (*rank.staged, *(result.job for result in rank.done)):
             if job := self._jobs.get(number):
                 job.staged.add(rank.rank)
