@@ -26,9 +26,9 @@ ROOT = Path(__file__).resolve().parents[1]
 #: (1,170), `ucm plan` (210) and `ucm vllm-args` (80).
 #: What an engine says, names, archives, traces of blocks: 1,270; `ucm mode`: 190. Parts of Blend:
 #: 980 and 4 files. Several KV groups (their events, cuts of hits, blocks that leave a running
-#: request): 345. The times of stages, `ucm mode --url`, side shards in archives: 160, Rust 40.
+#: request): 355. The times of stages, `ucm mode --url`, side shards in archives: 160, Rust 40.
 #: ReRoPE: 820 in 5 files, Rust 325.
-BUDGETS = {"Rust": 56_855, "Python": 40_800, "Python files": 139, "benches": 7_500}
+BUDGETS = {"Rust": 56_855, "Python": 40_810, "Python files": 139, "benches": 7_500}
 #: Least share of comment lines, in percent.
 LEAST_COMMENTS = 13.0
 #: Longest file of Python that only re-exports.

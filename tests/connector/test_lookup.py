@@ -190,8 +190,8 @@ def test_what_shorter_hits_need_is_one_more_question() -> None:
     lookup = lookups.start(lambda: keys)
     later.run()
     assert lookup.hits == 20
-    assert asked == [1, 1], "the windows of the hit, and those of its cuts"
-    assert [at for at, tier in enumerate(lookup.tables[1]) if tier < UNKNOWN] == [1, 19]
+    assert asked == [1, 2], "the windows of the hit, then those of its cuts and before them"
+    assert [at for at, tier in enumerate(lookup.tables[1]) if tier < UNKNOWN] == [0, 1, 19]
     assert shorter_hits(lookup.tiers) == [2]
     assert shorter_hits(bytes((0, 1, 0, 2, 1, 3))) == [1, 3, 5]
     assert shorter_hits(bytes((2, 1, 0))) == []

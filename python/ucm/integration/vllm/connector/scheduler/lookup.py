@@ -746,10 +746,11 @@ class Lookups:
         for group in self._groups:
             known = bytes((UNKNOWN,)) * len(keys) if group.frees_early else prefix.tiers
             tables.append(bytearray(known.ljust(len(keys), bytes((ABSENT,)))))
-        yield from self._longest(keys, tables, [limit], QUESTIONS)
+        yield from self._longest(keys, tables, [limit], QUESTIONS, 0)
         hit = known_hit(self._groups, tables, limit)
         ends = shorter_hits(hit_tiers(self._groups, tables, hit))
-        yield from self._longest(keys, tables, ends, 1)  # what is not known then is not cut to
+        # What is not known after one question is not cut to.
+        yield from self._longest(keys, tables, ends, 1, FURTHER)
         reason = prefix.reason if hit == prefix.hits else MissReason.ABSENT
         if hit == limit < prefix.hits:
             reason = why
@@ -761,11 +762,16 @@ class Lookups:
         return Found(hit, reason, tiers, tuple(map(bytes, tables)))
 
     def _longest(
-        self, keys: list[bytes], tables: list[bytearray], limits: Sequence[int], questions: int
+        self,
+        keys: list[bytes],
+        tables: list[bytearray],
+        limits: Sequence[int],
+        questions: int,
+        further: int,
     ) -> Generator[Question, tuple[bytes, str], None]:
         """Look up what the ``tables`` do not know of the longest hits of at most so many blocks,
-        from the end on, and only what counts: those of all ``limits`` in the same questions."""
-        further = 0
+        from the end on, and only what counts and ``further`` blocks before it: those of all
+        ``limits`` in the same questions."""
         for _ in range(questions):
             unknown = [one for end in limits for one in longest_hit(self._groups, tables, end)[1]]
             if not unknown:
