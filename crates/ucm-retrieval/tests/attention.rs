@@ -30,6 +30,61 @@ fn value(bytes: &[u8], element: Element) -> f32 {
     }
 }
 
+/// The values of tokens, weighted by the softmax of their logits: one for each of `dim` channels;
+/// zeros without tokens.
+fn mean(logits: &[f64], dim: usize, value: impl Fn(usize, usize) -> f64) -> Vec<f64> {
+    let most = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let weights: Vec<f64> = logits.iter().map(|logit| (logit - most).exp()).collect();
+    let total: f64 = weights.iter().sum();
+    let sum = |i| -> f64 {
+        let weighed = weights.iter().enumerate();
+        weighed
+            .map(|(token, weight)| weight * value(token, i))
+            .sum()
+    };
+    (0..dim)
+        .map(|i| {
+            if weights.is_empty() {
+                0.0
+            } else {
+                sum(i) / total
+            }
+        })
+        .collect()
+}
+
+/// Checks that all instruction sets and teams give these results: float32 up to `near`, and all but
+/// the scalar ones the same bytes.
+fn everywhere(
+    right: &[f64],
+    element: Element,
+    shape: [usize; 3],
+    near: f64,
+    attend: impl Fn(&mut Output<'_>, Isa, Team) -> ucm_core::Result<()>,
+) -> Result<(), TestCaseError> {
+    let near = match element {
+        Element::F32 => near,
+        Element::F16 => 2e-3,
+        _ => 1e-2,
+    };
+    let mut first: Option<Vec<u8>> = None;
+    for (isa, team) in ways() {
+        let mut out = vec![0xff; right.len() * element.size()];
+        let mut target = Output::new(&mut out, element, shape).unwrap();
+        attend(&mut target, isa, team).unwrap();
+        for (found, right) in out.chunks(element.size()).zip(right) {
+            let found = f64::from(value(found, element));
+            let text = format!("{found} instead of {right} on {}", isa.name());
+            prop_assert!((found - right).abs() <= near, "{}", text);
+        }
+        if isa > Isa::Scalar {
+            let first = first.get_or_insert_with(|| out.clone());
+            prop_assert_eq!(first, &out, "on {}", isa.name());
+        }
+    }
+    Ok(())
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
@@ -79,40 +134,20 @@ proptest! {
                 let block = ids[row * stride + token / block_size] as usize;
                 (&kv[(block * heads + head) * page..][..page], token % block_size)
             };
-            let weight = |token: usize| {
+            let logit = |token: usize| {
                 let (page, slot) = at(token);
                 let product: f64 = (0..dim).map(|i| f64::from(asked[i]) * f64::from(page[i * block_size + slot])).sum();
-                (product * f64::from(scale)).exp()
+                product * f64::from(scale)
             };
-            let weights: Vec<f64> = (0..lengths[row]).map(weight).collect();
-            let total: f64 = weights.iter().sum();
-            (0..dim).map(move |i| {
-                let sum: f64 = weights.iter().enumerate().map(|(token, weight)| {
-                    let (page, slot) = at(token);
-                    weight * f64::from(page[(block_size + slot) * dim + i])
-                }).sum();
-                if weights.is_empty() { 0.0 } else { sum / total }
-            }).collect::<Vec<_>>()
+            let logits: Vec<f64> = (0..lengths[row]).map(logit).collect();
+            mean(&logits, dim, |token, i| {
+                let (page, slot) = at(token);
+                f64::from(page[(block_size + slot) * dim + i])
+            })
         }).collect();
-        let near = match element {
-            Element::F32 => 2e-6,
-            Element::F16 => 2e-3,
-            _ => 1e-2,
-        };
-        let mut first: Option<Vec<u8>> = None;
-        for (isa, team) in ways() {
-            let mut out = vec![0xff; right.len() * element.size()];
-            let mut target = Output::new(&mut out, element, shape).unwrap();
-            attention(&vectors, &pages, &rows, scale, &mut target, isa, team).unwrap();
-            for (found, right) in out.chunks(element.size()).zip(&right) {
-                let found = f64::from(value(found, element));
-                prop_assert!((found - right).abs() <= near, "{} instead of {} on \
-                {}", found, right, isa.name());
-            }
-            if isa > Isa::Scalar {
-                prop_assert_eq!(first.get_or_insert_with(|| out.clone()), &out, "on {}", isa.name());
-            }
-        }
+        everywhere(&right, element, shape, 2e-6, |out, isa, team| {
+            attention(&vectors, &pages, &rows, scale, out, isa, team)
+        })?;
     }
 }
 
@@ -340,36 +375,14 @@ proptest! {
                 }).sum::<f64>() * factor
             };
             let logits: Vec<f64> = (0..lengths[row]).map(logit).collect();
-            let most = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-            let weights: Vec<f64> = logits.iter().map(|logit| (logit - most).exp()).collect();
-            let total: f64 = weights.iter().sum();
-            (0..dim).map(move |i| {
-                let sum: f64 = weights.iter().enumerate().map(|(token, weight)| {
-                    let (page, slot) = at(token);
-                    weight * f64::from(page[(block_size + slot) * dim + i])
-                }).sum();
-                if weights.is_empty() { 0.0 } else { sum / total }
-            }).collect::<Vec<_>>()
+            mean(&logits, dim, |token, i| {
+                let (page, slot) = at(token);
+                f64::from(page[(block_size + slot) * dim + i])
+            })
         }).collect();
-        let near = match element {
-            Element::F32 => 1e-5,
-            Element::F16 => 2e-3,
-            _ => 1e-2,
-        };
-        let mut first: Option<Vec<u8>> = None;
-        for (isa, team) in ways() {
-            let mut out = vec![0xff; right.len() * element.size()];
-            let mut target = Output::new(&mut out, element, shape).unwrap();
-            rerope_attention(&vectors, &pages, &rows, &rule, scale, &mut target, isa, team).unwrap();
-            for (found, right) in out.chunks(element.size()).zip(&right) {
-                let found = f64::from(value(found, element));
-                prop_assert!((found - right).abs() <= near, "{} instead of {} on \
-                {}", found, right, isa.name());
-            }
-            if isa > Isa::Scalar {
-                prop_assert_eq!(first.get_or_insert_with(|| out.clone()), &out, "on {}", isa.name());
-            }
-        }
+        everywhere(&right, element, shape, 1e-5, |out, isa, team| {
+            rerope_attention(&vectors, &pages, &rows, &rule, scale, out, isa, team)
+        })?;
     }
 }
 
