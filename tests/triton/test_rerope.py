@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,33 @@ from ucm.sparse.rerope.rule import Rotation, Rule, attention  # noqa: E402
 from ucm.sparse.rerope.triton_unified_attention_rerope import unified_attention_rerope  # noqa: E402
 
 BLOCK = 16
+
+
+def test_an_engines_attention_is_that_of_the_rule() -> None:
+    """Of the backend over vLLM's Triton backend: pages ``[n, h, b, 2 d]``, as its layers give."""
+    pytest.importorskip("vllm")
+    from ucm.integration.vllm.attention.rerope import _OnGpu
+
+    heads, dim, length = 2, 32, 40
+    query = torch.randn(length, 2 * heads, dim)
+    key, value = torch.randn(2, length, heads, dim)
+    ids = torch.tensor([[3, 1, 5]], dtype=torch.int32)
+    cache = torch.full((6, heads, BLOCK, 2 * dim), math.nan)
+    for place in range(length):
+        page = cache[ids[0, place // BLOCK], :, place % BLOCK]
+        page[:, :dim], page[:, dim:] = key[place], value[place]
+    impl: Any = _OnGpu()
+    impl.rule, impl.rotation, impl.scale = Rule(10, 20, True), rotation(64, dim), dim**-0.5
+    metadata = SimpleNamespace(
+        num_actual_tokens=length,
+        query_start_loc=torch.tensor([0, length], dtype=torch.int32),
+        max_query_len=length,
+        seq_lens=torch.tensor([length], dtype=torch.int32),
+        block_table=ids,
+    )
+    found = impl.forward(None, query, None, None, cache, metadata, torch.empty_like(query))
+    right = attention(query, key, value, impl.rotation, impl.rule, impl.scale)
+    torch.testing.assert_close(found, right, atol=1e-5, rtol=0)
 
 
 def rotation(places: int, dim: int) -> Rotation:

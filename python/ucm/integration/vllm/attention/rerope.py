@@ -10,6 +10,7 @@ identity (:func:`described`), so no engine without it meets these blocks.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -201,8 +202,9 @@ class _ReRope:
         self._attend(query[:count], kv_cache, attn_metadata, output[:count])
         return output
 
+    @abstractmethod
     def _attend(self, query: Tensor, kv_cache: Tensor, metadata: Any, output: Tensor) -> None:
-        raise NotImplementedError
+        """Attention of queries ``[t, heads, d]`` over a layer's pages."""
 
 
 class _OnCpu(_ReRope):
