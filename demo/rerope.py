@@ -86,7 +86,7 @@ def main() -> int:
 
 
 def config(by_rule: bool, out: pathlib.Path) -> dict[str, Any]:
-    """What an engine is told of the store, and of the rule."""
+    """The keys of the store and of the rule for an engine."""
     store: dict[str, Any] = {
         "storage_backend": "posix",
         "storage_path": str((out / "store").resolve()),

@@ -219,7 +219,7 @@ def test_a_target_that_gets_on_is_waited_for_again(
 
 
 def late(count: int | None) -> Callable[..., Any]:
-    """``load_sides`` of which so many calls are past their deadline; None: all."""
+    """``load_sides`` whose first ``count`` calls are past their deadline; None: all."""
     real, called = UcmPosixStore.load_sides, iter(range(1000))
 
     def load(store: UcmPosixStore, ids: list[bytes], name: str) -> Any:

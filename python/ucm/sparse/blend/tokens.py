@@ -6,7 +6,7 @@ computed, chosen by one of four rules:
 * ``union``: the first tokens of every chunk that follows other tokens, then those with the most
   attention of the question. The default: it has the smallest error of the four.
 * ``query``: those with the most attention of the question.
-* ``epic``: the first tokens of every chunk, so many of each as the share has room for.
+* ``epic``: the first tokens of every chunk, as many of each as the share has room for.
 * ``hkvd``: the highest deviation of a fresh key from the reused one, in one or several check
   layers, each of which filters the tokens that are left.
 

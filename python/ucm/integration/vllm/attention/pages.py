@@ -23,7 +23,7 @@ from torch import Tensor
 from ucm.errors import InvalidInputError, UnsupportedError
 from ucm.integration.vllm.attention.registering import OVERRIDDEN
 
-#: Numbers that are told apart in one write: every type of a KV cache holds them exactly.
+#: Values of a digit that one write finds out: every type of a KV cache holds them exactly.
 _DIGITS = 8
 
 

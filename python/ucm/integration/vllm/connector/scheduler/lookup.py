@@ -769,9 +769,9 @@ class Lookups:
         questions: int,
         further: int,
     ) -> Generator[Question, tuple[bytes, str], None]:
-        """Look up what the ``tables`` do not know of the longest hits of at most so many blocks,
+        """Look up what the ``tables`` do not know of the longest hits within each of ``limits``,
         from the end on, and only what counts and ``further`` blocks before it: those of all
-        ``limits`` in the same questions."""
+        limits in the same questions."""
         for _ in range(questions):
             unknown = [one for end in limits for one in longest_hit(self._groups, tables, end)[1]]
             if not unknown:
