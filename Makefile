@@ -317,19 +317,22 @@ test-gpu: $(RUN_ENV) ## test copies, order, processes, errors and Triton kernels
 
 # --- checks --------------------------------------------------------------------------------------------------------
 
+# Types are read from an environment without vLLM, so that a fresh clone and a tree that has run its tests get one answer.
+TYPES := .venv-types
+MYPY := $(BIN)/mypy --python-executable $(TYPES)/bin/python
 .PHONY: lint
-lint: $(VENV)/.stamp-dev $(VENV)/.stamp-core ## check formatting, lints and types of Rust and Python
+lint: $(VENV)/.stamp-dev $(TYPES)/.stamp $(VENV)/.stamp-core ## check formatting, lints and types of Rust and Python
 	@$(STAGE) "cargo fmt" cargo fmt --all --check
 	@$(STAGE) "lines" $(BIN)/python tools/lines.py --budget
 	@$(STAGE) "shape" $(BIN)/python tools/gates.py
 	@$(STAGE) "clippy" cargo clippy --locked --quiet --workspace --all-targets -- -D warnings
 	@$(STAGE) "without codecs" cargo check --locked --quiet -p ucm-store --no-default-features --lib
 	@$(STAGE) "ruff" bash -c '$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .'
-	@$(STAGE) "mypy" $(BIN)/mypy
-	@$(STAGE) "mypy demo" env MYPYPATH=python:demo:benches/quality $(BIN)/mypy demo/run.py demo/engine.py demo/sparse.py demo/pd.py \
+	@$(STAGE) "mypy" $(MYPY)
+	@$(STAGE) "mypy demo" env MYPYPATH=python:demo:benches/quality $(MYPY) demo/run.py demo/engine.py demo/sparse.py demo/pd.py \
 		demo/rerope.py demo/sparse_engine.py examples/*.py
 	@$(STAGE) "mypy benches" env MYPYPATH=python:tests/vllm:tests/mooncake:demo:tests/gpu:benches/peers:benches/python:benches/quality \
-		$(BIN)/mypy benches/peers/*.py benches/python/*.py benches/quality/*.py
+		$(MYPY) benches/peers/*.py benches/python/*.py benches/quality/*.py
 	@$(STAGE) "stubtest" env MYPYPATH=python $(BIN)/python -m mypy.stubtest --concise ucm._core
 	@$(STAGE) "documents" $(MKDOCS)
 	@$(STAGE) "image" $(BIN)/hadolint Dockerfile
@@ -475,6 +478,11 @@ $(VENV)/.stamp-dev: .tools/.stamp-uv requirements/dev.txt requirements/lock.txt 
 	@VIRTUAL_ENV=$(VENV) $(STAGE) "install tools" $(INSTALL) -r requirements/dev.txt
 	@touch $@
 
+$(TYPES)/.stamp: .tools/.stamp-uv pyproject.toml requirements/dev.txt requirements/lock.txt requirements/overrides.txt
+	@test -x $(TYPES)/bin/python || $(UV) venv --quiet --python $(PYTHON) $(TYPES)
+	@VIRTUAL_ENV=$(TYPES) $(STAGE) "install types" $(INSTALL) -r requirements/dev.txt -r pyproject.toml
+	@touch $@
+
 $(VENV)/.stamp-vllm: $(VENV)/.stamp-dev requirements/vllm.txt
 	@VIRTUAL_ENV=$(VENV) $(STAGE) "install vLLM" $(INSTALL) -r requirements/vllm.txt
 	@touch $@
@@ -522,6 +530,6 @@ lock: $(VENV)/.stamp-vllm ## record the versions of the environment, after a cha
 
 .PHONY: clean
 clean: ## remove all builds and environments
-	@rm -rf .tools .venv .venv-wheel $(PEERS) $(PEERS)-cp312 target build dist demo-out
+	@rm -rf .tools .venv .venv-wheel $(TYPES) $(PEERS) $(PEERS)-cp312 target build dist demo-out
 	@find python tests demo tools -name __pycache__ -prune -exec rm -rf {} +
 	@rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis python/ucm/*.so
