@@ -25,8 +25,8 @@ from torch import Tensor
 from ucm.errors import InvalidInputError
 from ucm.sparse import retrieval
 
-#: Most logits, and most elements of keys, that are computed at a time.
-_LOGITS, _KEYS = 1 << 24, 1 << 25
+#: Most logits, and most queries of pages, that are computed at a time.
+_LOGITS, _ROWS = 1 << 24, 1024
 #: Most and fewest queries of a tile.
 _MOST, _LEAST = 256, 16
 
@@ -120,44 +120,25 @@ def paged_attention(
     """:func:`attention` of each row of a batch, into ``out [t, hq, d]``.
 
     ``kv_cache [n, h, b, 2 * d]`` are pages as vLLM's CPU backend packs them for "vec" and "vec16":
-    of each head the keys as ``[d, b]``, then the values as ``[b, d]``. ``table [r, N]`` and
-    ``tokens [r]`` are the blocks and the tokens of each row, the last ones those of its queries,
-    which are ``query[starts[r]:starts[r + 1]]``. Rows of one query are computed by the kernel of
-    :func:`ucm.sparse.retrieval.paged_attention` where it runs, the others by torch.
+    of each head the keys as ``[d, b]``, then the values as ``[b, d]``. ``b`` and ``d`` are
+    multiples of 16. ``table [r, N]`` and ``tokens [r]`` are the blocks and the tokens of each row,
+    the last ones those of its queries, which are ``query[starts[r]:starts[r + 1]]``. Each query is
+    a row of the kernel of :func:`ucm.sparse.retrieval.paged_attention`.
     """
-    blocks, heads, size, both = kv_cache.shape
-    dim, counts = both // 2, starts.diff()
-    by_kernel = counts == 1
-    if not retrieval.can_attend("vec", kv_cache.dtype, dim, size):
-        by_kernel = torch.zeros_like(by_kernel)
-    if bool(by_kernel.any()):
-        rows = by_kernel.nonzero()[:, 0]
-        places = starts.index_select(0, rows).long()
-        unit = 1 / math.log(rule.training_length) if rule.log_scale else 0.0
-        found = retrieval.paged_attention(
-            query.index_select(0, places),
-            kv_cache,
-            table.index_select(0, rows),
-            tokens.index_select(0, rows),
-            scale,
-            rule=(rotation.table, rule.window, unit),
+    _check(int(tokens.max()), rotation)
+    counts = starts.diff()
+    row = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    # The last query of a row sees all its tokens, the one before it one less.
+    behind = starts[1:].index_select(0, row) - 1 - torch.arange(len(row))
+    seen = (tokens.index_select(0, row) - behind).int()
+    unit = 1 / math.log(rule.training_length) if rule.log_scale else 0.0
+    for begin in range(0, len(row), _ROWS):
+        part = slice(begin, begin + _ROWS)
+        blocks = table.index_select(0, row[part])
+        settings = (rotation.table, rule.window, unit)
+        retrieval.paged_attention(
+            query[part], kv_cache, blocks, seen[part], scale, out[part], rule=settings
         )
-        out.index_copy_(0, places, found)
-    pages_of_keys = kv_cache.view(blocks, heads, 2, dim, size)[:, :, 0]
-    pages_of_values = kv_cache.view(blocks, heads, 2, size, dim)[:, :, 1]
-    group = query.shape[1] // heads
-    begins, lengths = starts.tolist(), tokens.tolist()
-    for row in (~by_kernel & (counts > 0)).nonzero()[:, 0].tolist():
-        part, length = slice(begins[row], begins[row + 1]), lengths[row]
-        _check(length, rotation)
-        ids = table[row, : -(-length // size)].long()
-        step = min(max(1, _KEYS // (length * dim)), heads)
-        for first in range(0, heads, step):
-            of = slice(first, min(first + step, heads))
-            keys = pages_of_keys[ids, of].permute(1, 2, 0, 3).flatten(2)[:, :, :length].float()
-            values = pages_of_values[ids, of].transpose(0, 1).flatten(1, 2)[:, :length].float()
-            asked = slice(of.start * group, of.stop * group)
-            _attend(query[part, asked], keys, values, rotation, rule, scale, out[part, asked])
 
 
 def _check(tokens: int, rotation: Rotation) -> None:
