@@ -58,12 +58,6 @@ def rule_of(vllm_config: Any) -> Rule | None:
     return _last[1]
 
 
-def computes(vllm_config: Any) -> bool:
-    """Whether the model of an engine is one of :mod:`.rerope_models`, and a rule is configured."""
-    architectures = vllm_config.model_config.hf_config.architectures or ()
-    return not {*architectures}.isdisjoint(UNROTATED.values()) and rule_of(vllm_config) is not None
-
-
 def described(vllm_config: Any) -> dict[str, Any]:
     """The part of an engine's identity that ReRoPE adds; empty without it."""
     rule = rule_of(vllm_config)
