@@ -19,7 +19,7 @@ from ucm.integration.vllm import plugin
 from ucm.integration.vllm.attention import registering, rerope
 from ucm.integration.vllm.connector.identity.engine_identity import engine_identity
 from ucm.integration.vllm.early import UNROTATED
-from ucm.sparse.rerope.rule import Rotation, Rule, attention
+from ucm.sparse.rerope.rule import RotationTable, Rule, attention
 
 LLAMA = "UcmReRopeLlamaForCausalLM"
 
@@ -99,7 +99,7 @@ def test_attention_of_a_step_is_that_of_the_rule(engines: Any, tiny: Path, tmp_p
     )
     padded, output = torch.cat([query, query[:3]]), torch.zeros(len(query) + 3, HEADS, SIZE)
     impl.forward(layer, padded, None, None, cache, metadata, output)
-    rotation = Rotation(rotary._compute_cos_sin_cache())
+    rotation = RotationTable(rotary._compute_cos_sin_cache())
     right = torch.cat(
         [
             attention(q, k, v, rotation, rule, SIZE**-0.5)
@@ -152,7 +152,7 @@ def test_layers_share_a_rotation(engines: Any, tiny: Path, tmp_path: Path) -> No
     with set_current_vllm_config(config):
         impls = [kind(HEADS, SIZE, 1.0, KV_HEADS, None, None, "auto") for _ in range(2)]
         rotary = _rotary(1024)
-    made: dict[int, Rotation] = {}
+    made: dict[int, RotationTable] = {}
     for impl in impls:
         rerope.serve(SimpleNamespace(impl=impl), rotary, made, config)
     assert impls[0].rotation is impls[1].rotation

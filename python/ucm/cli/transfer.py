@@ -208,8 +208,8 @@ def _is_root(place: str) -> bool:
 
 
 class _Patience:
-    """Sends rows again that a store refused for now. Kinds of work are waited for one by one, and only
-    progress renews the wait, so that batches behind one that was given up are tried once."""
+    """Sends rows again that a store refused for now. Kinds of work are waited for one by one, and
+    only progress renews the wait, so that batches behind one that was given up are tried once."""
 
     def __init__(self) -> None:
         #: By kind of work: when it was first refused since its last progress.
