@@ -253,7 +253,8 @@ class DumpPlanner:
         upto = min(upto, len(blocks))
         while at < upto:
             # A block that has left the device was stored before it did, or nothing sees it any
-            # more. Blocks behind it are still of use.
+            # more, or it is lost. Blocks behind it are still of use: another request that begins
+            # alike stores a lost one, and they are hits then.
             purpose = self._purpose(tracker, chain, at)
             if not purpose or not lasts(group, blocks[at]):
                 at += 1
