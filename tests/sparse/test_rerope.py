@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from ucm.errors import InvalidInputError
-from ucm.sparse.rerope.rule import Rotation, Rule, attention, paged_attention
+from ucm.sparse.rerope.rule import RotationTable, Rule, attention, paged_attention
 
 HEADS, GROUP, DIM, BLOCK = 2, 3, 32, 16
 SCALE = DIM**-0.5
 
 
-def rotation(places: int, amplitude: float = 1.0, dim: int = DIM) -> Rotation:
+def rotation(places: int, amplitude: float = 1.0, dim: int = DIM) -> RotationTable:
     rates = 10_000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     angles = torch.arange(places, dtype=torch.float64)[:, None] * rates
-    return Rotation(torch.cat([angles.cos(), angles.sin()], dim=-1) * amplitude)
+    return RotationTable(torch.cat([angles.cos(), angles.sin()], dim=-1) * amplitude)
 
 
 def matrix(distance: int, dim: int = DIM) -> Tensor:

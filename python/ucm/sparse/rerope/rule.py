@@ -49,8 +49,8 @@ class Rule:
         return ((places + 1).log() / math.log(self.training_length)).clip(1).float()
 
 
-class Rotation:
-    """How a model rotates: cosines and sines of each place, float32 ``[places, d / 2]``; channel
+class RotationTable:
+    """A model's rotation: cosines and sines of each place, float32 ``[places, d / 2]``; channel
     ``c`` turns with channel ``c + d / 2``. An amplitude other than 1 (YaRN's) is part of them."""
 
     def __init__(self, cos_sin: Tensor) -> None:
@@ -66,7 +66,7 @@ class Rotation:
         self.cos, self.sin = self.table.chunk(2, dim=-1)
 
     @classmethod
-    def like(cls, cos_sin: Tensor, places: int) -> Rotation:
+    def like(cls, cos_sin: Tensor, places: int) -> RotationTable:
         """The rotation by constant rates whose first two places are ``cos_sin [2, d]``, for any
         number of places."""
         cos, sin = cos_sin.double().cpu().chunk(2, dim=-1)
@@ -94,7 +94,7 @@ class Rotation:
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, rule: Rule, scale: float
+    query: Tensor, key: Tensor, value: Tensor, rotation: RotationTable, rule: Rule, scale: float
 ) -> Tensor:
     """Causal attention of the last ``t`` of ``T`` tokens, ``[t, hq, d]`` like ``query``, none of
     whose heads is rotated; ``key`` and ``value`` are ``[T, h, d]``. Raises
@@ -112,7 +112,7 @@ def paged_attention(
     table: Tensor,
     starts: Tensor,
     tokens: Tensor,
-    rotation: Rotation,
+    rotation: RotationTable,
     rule: Rule,
     scale: float,
     out: Tensor,
@@ -141,7 +141,7 @@ def paged_attention(
         )
 
 
-def _check(tokens: int, rotation: Rotation) -> None:
+def _check(tokens: int, rotation: RotationTable) -> None:
     if tokens > rotation.places:
         raise InvalidInputError(
             "a row is longer than the places of its model's rotation; raise"
@@ -154,7 +154,7 @@ def _attend(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    rotation: Rotation,
+    rotation: RotationTable,
     rule: Rule,
     scale: float,
     out: Tensor,
