@@ -27,7 +27,7 @@ class Case:
     def __init__(self, tokens: int, count: int, dtype: Any) -> None:
         import torch
 
-        from ucm.sparse.rerope.rule import Rotation, Rule
+        from ucm.sparse.rerope.rule import RotationTable, Rule
 
         torch.manual_seed(0)
         blocks = tokens // BLOCK
@@ -39,7 +39,7 @@ class Case:
         self.query = torch.randn(count, HEADS, DIM, dtype=dtype)
         self.out = torch.empty_like(self.query)
         angles = torch.arange(2)[:, None] * 10_000.0 ** (-torch.arange(0, DIM, 2) / DIM)
-        self.rotation = Rotation.like(torch.cat([angles.cos(), angles.sin()], -1), tokens)
+        self.rotation = RotationTable.like(torch.cat([angles.cos(), angles.sin()], -1), tokens)
         self.rule = Rule(WINDOW, tokens)
 
     def plain(self, cache: Any) -> None:
