@@ -1,7 +1,7 @@
 //! The platforms of this build: one table of their differences.
 //!
-//! [`open_device`] opens a device by its name in a configuration. Python reads names, spellings, the
-//! names used by vLLM and torch, and files from [`PLATFORMS`] (`ucm._core.platforms`).
+//! [`open_device`] opens a device by its name in a configuration. Python reads names, spellings,
+//! the names used by vLLM and torch, and files from [`PLATFORMS`] (`ucm._core.platforms`).
 
 use std::sync::Arc;
 
