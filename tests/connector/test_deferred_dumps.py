@@ -479,3 +479,36 @@ def test_refused_blocks_that_their_preempted_request_gets_again_are_not_offered(
     rig.tables.tables["a"] = table
     rig.tables.block_pool.touch(table)
     assert offered(published(rig, plan)) == []
+
+
+def test_a_look_before_the_step_of_another_request_has_ended_does_not_count_for_its_prefix() -> (
+    None
+):
+    """vLLM's prefix cache names blocks that an earlier step is still to compute."""
+    rig = AdapterRig()
+    first: Any = rig.request("a", 4 * BLOCK + 1)
+    rig.admit(first)
+    rig.step(first)
+    first.num_in_flight_tokens = 4 * BLOCK + 1
+    second: Any = rig.request("b", 5 * BLOCK + 1)
+    rig.later.run()
+    rig.scheduler.get_num_new_matched_tokens(second, 4 * BLOCK)
+    blocks = rig.tables.tables["a"][:4]
+    rig.tables.allocate(second, 6)
+    rig.tables.tables["b"][:4] = blocks
+    rig.tables.block_pool.touch(blocks)
+    rig.scheduler.update_state_after_alloc(second, rig.tables.get_blocks("b"), 0)
+    second.num_computed_tokens = 4 * BLOCK
+    assert offered(rig.step(second)) == []
+    second.num_in_flight_tokens = BLOCK + 1
+    rig.look()  # before the step of the first has ended
+    second.append_output_token_ids([1])
+    assert offered(rig.step(second)) == []
+    first.num_in_flight_tokens = 0
+    second.num_in_flight_tokens = 1
+    second.append_output_token_ids([1])
+    assert offered(rig.step(second)) == [], "nobody has looked since"
+    rig.look()
+    second.append_output_token_ids([1])
+    second.num_in_flight_tokens = 1
+    assert offered(rig.step(second)) == [(0, 5)]

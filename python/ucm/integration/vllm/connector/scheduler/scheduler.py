@@ -620,25 +620,26 @@ class UCMConnectorScheduler:
         cached = output.scheduled_cached_reqs
         if self._others.load_in_steps:  # what this step computes may be found to be wrong after it
             names = [name for name in cached.req_ids if name in live]
-            counts = [(name, self._others.computed(live[name])) for name in names]
-            ready = [(name, seen, seen) for name, seen in counts]
+            ready = [(name, self._others.computed(live[name])) for name in names]
             news = []
         else:
             pairs = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-            ready = [(name, seen + scheduled[name], seen) for name, seen in pairs]
+            ready = [(name, seen + scheduled[name]) for name, seen in pairs]
             started = [new for new in output.scheduled_new_reqs if new.req_id in live]
             counts = [(new.req_id, new.num_computed_tokens) for new in started]
-            news = [(name, seen + scheduled[name], seen) for name, seen in counts]
+            news = [(name, seen + scheduled[name]) for name, seen in counts]
         ready = [one for one in ready if one[1] >= due.get(one[0], FAR)] + news
         room = self.dumps.room() if ready else 0
         if room == 0 and not self._frees_early:
             return
-        for name, computed, before in ready:
+        for name, computed in ready:
             lookup = live[name].lookup
             if lookup is not None and not lookup.settled(self._allowance):
                 continue  # the next step offers what the store turns out not to have
             try:
-                settled = before - getattr(live[name].request, "num_in_flight_tokens", 0)
+                # An earlier step may compute what vLLM's prefix cache had: it has ended once one of
+                # this request has.
+                settled = self._others.computed(live[name])
                 room -= self._offer(live[name], computed, settled, room, dumps)
             except Exception as error:
                 self.failures.note("offering blocks of a request", error)
