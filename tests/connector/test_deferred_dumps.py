@@ -512,3 +512,40 @@ def test_a_look_before_the_step_of_another_request_has_ended_does_not_count_for_
     second.append_output_token_ids([1])
     second.num_in_flight_tokens = 1
     assert offered(rig.step(second)) == [(0, 5)]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_blocks_that_their_preempted_request_gets_again_are_read_before_it_writes(
+    again: bool,
+) -> None:
+    """They waited when it was preempted, and were offered after that. They may have their old
+    places in its table, or others."""
+    rig = AdapterRig(groups=WINDOW)
+    request = rig.request("a", 7 * BLOCK)
+    rig.admit(request)
+    for _ in range(3):
+        slide(rig, request)  # some blocks have left, and their step has ended
+    rig.tables.free(request)
+    request.num_preemptions += 1
+    request.num_computed_tokens = 0
+    rig.look()
+    plan = rig.step()
+    assert plan.dumps
+    dump, pool = plan.dumps[0], rig.tables.block_pool
+    mine = [pool.blocks[at] for at in dump.blocks.tolist()]
+    pool.touch(mine)  # without a hash: handed out to be written
+    rig.tables.tables["a"] = [pool.null_block] * (dump.first + (not again)) + mine
+    assert dump.job in rig.step().jobs_to_flush
+
+
+def test_a_longer_prefix_of_a_preempted_request_does_not_end_the_step_of_its_blocks() -> None:
+    rig = AdapterRig(groups=WINDOW)
+    request: Any = rig.request("a", 7 * BLOCK)
+    rig.admit(request)
+    slide(rig, request)
+    rig.tables.free(request)
+    request.num_preemptions += 1
+    request.num_computed_tokens, request.num_in_flight_tokens = 6 * BLOCK, 3 * BLOCK
+    rig.step()
+    rig.look()
+    assert offered(rig.step()) == []

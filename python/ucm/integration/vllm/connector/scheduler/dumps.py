@@ -245,10 +245,12 @@ class DumpPlanner:
         blocks: Sequence[KVCacheBlock],
         room: int,
         dumps: list[Dump],
+        preemptions: int | None = None,
     ) -> int:
         """Offer the first ``upto`` blocks of a request in one group, at most ``room`` of them;
-        advances its cursor. The jobs are added to ``dumps`` one by one, so that each is sent or
-        dropped whatever raises after it. Returns the number of blocks offered."""
+        advances its cursor. ``preemptions``: of the request when it had the blocks, None if it has
+        them now. The jobs are added to ``dumps`` one by one, so that each is sent or dropped
+        whatever raises after it. Returns the number of blocks offered."""
         offered, at, group = 0, chain.cursor, chain.group
         upto = min(upto, len(blocks))
         while at < upto:
@@ -267,7 +269,7 @@ class DumpPlanner:
                 end += 1
             if end == at:
                 break  # no room left: the chain stops here
-            dumps.append(self._job(tracker, chain, at, end, blocks, compare))
+            dumps.append(self._job(tracker, chain, at, end, blocks, compare, preemptions))
             if compare:
                 chain.compared = range(end, chain.compared.stop)  # each block once
             else:
@@ -306,10 +308,12 @@ class DumpPlanner:
         end: int,
         blocks: Sequence[KVCacheBlock],
         compare: bool,
+        preemptions: int | None,
     ) -> Dump:
         keys, sources = chain.keys[start:end], list(blocks[start:end])
         hashes = [block.block_hash for block in sources]
-        preemptions = tracker.request.num_preemptions
+        if preemptions is None:
+            preemptions = tracker.request.num_preemptions
         number, generation = next(self._numbers), self.generation
         writes = [] if compare else keys
         job = _Job(
@@ -712,8 +716,8 @@ class DeferredDumps:
             if not answer:
                 self._deferred.remove(hold)
                 continue
-            room = self._dumps.room()
-            offered = self._dumps.plan(tracker, chain, len(hold.blocks), hold.blocks, room, dumps)
+            blocks, room, before = hold.blocks, self._dumps.room(), hold.preemptions
+            offered = self._dumps.plan(tracker, chain, len(blocks), blocks, room, dumps, before)
             if offered:
                 moved = True
                 if chain.cursor > hold.furthest:
@@ -729,10 +733,11 @@ class DeferredDumps:
 
     def _settled(self, hold: _Deferred, now: float, live: Mapping[str, RequestTracker]) -> bool:
         """Whether the step that computed the blocks has ended. Nothing reports the end of it once
-        its request has ended or is preempted: the blocks are dropped then."""
+        its request has ended or is preempted, and a preempted one may have more tokens of others
+        later: the blocks are dropped then."""
         request = hold.tracker.request
         ended = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
-        if ended >= hold.settles:
+        if ended >= hold.settles and request.num_preemptions == hold.preemptions:
             hold.since, hold.settles = now, 0
         elif not _runs(hold, live):
             self._deferred.remove(hold)
