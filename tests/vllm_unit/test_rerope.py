@@ -75,6 +75,25 @@ def test_it_is_switched_off_with_ucm(
     assert not rerope.serve(None, None, {}, config)
 
 
+@pytest.mark.parametrize("how", ["variable", "key", "another connector", "none"])
+def test_an_engine_without_ucm_is_not_refused(
+    how: str, engines: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its model rotates its keys, which ReRoPE refuses."""
+    config = engine(engines, tiny, tmp_path, {"window": 64}, architecture=None)
+    monkeypatch.setenv("VLLM_USE_REROPE", "1")
+    if how == "variable":
+        monkeypatch.setenv("UCM_DISABLE", "1")
+    elif how == "key":
+        config.kv_transfer_config.kv_connector_extra_config["enabled"] = False
+    elif how == "another connector":
+        config.kv_transfer_config.kv_connector = "ExampleConnector"
+    else:
+        config.kv_transfer_config = None
+    for name in ("CPU_ATTN", "FLASH_ATTN"):
+        assert backend(config, name) is registering.vllms_own(name)
+
+
 def test_attention_of_a_step_is_that_of_the_rule(engines: Any, tiny: Path, tmp_path: Path) -> None:
     """Of the real implementation, over pages that vLLM's own operator wrote."""
     config = engine(
