@@ -732,9 +732,8 @@ class DeferredDumps:
             self._waiting = {block.block_id for block in self._blocks()}
 
     def _settled(self, hold: _Deferred, now: float, live: Mapping[str, RequestTracker]) -> bool:
-        """Whether the step that computed the blocks has ended. Nothing reports the end of it once
-        its request has ended or is preempted, and a preempted one may have more tokens of others
-        later: the blocks are dropped then."""
+        """Whether the step that computed the blocks has ended. Nothing reports that once the
+        request has ended or is preempted, whatever tokens it has later: they are dropped then."""
         request = hold.tracker.request
         ended = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
         if ended >= hold.settles and request.num_preemptions == hold.preemptions:
