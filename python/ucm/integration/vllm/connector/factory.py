@@ -113,7 +113,7 @@ def unmapped(config: UcmConfig, platform: Platform, vllm_config: VllmConfig) -> 
             "sleep mode unmaps the KV, and this version of vLLM does not notify connectors before:"
             " nothing is claimed or stored; start without enable_sleep_mode, or update vLLM"
         )
-    if config.sparse.enabled:
+    if config.sparse.selects:
         return (
             "sleep mode with sparse attention is not supported yet: nothing is claimed or stored;"
             " start without enable_sleep_mode, or set ENABLE_SPARSE=false"
