@@ -395,8 +395,8 @@ def _connector_problems(config: UcmConfig) -> Iterator[str]:
         yield from _sparse_problems(config)
     if config.rerope.enabled and config.sparse.enabled:
         yield (
-            "rerope and sparse attention or Blend do not work together: both read rotated keys, and with"
-            " rerope the cache has unrotated ones; leave out one of the two"
+            "rerope and sparse attention or Blend do not work together: these read rotated keys,"
+            " and with rerope the cache has unrotated ones; leave out one of the two"
         )
     if config.rerope.enabled and config.rerope.log_scale and config.rerope.training_length < 2:
         yield "rerope.log_scale: rerope.training_length is 1; write the length of the training"
