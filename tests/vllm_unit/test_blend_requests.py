@@ -195,6 +195,10 @@ def document(seed: int, tokens: int) -> list[int]:
     return [source.randrange(500) for _ in range(tokens)]
 
 
+def joined(parts: Sequence[Sequence[int]]) -> list[int]:
+    return [token for part in parts for token in part]
+
+
 DOCS = [document(1, 3 * BLOCK + 11), document(2, 4 * BLOCK + 5), document(3, 3 * BLOCK + 2)]
 QUESTION = document(9, 21)
 
@@ -223,7 +227,7 @@ def test_chunks_of_stored_prompts_are_claimed_and_loaded(made: Any) -> None:
     served(engine)
     between = document(30, 13)
     parts = [DOCS[2], DOCS[0], between, DOCS[1]]
-    prompt = [*sum(parts, []), *QUESTION]
+    prompt = [*joined(parts), *QUESTION]
     (answer,) = engine.run(prompt, ucm={"chunks": ranges(parts)})
     assert answer == expected(prompt, COUNT, [SPEC, SPEC])
     (blend,) = engine.blends
@@ -258,7 +262,7 @@ def test_reused_chunks_are_exact_for_nobody(made: Any) -> None:
     engine = made()
     served(engine)
     parts = [DOCS[1], DOCS[0]]
-    prompt, chunks = [*sum(parts, []), *QUESTION], {"chunks": ranges(parts)}
+    prompt, chunks = [*joined(parts), *QUESTION], {"chunks": ranges(parts)}
     right = expected(prompt, COUNT, [SPEC, SPEC])
     stored = set(LateStore.blocks)
     for _ in range(2):
@@ -280,7 +284,7 @@ def test_an_exact_prefix_stays_exact_and_goes_first(made: Any) -> None:
     engine.run([*opening, *QUESTION])
     engine.evict()
     parts = [opening, DOCS[2]]
-    prompt = [*sum(parts, []), *QUESTION]
+    prompt = [*joined(parts), *QUESTION]
     for _ in range(2):
         engine.run(prompt, ucm={"chunks": ranges(parts)})
         engine.check()
@@ -305,7 +309,7 @@ def test_a_load_without_one_record_counts_for_nothing(made: Any, local: bool, lo
     if not local:
         engine.evict()
     parts = [opening, DOCS[0], DOCS[1]]
-    prompt = [*sum(parts, []), *QUESTION]
+    prompt = [*joined(parts), *QUESTION]
     request = engine.add("lost", prompt, ucm={"chunks": ranges(parts)})
     engine.until(lambda: engine.loads and engine.loads[-1] == "lost")
     of = engine.requests[0 if lost == "the first chunk" else 1]
@@ -326,7 +330,7 @@ def test_a_side_that_is_given_up_leaves_nothing_foreign(made: Any, when: str) ->
     engine = made(exactly=True)
     served(engine)
     parts = [DOCS[1], DOCS[2]]
-    prompt = [*sum(parts, []), *QUESTION]
+    prompt = [*joined(parts), *QUESTION]
     request = engine.add("left", prompt, ucm={"chunks": ranges(parts)})
     engine.until(lambda: engine.loads and engine.loads[-1] == "left")
     if when == "loaded":
@@ -346,7 +350,7 @@ def test_an_abort_at_any_step_leaves_nothing(made: Any) -> None:
     engine = made()
     served(engine)
     parts = [DOCS[1], DOCS[2]]
-    prompt = [*sum(parts, []), *QUESTION]
+    prompt = [*joined(parts), *QUESTION]
     for steps in range(12):
         name = f"aborted {steps}"
         request = engine.add(name, prompt, count=8, ucm={"chunks": ranges(parts)})
@@ -368,7 +372,7 @@ def test_after_a_restart_chunks_are_found_again_where_prompts_are(made: Any) -> 
     served(made(exactly=True))
     engine = made(exactly=True)
     parts = [DOCS[1], DOCS[0]]
-    prompt, chunks = [*sum(parts, []), *QUESTION], {"chunks": ranges(parts)}
+    prompt, chunks = [*joined(parts), *QUESTION], {"chunks": ranges(parts)}
     engine.run(prompt, ucm=chunks)
     assert not engine.blends
     served(engine)
@@ -382,7 +386,7 @@ def test_other_weights_know_no_chunks_of_before(made: Any) -> None:
     served(engine)
     assert engine.connector.reset_cache()
     parts = [DOCS[1], DOCS[0]]
-    engine.run([*sum(parts, []), *QUESTION], ucm={"chunks": ranges(parts)})
+    engine.run([*joined(parts), *QUESTION], ucm={"chunks": ranges(parts)})
     assert not engine.blends
 
 
@@ -404,7 +408,7 @@ def test_random_traffic(made: Any, seed: int) -> None:
             parts.insert(
                 source.randrange(len(parts) + 1), document(number, source.randrange(1, 40))
             )
-        prompt = [*sum(parts, []), *document(200 + number, source.randrange(1, 60))]
+        prompt = [*joined(parts), *document(200 + number, source.randrange(1, 60))]
         prompt = prompt[: 15 * BLOCK]
         named = [pair for pair in ranges(parts) if pair[1] <= len(prompt)]
         more = {"ucm": {"chunks": named}} if source.random() < 0.7 else {}

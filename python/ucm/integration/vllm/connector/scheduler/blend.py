@@ -17,7 +17,7 @@ foreign KV in its blocks until its first step, so vLLM must not run it without t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -126,7 +126,7 @@ def parts_of(
 
 def claim_of(
     hits: Sequence[Hit],
-    there: Set[bytes],
+    there: KeysView[bytes] | set[bytes],
     exact_keys: Sequence[bytes],
     limit: int,
     block_tokens: int,
