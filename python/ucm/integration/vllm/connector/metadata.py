@@ -116,6 +116,16 @@ class Blend:
 
 
 @dataclass(slots=True)
+class Blended:
+    """What a rank did with the chunks of a step, in tokens: reused ones of hits, computed ones of
+    hits, and those between hits, which are always computed."""
+
+    reused: int = 0
+    computed: int = 0
+    missed: int = 0
+
+
+@dataclass(slots=True)
 class StoreSetup:
     """The setup of a worker's store, sent when the identity is known and every rank agreed: once
     for each configured store that is tried."""
@@ -204,6 +214,7 @@ class Handshake:
     only_stores: str = ""  # why nothing may be loaded, empty when it may
     prefix_caching: bool = True  # vLLM's flag there, once the layers are built
     beside: bool = False  # whether this is one connector of several
+    no_blend: str = ""  # why chunks cannot be reused on this rank, empty when they can
     #: Part and shapes of the other KV groups that have layers on this rank.
     rest: tuple[tuple[tuple[int, int, int], dict[str, Any]], ...] = ()
 
@@ -255,10 +266,16 @@ class UCMConnectorWorkerMetadata(KVConnectorWorkerMetadata):
     break_even: list[int] = field(default_factory=list)  # break-even length in tokens, by rank
     #: Blocks (request and ordinal) that are not on the device and whose records are lost.
     lost: list[tuple[str, int]] = field(default_factory=list)
+    blended: list[Blended] = field(default_factory=list)  # of the first rank
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> UCMConnectorWorkerMetadata:
         """Both sets of reports; vLLM merges the workers' answers with this."""
         if not isinstance(other, UCMConnectorWorkerMetadata):
             return self
-        ranks, measured = self.ranks + other.ranks, self.break_even + other.break_even
-        return UCMConnectorWorkerMetadata(self.version, ranks, measured, self.lost + other.lost)
+        return UCMConnectorWorkerMetadata(
+            self.version,
+            self.ranks + other.ranks,
+            self.break_even + other.break_even,
+            self.lost + other.lost,
+            self.blended + other.blended,
+        )
