@@ -111,8 +111,9 @@ class Blend:
     exact: int  # tokens before it are an exact prefix, in whole blocks: never written
     end: int  # of the loaded tokens, in whole blocks
     hits: tuple[BlendHit, ...]  # in order, without overlap, within [exact, end)
-    tokens: npt.NDArray[np.uint32]  # ids of the tokens [exact, end + question)
-    question: int  # tokens behind ``end`` that ask; not written
+    tokens: npt.NDArray[np.uint32]  # ids of the tokens [exact, end), then of those that ask
+    question: int  # tokens that ask, the last ones of the prompt; not written
+    asks_at: int  # place of the first of them, at ``end`` or behind it
 
 
 @dataclass(slots=True)
