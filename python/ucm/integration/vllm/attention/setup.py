@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ucm.config import UcmConfig, load
-from ucm.config.sparse import AlgorithmConfig, algorithm_of
+from ucm.config.sparse import AlgorithmConfig, BlendConfig, algorithm_of
 from ucm.errors import ConfigError, UnsupportedError
 from ucm.integration.vllm.attention.host import SparseHost
 from ucm.integration.vllm.attention.offload import SPARE
@@ -59,6 +59,21 @@ _last: tuple[Any, UcmConfig | None] = (None, None)
 def sparse_config(vllm_config: Any) -> UcmConfig | None:
     """Our configuration where it names sparse attention and this version of vLLM is served, else
     None. Raises :class:`~ucm.errors.ConfigError` where it is wrong."""
+    config = _configured(vllm_config)
+    return None if config is None or config.sparse.type == BlendConfig.algorithm else config
+
+
+def blend_config(vllm_config: Any) -> BlendConfig | None:
+    """The keys of Blend where it is configured and this version of vLLM is served, else None.
+    Raises :class:`~ucm.errors.ConfigError` where the configuration is wrong."""
+    config = _configured(vllm_config)
+    found = None if config is None else config.sparse.section(BlendConfig.algorithm)
+    blends = config is not None and config.sparse.type == BlendConfig.algorithm
+    return found if blends and isinstance(found, BlendConfig) else None
+
+
+def _configured(vllm_config: Any) -> UcmConfig | None:
+    """Our configuration where it names sparse attention or Blend."""
     global _last
     found = extra_config(vllm_config)
     if found is None:
