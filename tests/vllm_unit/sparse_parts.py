@@ -292,9 +292,7 @@ def plan_of(metadata: Any, packing: Packing = FLOATS) -> Tensor:
     )
 
 
-def sparse_engine(
-    engines: Any, tiny: Path, tmp_path: Path, args: Any = None, **extra: Any
-) -> Any:
+def sparse_engine(engines: Any, tiny: Path, tmp_path: Path, args: Any = None, **extra: Any) -> Any:
     """vLLM's configuration with our connector in it."""
     from vllm.config import KVTransferConfig
 
