@@ -57,23 +57,19 @@ _last: tuple[Any, UcmConfig | None] = (None, None)
 
 
 def sparse_config(vllm_config: Any) -> UcmConfig | None:
-    """Our configuration where it names sparse attention and this version of vLLM is served, else
-    None. Raises :class:`~ucm.errors.ConfigError` where it is wrong."""
-    config = _configured(vllm_config)
-    return None if config is None or config.sparse.type == BlendConfig.algorithm else config
+    """Our configuration where blocks are selected and this version of vLLM is served, else None.
+    Raises :class:`~ucm.errors.ConfigError` where it is wrong."""
+    config = _wanted(vllm_config)
+    return config if config is not None and config.sparse.selects else None
 
 
 def blend_config(vllm_config: Any) -> BlendConfig | None:
-    """The keys of Blend where it is configured and this version of vLLM is served, else None.
-    Raises :class:`~ucm.errors.ConfigError` where the configuration is wrong."""
-    config = _configured(vllm_config)
-    found = None if config is None else config.sparse.section(BlendConfig.algorithm)
-    blends = config is not None and config.sparse.type == BlendConfig.algorithm
-    return found if blends and isinstance(found, BlendConfig) else None
+    """The keys of Blend, under the same conditions."""
+    config = _wanted(vllm_config)
+    return None if config is None else config.sparse.blend
 
 
-def _configured(vllm_config: Any) -> UcmConfig | None:
-    """Our configuration where it names sparse attention or Blend."""
+def _wanted(vllm_config: Any) -> UcmConfig | None:
     global _last
     found = extra_config(vllm_config)
     if found is None:

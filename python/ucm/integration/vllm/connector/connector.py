@@ -38,6 +38,7 @@ from ucm.integration.vllm.connector.metadata import (
     UCMConnectorMetadata,
     UCMConnectorWorkerMetadata,
 )
+from ucm.integration.vllm.connector.scheduler.blend import BlendPlanner, make_blend_planner
 from ucm.integration.vllm.connector.scheduler.readiness import OFF, OPEN
 from ucm.integration.vllm.connector.scheduler.scheduler import NOTHING, UCMConnectorScheduler
 from ucm.integration.vllm.connector.stats import MissStats, UcmPromMetrics, UcmStats
@@ -81,6 +82,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     # Sparse attention, where it is configured.
     _sparse_scheduler: SparseScheduler | None = None
     _sparse_worker: SparseWorker | None = None
+    # Blend, where it is configured.
+    _blend_planner: BlendPlanner | None = None
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -106,7 +109,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         self._unsent: dict[str, Load] = {}
         self._pending = PendingLoads()  # of this rank
         version = installed()
-        if config.enabled and config.sparse.enabled and not why_unserved(version):
+        if config.enabled and config.sparse.selects and not why_unserved(version):
             self._make_sparse(config, vllm_config, role, kv_cache_config)
         if config.enabled and config.rerope.enabled:
             refuse_unsupported_rule(vllm_config)
@@ -127,11 +130,15 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = make_worker(config, vllm_config, kv_cache_config, self._sparse_worker)
         else:
             self._recompute_failed_loads()
+            self._block_tokens = block_tokens(vllm_config, kv_cache_config)
+            if config.sparse.blend is not None:
+                self._blend_planner = make_blend_planner(
+                    config.sparse.blend, vllm_config, kv_cache_config, self._block_tokens
+                )
             self._scheduler = make_scheduler(
-                config, vllm_config, kv_cache_config, self._sparse_scheduler
+                config, vllm_config, kv_cache_config, self._sparse_scheduler, self._blend_planner
             )
             self._miss_stats = self._scheduler.miss_stats
-            self._block_tokens = block_tokens(vllm_config, kv_cache_config)
             for line in config.describe():
                 logger.debug("configuration: %s", line)
 
@@ -224,11 +231,12 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     # -----------------------------------------------------------------------------------------
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """vLLM's block tables and pool. Sparse attention is not guarded here: without them vLLM's
-        own prefix cache would keep approximate KV, so the engine does not start."""
+        """vLLM's block tables and pool. Sparse attention and Blend are not guarded here: without
+        them vLLM's own prefix cache would keep approximate KV, so the engine does not start."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        if self._sparse_scheduler is not None:
-            self._sparse_scheduler.bind_kv_cache_manager(kv_cache_manager)
+        for approximate in (self._sparse_scheduler, self._blend_planner):
+            if approximate is not None:
+                approximate.bind_kv_cache_manager(kv_cache_manager)
         if self._scheduler is not None:
             bind = self._scheduler.bind_kv_cache_manager
             if self._call(True, bind, kv_cache_manager):
@@ -319,6 +327,10 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             if planned is None and self._call(True, self._scheduler.drop_unsent):
                 self._give_up("the dumps of a step could not be dropped")
         plan = self._with_unplanned_loads(planned)
+        # Also of a side that is given up: the blocks of these requests have foreign KV.
+        if self._blend_planner is not None:
+            blends = self._blend_planner.plan(scheduler_output)
+            plan = replace(plan, blends=blends) if blends else plan
         if self._sparse_scheduler is None:
             return plan
         settled = self._scheduler is None or self._scheduler.readiness.phase in (OPEN, OFF)
@@ -357,6 +369,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         """The request ended; its blocks may be freed, and are read before others write them."""
         self._found.pop(request.request_id, None)
         answer = None
+        if self._blend_planner is not None:
+            self._blend_planner.finished(request)
         if self._scheduler is not None:
             answer = self._call(None, self._scheduler.request_finished, request)
         if self._sparse_scheduler is not None:
@@ -586,7 +600,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         if not config.metrics.enabled:
             return None
         cls._serve_metrics(config)
-        sparse = config.sparse.enabled
+        sparse = config.sparse.selects
         return UcmPromMetrics(
             vllm_config, metric_types, labelnames, per_engine_labelvalues, sparse=sparse
         )
@@ -630,3 +644,16 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
 class UCMDirectConnector(UCMConnector):
     """The direct mode by its own name: a block of all layers is one row of a load or dump."""
+
+
+class UCMBlendConnector(UCMConnector):
+    """The connector with Blend, which its configuration must have."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        """As of the connector; raises :class:`~ucm.errors.ConfigError` without Blend too."""
+        config = parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        if config.enabled and config.sparse.type != "Blend":
+            raise ConfigError('UCMBlendConnector needs Blend: write "blend": {} for its defaults')
+        super().__init__(vllm_config, role, kv_cache_config)

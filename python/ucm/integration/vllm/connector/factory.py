@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from ucm.integration.vllm.connector.scheduler.blend import BlendPlanner
     from ucm.integration.vllm.connector.scheduler.sparse import SparseScheduler
     from ucm.integration.vllm.connector.worker.sparse import SparseWorker
 
@@ -113,7 +114,7 @@ def unmapped(config: UcmConfig, platform: Platform, vllm_config: VllmConfig) -> 
             "sleep mode unmaps the KV, and this version of vLLM does not notify connectors before:"
             " nothing is claimed or stored; start without enable_sleep_mode, or update vLLM"
         )
-    if config.sparse.enabled:
+    if config.sparse.selects:
         return (
             "sleep mode with sparse attention is not supported yet: nothing is claimed or stored;"
             " start without enable_sleep_mode, or set ENABLE_SPARSE=false"
@@ -267,6 +268,7 @@ def make_scheduler(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     sparse: SparseScheduler | None = None,
+    blend: BlendPlanner | None = None,
 ) -> UCMConnectorScheduler:
     """The scheduler side of a supported engine; waits a few seconds at most for the weights'
     digest."""
@@ -324,6 +326,7 @@ def make_scheduler(
         may_load=_may_load(vllm_config),
         groups=groups,
         sparse=sparse,
+        blend=blend,
         events=block_events(vllm_config, kv_cache_config, groups, time.monotonic),
         mode=mode,
         closers=(mode.close, rates.close, identity.close, adapters.close, background.close),

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
+    from ucm.integration.vllm.connector.metadata import Blended
+
 
 # Blocks of requests
 # --------------------------------------------------------------------------------------------------
@@ -140,6 +142,12 @@ class MissStats:
             self._news[names.SAVED_SECONDS] += blocks * self._block_tokens / speed
         text = "the first load: %d blocks, %d tokens were not computed"
         self._log_first(names.LOADED, blocks, text)
+
+    def blended(self, done: Blended) -> None:
+        """The workers put chunks of other prompts into requests."""
+        self._news[names.BLEND_HIT] += done.reused + done.computed
+        self._news[names.BLEND_COMPUTED] += done.computed
+        self._news[names.BLEND_MISSED] += done.missed
 
     def looked_up(self, seconds: float) -> None:
         """The store answered a lookup after ``seconds``."""

@@ -1,0 +1,561 @@
+"""Blend in the scheduler side: which chunks of a prompt a request claims, where their records are
+loaded, which of its tokens are exact, and what the workers do with its first step.
+
+A claim ends at the last chunk, in whole blocks, and holds all tokens between the chunks; vLLM asks
+once. The records of chunks are loaded one after the other into the request's own blocks behind its
+exact prefix. They are not at the places of their tokens before the first step, so the load counts
+whole or not at all, and the workers are told of the chunks when the request first runs.
+
+Tokens behind the exact prefix have approximate KV. :class:`ExactPrefixes` knows where it ends, from
+the answer to vLLM's question on: vLLM fills its prefix cache as soon as a load has ended. Nothing
+behind it is stored, and none of it enters vLLM's prefix cache.
+
+:class:`BlendPlanner` outlives a side that is given up: a request whose chunks were loaded has
+foreign KV in its blocks until its first step, so vLLM must not run it without the workers' part.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from ucm.config.sparse import BlendConfig
+from ucm.errors import ConfigError, InvalidInputError
+from ucm.integration.vllm.connector.admission.admission import Admission, Cut, Verdict
+from ucm.integration.vllm.connector.groups import UNKNOWN
+from ucm.integration.vllm.connector.guard import logger, throttle
+from ucm.integration.vllm.connector.identity.keys import ExtraKeys, UnkeyableError
+from ucm.integration.vllm.connector.metadata import Blend, BlendHit, split_keys
+from ucm.integration.vllm.connector.scheduler.lookup import BlockTracker, Lookup, Lookups
+from ucm.sparse.base import ALL_TOKENS
+from ucm.sparse.blend.chunks import (
+    ChunkFinder,
+    Hit,
+    Range,
+    pieces_of,
+    requested_chunks,
+    separators_of,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+#: Of so many claims that would be slower than computing, one is made, to measure again.
+TRIED = 32
+
+
+class ExactPrefixes:
+    """How many of a request's first tokens have exact KV, now or once they are computed."""
+
+    def __init__(self) -> None:
+        self._ends: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+
+    def __call__(self, request: Request) -> int:
+        """All, unless chunks follow."""
+        return self._ends.get(request, ALL_TOKENS)
+
+    def end_at(self, request: Request, tokens: int) -> None:
+        """Those behind the first ``tokens`` are approximate."""
+        self._ends[request] = tokens
+
+    def all_of(self, request: Request) -> None:
+        """It holds no approximate KV any more."""
+        self._ends.pop(request, None)
+
+
+_NOTHING = Cut(0, {})
+
+
+# The claim
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The chunks that a request claims behind its exact prefix."""
+
+    exact: int  # tokens before the first that may be approximate, in whole blocks
+    end: int  # of the claim, in whole blocks
+    hits: tuple[Hit, ...]
+    #: Ordinal of the request's own block that a record of a hit is loaded into, by its key; of one
+    #: that is part of the exact prefix, its block there.
+    places: Mapping[bytes, int]
+    keys: tuple[bytes, ...]  # of those loaded behind the exact prefix, in order
+    cut: Cut = _NOTHING  # what the load of these saves, and what it reads
+    learns: bool = False
+
+    @property
+    def reused(self) -> int:
+        """Tokens of hits."""
+        return sum(hit.tokens for hit in self.hits)
+
+    @property
+    def missed(self) -> int:
+        """Tokens between them."""
+        return self.end - self.exact - self.reused
+
+
+def parts_of(
+    hit: Hit, there: Collection[bytes], first: int, end: int, block_tokens: int
+) -> Iterator[Hit]:
+    """The parts of a hit within the tokens ``[first, end)`` whose records are ``there``, each of a
+    block's tokens at least."""
+    size, keys, moved = block_tokens, split_keys(hit.keys), hit.start - hit.source
+    block, begin = hit.source // size, None
+    for at in range(len(keys) + 1):
+        if at < len(keys) and keys[at] in there:
+            begin = at if begin is None else begin
+        elif begin is not None:
+            source = max(hit.source, (block + begin) * size, first - moved)
+            upto = min(hit.source + hit.tokens, (block + at) * size, end - moved)
+            if upto - source >= size:
+                held = keys[source // size - block : -(-upto // size) - block]
+                yield Hit(source + moved, upto + moved, source, b"".join(held), hit.prompt)
+            begin = None
+
+
+def claim_of(
+    hits: Sequence[Hit],
+    there: Collection[bytes],
+    exact_keys: Sequence[bytes],
+    limit: int,
+    block_tokens: int,
+    *,
+    computed: Callable[[int], int] = lambda tokens: 0,  # noqa: ARG005 - none of so many
+    most_computed: int | None = None,
+    fewest: int = 0,
+) -> Claim | None:
+    """The longest claim of these hits, of which the records in ``there`` can be loaded, behind the
+    blocks of ``exact_keys`` and before token ``limit``; None without one.
+
+    Records need no more room than the request has: short hits that begin within blocks lie in more
+    blocks than they fill. ``computed(tokens)``: how many of so many tokens of hits are computed
+    again; with all others of the claim they are at most ``most_computed`` (None: any number).
+    ``fewest``: tokens of hits of a claim, at least."""
+    size, exact = block_tokens, len(exact_keys) * block_tokens
+    found = [part for hit in hits for part in parts_of(hit, there, exact, limit, size)]
+    prefix = {key: at for at, key in enumerate(exact_keys)}
+    held, reused, best = dict(prefix), 0, list[Hit]()
+    for at, hit in enumerate(found):
+        end = hit.end // size * size
+        if (last := next(parts_of(hit, there, exact, end, size), None)) is not None:
+            tokens = reused + last.tokens
+            new = sum(key not in held for key in split_keys(last.keys))
+            step = end - exact - tokens + computed(tokens)
+            room = len(held) - len(prefix) + new <= (end - exact) // size
+            if room and (most_computed is None or step <= most_computed):
+                best = [*found[:at], last]
+        for key in split_keys(hit.keys):
+            held.setdefault(key, len(held))
+        reused += hit.tokens
+    if sum(hit.tokens for hit in best) < max(fewest, 1):
+        return None
+    places = dict(prefix)
+    for key in (key for hit in best for key in split_keys(hit.keys)):
+        places.setdefault(key, len(places))
+    return Claim(exact, best[-1].end, tuple(best), places, tuple(places)[len(prefix) :])
+
+
+# One engine's claims
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Chunks:
+    """The chunks of a request, and the lookup of their records."""
+
+    hits: list[Hit]
+    preemptions: int
+    pieces_end: int  # of the last piece, 0 without pieces
+    lookup: Lookup | None = None  # None without hits
+    #: What the last claim was decided by, and that claim.
+    decided: tuple[Any, Claim | None] = (None, None)
+
+    @property
+    def keys(self) -> list[bytes]:
+        """Of all their records, each once."""
+        return list(dict.fromkeys(key for hit in self.hits for key in split_keys(hit.keys)))
+
+
+@dataclass
+class _Job:
+    """A load of chunks that was planned, until its request runs."""
+
+    request: Request
+    claim: Claim
+    local: int  # tokens that were on the device
+    failed: bool = False
+
+    @property
+    def runs(self) -> bool:
+        """Whether vLLM goes on behind the loaded tokens, as after a load that has not failed."""
+        return bool(self.request.num_computed_tokens == self.claim.end)
+
+
+class BlendPlanner:
+    """One engine's Blend, on the scheduler side."""
+
+    def __init__(
+        self,
+        config: BlendConfig,
+        block_tokens: int,
+        *,
+        step_tokens: int = 0,
+        separators: Sequence[Sequence[int]] = (),
+        why_not: str = "",
+    ) -> None:
+        """``step_tokens``: most tokens of a step, 0 where that is not known; ``separators``: those
+        of the configuration, as tokens; ``why_not``: why nothing is blended in this engine."""
+        self._config, self._block_tokens, self._step_tokens = config, block_tokens, step_tokens
+        self._separators = separators
+        self._finder = ChunkFinder(block_tokens, config.chunk_size)
+        self.exact_tokens = ExactPrefixes()
+        self._chunks: dict[str, _Chunks] = {}
+        self._claims: dict[str, tuple[int, Claim]] = {}  # answered, with the tokens on the device
+        self._jobs: dict[str, _Job] = {}
+        self._banned: set[str] = set()  # requests whose load of chunks failed
+        self._slower = 0  # claims that would be slower than computing
+        self._manager: KVCacheManager | None = None
+        self._why_not = ""
+        self.refuse(why_not)
+
+    def refuse(self, why: str) -> None:
+        """Nothing is blended in this engine from here on, for this reason; said once."""
+        if why and not self._why_not:
+            self._why_not = why
+            logger.warning("Blend is off, and prefixes are cached as without it: %s", why)
+
+    def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
+        """Bind the block tables, and the managers that fill vLLM's prefix cache."""
+        self._manager = manager
+        for each in manager.coordinator.single_type_managers:
+            if hasattr(each, "exact_tokens"):
+                each.exact_tokens = self.exact_tokens
+            else:
+                self.refuse(
+                    "the attention backend of this engine has no place where ucm can keep"
+                    " approximate KV out of vLLM's prefix cache; docs/blend.md lists those that do"
+                )
+
+    # Chunks
+    # ----------------------------------------------------------------------------------------------
+
+    def _pieces(self, request: Request, tokens: Sequence[int]) -> list[Range]:
+        params = getattr(request, "kv_transfer_params", None)
+        return pieces_of(
+            tokens,
+            chunks=requested_chunks(params),
+            separators=self._separators,
+            chunk_end_token_id=self._config.chunk_end_token_id,
+        )
+
+    def _described(
+        self, request: Request, extra_keys: ExtraKeys
+    ) -> tuple[Sequence[int], list[Range], bytes] | None:
+        """The tokens of a prompt, its pieces and what else shapes its KV; None where KV depends on
+        more than that, or its pieces are wrong."""
+        beside = request.lora_request, request.prompt_embeds, request.mm_features or None
+        if self._why_not or any(one is not None for one in beside):
+            return None
+        tokens = request._all_token_ids[: request.num_prompt_tokens]
+        try:
+            extra = repr(extra_keys.of(request, 0, 1)).encode()
+            return tokens, self._pieces(request, tokens), extra
+        except (InvalidInputError, UnkeyableError) as error:
+            text = "request %s: its chunks are not reused: %s"
+            throttle.warning("chunks", text, request.request_id, error)
+            return None
+
+    def forget(self) -> None:
+        """The weights, and so the keys, may be others from here on. What is being loaded is."""
+        self._finder = ChunkFinder(self._block_tokens, self._config.chunk_size)
+        self._chunks.clear()
+
+    def stored(self, request: Request, keys: Sequence[bytes], extra_keys: ExtraKeys) -> None:
+        """The first blocks of a prompt are in the store, under these keys: their chunks can be
+        found from now on."""
+        if keys and (found := self._described(request, extra_keys)) is not None:
+            tokens, pieces, extra = found
+            self._finder.add(tokens, keys, pieces=pieces, extra=extra)
+
+    def look_up(
+        self,
+        request: Request,
+        lookups: Lookups,
+        extra_keys: ExtraKeys,
+        clock: Callable[[], float],
+    ) -> Lookup | None:
+        """The lookup of the records of a request's chunks, begun once until it is preempted; None
+        without chunks."""
+        name = request.request_id
+        if name in self._banned or self._why_not:
+            return None
+        known = self._chunks.get(name)
+        if known is None or known.preemptions != request.num_preemptions:
+            known = self._chunks[name] = self._found(request, extra_keys)
+            if known.hits:
+                keys = known.keys
+                known.lookup = lookups.start(lambda: keys, clock, at_once=True, each=True)
+        return known.lookup
+
+    def _found(self, request: Request, extra_keys: ExtraKeys) -> _Chunks:
+        found = self._described(request, extra_keys)
+        if found is None:
+            return _Chunks([], request.num_preemptions, 0)
+        tokens, pieces, extra = found
+        hits = self._finder.find(tokens, pieces=pieces, extra=extra)
+        return _Chunks(hits, request.num_preemptions, pieces[-1][1] if pieces else 0)
+
+    # The question
+    # ----------------------------------------------------------------------------------------------
+
+    def asked(self, request: Request) -> None:
+        """vLLM asks what can be loaded for a request that holds no computed blocks but those of its
+        prefix cache: a claim from before is void."""
+        self._claims.pop(request.request_id, None)
+        if self._jobs.pop(request.request_id, None) is not None:  # its load failed
+            self._banned.add(request.request_id)
+        self.exact_tokens.all_of(request)
+
+    def claim(
+        self,
+        request: Request,
+        local: int,
+        exact_keys: Sequence[bytes],
+        known: BlockTracker,
+        admission: Admission,
+        block_bytes: int,
+    ) -> int:
+        """The end of what a request loads, with chunks behind its exact prefix where that pays: in
+        tokens. ``local``: tokens on the device; ``exact_keys``: of the blocks of its exact prefix,
+        on the device or to be loaded. Its lookup has ended."""
+        size, chunks = self._block_tokens, self._chunks.get(request.request_id)
+        exact = len(exact_keys) * size
+        if chunks is None or chunks.lookup is None or chunks.lookup.keys is None:
+            return exact
+        pairs = zip(chunks.lookup.keys, chunks.lookup.tiers, strict=False)
+        tiers = {key: tier for key, tier in pairs if tier < UNKNOWN and not known.is_refused(key)}
+        decided_by = (local, exact, tiers)
+        if chunks.decided[0] != decided_by:
+            limit = (request.num_tokens - 1) // size * size
+            if chunks.pieces_end:
+                limit = min(limit, chunks.pieces_end)
+            claim = claim_of(
+                chunks.hits,
+                tiers,
+                exact_keys,
+                limit,
+                size,
+                computed=self._computed,
+                most_computed=self._most_computed(),
+                fewest=self._config.min_hit_blocks * size,
+            )
+            if claim is not None:
+                claim = self._judged(request, claim, tiers, admission, block_bytes)
+            chunks.decided = decided_by, claim
+        claim = chunks.decided[1]
+        if claim is None:
+            return exact
+        # vLLM caches blocks when a load ends, so this stands before any load.
+        self.exact_tokens.end_at(request, claim.exact)
+        self._claims[request.request_id] = local, claim
+        return claim.end
+
+    def _computed(self, tokens: int) -> int:
+        """Of so many tokens of hits, those that are computed again."""
+        return int(self._config.ratio * tokens + 1e-9)
+
+    def _most_computed(self) -> int | None:
+        """Tokens of a claim that one step can compute, beside the question."""
+        most = self._step_tokens - self._config.question_tokens
+        return max(most, 0) if self._step_tokens else None
+
+    def _judged(
+        self,
+        request: Request,
+        claim: Claim,
+        tiers: Mapping[bytes, int],
+        admission: Admission,
+        block_bytes: int,
+    ) -> Claim | None:
+        """The claim, if it is quicker than computing its tokens, or measures that."""
+        counts = Counter(tiers[key] for key in claim.keys)
+        sizes = {tier: count * max(block_bytes, 1) for tier, count in counts.items()}
+        computed = self._computed(claim.reused)
+        saved, behind = claim.reused - computed, request.num_tokens - claim.end
+        rate, tokens = admission.compute_rate, claim.reused + claim.missed
+        whole, step = rate.seconds(tokens, behind), rate.blend_seconds(computed + claim.missed)
+        if whole and step is not None and admission.measures:
+            # The time that is left for the load, in tokens that are computed in it.
+            left = int(tokens * (1 - step / whole))
+            self._slower += left <= 0
+            if left <= 0 and self._slower % TRIED:
+                return None
+            saved = left if left > 0 else saved
+        cut = Cut(max(saved, 1), sizes)
+        chosen, verdict = admission.decide([cut], request.num_tokens - claim.exact - cut.tokens)
+        if chosen is None:
+            return None
+        return replace(claim, cut=cut, learns=verdict is Verdict.LEARN)
+
+    # Loads
+    # ----------------------------------------------------------------------------------------------
+
+    def admitted(self, request: Request, external: int) -> tuple[Claim | None, bool]:
+        """vLLM has given a request blocks, and waits for the load of ``external`` tokens. Returns
+        the claim that is to be loaded, None without chunks, and whether that load can be planned:
+        vLLM may take less of a claim, which ends within its chunks then. A load that is not planned
+        fails."""
+        name = request.request_id
+        local, claim = self._claims.pop(name, (0, None))
+        if claim is None:
+            return None, True
+        if local + external == claim.end:
+            self._jobs[name] = _Job(request, claim, local)
+            return claim, True
+        self._banned.add(name)
+        if local + external <= claim.exact:
+            self.exact_tokens.all_of(request)
+            return None, True
+        end = local + external
+        self._jobs[name] = _Job(request, replace(claim, end=end, hits=()), local, failed=True)
+        self.exact_tokens.end_at(request, local)
+        return None, False
+
+    def failed(self, name: str) -> None:
+        """A rank lacks a record of a load of chunks: vLLM computes all tokens of the claim, and
+        asks for no chunks again. If it should go on as if they were loaded, the workers do that."""
+        self._banned.add(name)
+        if (job := self._jobs.get(name)) is not None:
+            job.failed = True
+            self.exact_tokens.end_at(job.request, job.local)
+
+    def finished(self, request: Request) -> None:
+        """It ended, or was aborted."""
+        name = request.request_id
+        for each in (self._chunks, self._claims, self._jobs):
+            each.pop(name, None)
+        self._banned.discard(name)
+
+    # Steps
+    # ----------------------------------------------------------------------------------------------
+
+    def computed_in(self, scheduled: Collection[str]) -> int | None:
+        """Tokens of claims that the workers compute before a step with these requests; None where
+        they blend nothing in it."""
+        jobs = [job for name, job in self._jobs.items() if name in scheduled and job.runs]
+        claims = [job.claim for job in jobs]
+        tokens = sum(self._computed(claim.reused) + claim.missed for claim in claims)
+        return tokens if jobs else None
+
+    def plan(self, output: SchedulerOutput) -> list[Blend]:
+        """What the workers do before a step: of each request that runs for the first time since its
+        chunks were loaded. vLLM then calls them before the model runs, as if there were something
+        to load in the step. Raises where that cannot be planned: the blocks have foreign KV."""
+        blends = []
+        for name in sorted(self._jobs.keys() & output.num_scheduled_tokens.keys()):
+            job = self._jobs.pop(name)
+            if job.runs:
+                blends.append(self._blend(job))
+            else:  # its load failed, so all of it is computed
+                self.exact_tokens.all_of(job.request)
+        output.has_sync_kv_loads |= bool(blends)
+        return blends
+
+    def _blend(self, job: _Job) -> Blend:
+        assert self._manager is not None  # bound before the first request
+        request, claim, size = job.request, job.claim, self._block_tokens
+        blocks = self._manager.get_blocks(request.request_id).blocks[0]
+        table = tuple(block.block_id for block in blocks[: claim.end // size])
+        exact = job.local if job.failed else claim.exact
+        question = min(self._config.question_tokens, request.num_tokens - claim.end)
+        asks_at, tokens = request.num_tokens - question, request._all_token_ids
+        return Blend(
+            request=request.request_id,
+            table=table,
+            exact=exact,
+            end=claim.end,
+            hits=() if job.failed else tuple(_placed(hit, claim, table) for hit in claim.hits),
+            tokens=np.array([*tokens[exact : claim.end], *tokens[asks_at:]], dtype=np.uint32),
+            question=question,
+            asks_at=asks_at,
+        )
+
+
+def _placed(hit: Hit, claim: Claim, table: Sequence[int]) -> BlendHit:
+    """A hit, with the device blocks in which its records are."""
+    blocks = tuple(table[claim.places[key]] for key in split_keys(hit.keys))
+    return BlendHit(hit.start, hit.end, hit.source, blocks)
+
+
+# An engine's planner
+# --------------------------------------------------------------------------------------------------
+
+
+def why_not_blended(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    """Why chunks cannot be reused in this engine, as far as the scheduler side knows; empty where
+    they can."""
+    parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        return f"this model has {len(groups)} KV cache groups, and chunks are reused in one"
+    if parallel.pipeline_parallel_size > 1:
+        return "with pipeline parallelism no rank has all layers"
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            return f"{name} splits a request's tokens over ranks"
+    if getattr(parallel, "enable_dbo", False) or (getattr(parallel, "num_ubatches", 1) or 1) > 1:
+        return "microbatches (enable_dbo) split the rows of a step"
+    if parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe:
+        return "with data parallelism the experts of a model wait for each other's layers"
+    if speculative is not None and speculative.method not in ("ngram", "suffix"):
+        return f"a draft model ({speculative.method}) has KV of its own, which nothing would fill"
+    if vllm_config.model_config.is_encoder_decoder:
+        return "the decoder of this model attends to an encoder"
+    return ""
+
+
+def make_blend_planner(
+    config: BlendConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_tokens: int
+) -> BlendPlanner:
+    """The planner of an engine with Blend. Raises :class:`~ucm.errors.ConfigError` for separators
+    without tokens."""
+    step = getattr(vllm_config.scheduler_config, "max_num_batched_tokens", None)
+    return BlendPlanner(
+        config,
+        block_tokens,
+        step_tokens=int(step or 0),
+        separators=_separators(config, vllm_config),
+        why_not=why_not_blended(vllm_config, kv_cache_config),
+    )
+
+
+def _separators(config: BlendConfig, vllm_config: VllmConfig) -> list[tuple[int, ...]]:
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    texts = [one for one in config.separators if isinstance(one, str)]
+    given = [one for one in config.separators if not isinstance(one, str)]
+    if not texts:
+        return given
+    if vllm_config.model_config.skip_tokenizer_init:
+        raise ConfigError(
+            "blend.separators: texts need a tokenizer, and skip_tokenizer_init is set; write tokens"
+            " instead, as [[12, 13]]"
+        )
+    tokenizer = cached_tokenizer_from_config(vllm_config.model_config)
+    try:
+        encoded = separators_of(
+            texts, lambda text: tokenizer.encode(text, add_special_tokens=False)
+        )
+    except InvalidInputError as error:
+        raise ConfigError(f"blend.separators: {error.message}") from error
+    return [*given, *encoded]
