@@ -391,7 +391,7 @@ def test_wrong_hits_compute_all_tokens(rig: Rig) -> None:
     """Of blocks that are not the request's, before the exact end, or in another order."""
     (first, *rest) = load(rig, PROMPT_TOKENS, CHUNKS, EXACT)
     for wrong in (
-        replace(first, blocks=(OWN[0], *first.blocks[1:])),
+        replace(first, blocks=(60, *first.blocks[1:])),
         replace(first, blocks=first.blocks[1:]),
         replace(first, start=10),
         replace(first, end=rest[0].start + 1),

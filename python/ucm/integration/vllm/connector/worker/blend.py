@@ -116,29 +116,15 @@ def parts_of(
 
 def _refuse(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raises :class:`~ucm.errors.UnsupportedError` for settings that change what a layer computes
-    for a step, or that need more than the layers."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    groups = kv_cache_config.kv_cache_groups
-    problem = ""
+    for the tokens of a step. The scheduler side knows of others."""
+    model, problem = vllm_config.model_config, ""
+    specs = layer_specs(kv_cache_config.kv_cache_groups[0].kv_cache_spec)
     if vllm_config.lora_config is not None:
         problem = "adapters (enable_lora) are chosen for the tokens of a step"
     elif model.is_multimodal_model or getattr(model, "uses_mrope", False):
         problem = "positions and embeddings of a multimodal model are not those of its tokens"
-    elif len(groups) != 1:
-        problem = f"this model has {len(groups)} KV cache groups"
-    elif any(getattr(spec, "kv_quant_mode", 0) for spec in layer_specs(groups[0].kv_cache_spec)):
+    elif any(getattr(spec, "kv_quant_mode", 0) for spec in specs):
         problem = "keys of a quantised KV cache cannot be turned"
-    elif parallel.pipeline_parallel_size > 1:
-        problem = "pipeline ranks have some of the layers each"
-    elif parallel.data_parallel_size > 1 and model.is_moe:
-        problem = "data parallel ranks of a mixture of experts compute every layer together"
-    elif getattr(parallel, "enable_dbo", False) or (getattr(parallel, "num_ubatches", 1) or 1) > 1:
-        problem = "microbatches (enable_dbo) split the rows of a step"
-    elif (
-        max(getattr(parallel, f"{kind}_context_parallel_size", 1) for kind in ("decode", "prefill"))
-        > 1
-    ):
-        problem = "context parallelism splits a request's tokens over ranks"
     if problem:
         raise UnsupportedError(problem)
 
@@ -210,6 +196,22 @@ def _layer_of(
     return _Layer(module, layer, rotations[id(rotary)])
 
 
+def _over_ranks(device: torch.device) -> Total | None:
+    """Adds up integers over the ranks of tensor parallelism; None for one."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return None
+
+    def total(scores: Tensor) -> Tensor:
+        there = scores.to(device, copy=True)
+        torch.distributed.all_reduce(there, group=group.device_group)
+        return there.to(scores.device)
+
+    return total
+
+
 # The work of a step
 # --------------------------------------------------------------------------------------------------
 
@@ -224,7 +226,8 @@ class BlendWorker:
         kv_cache_config: KVCacheConfig,
         total: Total | None = None,
     ) -> None:
-        """``total`` adds up integers over the ranks of tensor parallelism; None for one rank."""
+        """``total`` adds up integers over the ranks of tensor parallelism, by default over those of
+        this process's group; there is none for one rank."""
         self._settings, self._total = settings, total
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._parts: Parts | None = None
@@ -236,6 +239,7 @@ class BlendWorker:
         that is not possible."""
         try:
             self._parts = parts_of(self._vllm_config, self._kv_cache_config, caches)
+            self._total = self._total or _over_ranks(self._parts.device)
             self._hkvd()
             self.why_not = ""
         except Exception as error:
@@ -462,7 +466,6 @@ class _Request:
             raise InvalidInputError(
                 "the ids of all tokens are given", context={"is": len(blend.tokens)}
             )
-        self._own = set(own)
         self._table = torch.tensor(blend.table, dtype=torch.int64)
         self._ids = torch.from_numpy(blend.tokens.astype("int64"))
         self.hits = [Hit(hit.start, hit.end, hit.source) for hit in blend.hits]
@@ -475,9 +478,9 @@ class _Request:
         for hit in blend.hits:
             last = (hit.source + hit.end - hit.start - 1) // size
             there = len(hit.blocks) == last - hit.source // size + 1
-            if hit.start < blend.exact or not there or not self._own.issuperset(hit.blocks):
+            if hit.start < blend.exact or not there or not {*blend.table}.issuperset(hit.blocks):
                 raise InvalidInputError(
-                    "a chunk lies in loaded blocks of its request",
+                    "a chunk lies in blocks of its request",
                     context={"start": hit.start, "end": hit.end, "source": hit.source},
                 )
 
