@@ -517,9 +517,6 @@ def test_other_models_are_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> 
     with monkeypatch.context() as patch:
         patch.setattr(rig.config, "lora_config", SimpleNamespace())
         assert "enable_lora" in refused()
-    with monkeypatch.context() as patch:
-        patch.setattr(rig.config.parallel_config, "pipeline_parallel_size", 2)
-        assert "pipeline" in refused()
     attention = rig.model.model.layers[1].self_attn
     with monkeypatch.context() as patch:
         patch.setattr(attention.attn.impl, "logits_soft_cap", 30.0)

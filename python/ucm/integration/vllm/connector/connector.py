@@ -480,14 +480,14 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         foreign KV."""
         plan = self._get_connector_metadata() if self.has_connector_metadata() else None
         ours = plan if isinstance(plan, UCMConnectorMetadata) else NOTHING
-        if self._sparse_worker is not None and ours.sparse is not None:
-            self._sparse(self._sparse_worker.begin_step, ours.sparse, forward_context)
-        if self._worker is not None:
-            self._call(None, self._worker.start_load_kv)
         if ours.blends:
             if self._blend_worker is None:
                 raise UnsupportedError("chunks were loaded, and this rank has no Blend")
             self._blended += self._blend_worker.run(ours.blends)
+        if self._sparse_worker is not None and ours.sparse is not None:
+            self._sparse(self._sparse_worker.begin_step, ours.sparse, forward_context)
+        if self._worker is not None:
+            self._call(None, self._worker.start_load_kv)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: requests run when all their layers are loaded."""
