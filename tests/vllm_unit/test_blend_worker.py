@@ -22,7 +22,14 @@ from torch import Tensor
 
 from ucm.errors import InvalidInputError, UnsupportedError
 from ucm.integration.vllm import plugin
-from ucm.integration.vllm.connector.metadata import Blend, Blended, BlendHit
+from ucm.integration.vllm.attention import registering
+from ucm.integration.vllm.attention.spec import SparseFullAttentionSpec
+from ucm.integration.vllm.connector.metadata import (
+    Blend,
+    Blended,
+    BlendHit,
+    UCMConnectorMetadata,
+)
 from ucm.integration.vllm.connector.worker import blend as subject
 from ucm.integration.vllm.connector.worker.blend import BlendWorker, pieces_of_rows
 
@@ -98,9 +105,14 @@ class Rig:
 
     def worker(self, **given: Any) -> BlendWorker:
         worker = BlendWorker(settings(**given), self.config, self.kv_cache)
-        worker.register_kv_caches(self.caches)
-        assert worker.why_not == ""
+        worker._parts = self.parts  # as it finds them, in half a second
         return worker
+
+    @cached_property
+    def dense(self) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Logits of the prompt's suffix, and all keys and values, computed densely."""
+        logits = self.prefill(PROMPT_TOKENS, DENSE)[END:]
+        return logits, self.kv(DENSE, END)
 
     @torch.inference_mode()
     def prefill(self, tokens: Sequence[int], table: Sequence[int], known: int = 0) -> Tensor:
@@ -141,6 +153,18 @@ class Rig:
         places = torch.arange(tokens)
         slots = torch.tensor(list(table))[places // SIZE] * SIZE + places % SIZE
         return [parts.pages.read(layer.attention.kv_cache, slots) for layer in parts.layers]
+
+    @cached_property
+    def stored(self) -> list[list[Tensor]]:
+        """The pages of each chunk in its stored prompt, by layer."""
+        found = []
+        for number, (start, end, source) in enumerate(CHUNKS):
+            before = tokens_of(source, 100 + number)
+            self.prefill([*before, *PROMPT_TOKENS[start:end]], STORED)
+            blocks = range(source // SIZE, (source + end - start - 1) // SIZE + 1)
+            own = [STORED[block] for block in blocks]
+            found.append([cache[own] for cache in self.caches.values()])
+        return found
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2"])
@@ -190,24 +214,18 @@ def tokens_of(count: int, seed: int) -> list[int]:
 PROMPT_TOKENS = tokens_of(PROMPT, 0)
 
 
-def load(
-    rig: Rig, prompt: Sequence[int], chunks: Sequence[tuple[int, int, int]], exact: int
-) -> tuple[BlendHit, ...]:
+def load(rig: Rig) -> tuple[BlendHit, ...]:
     """As a load does: the blocks of stored prompts, one after the other behind the exact prefix."""
     for cache in rig.caches.values():
         cache[list(OWN)] = torch.randn(len(OWN), *cache.shape[1:]) * 3  # of an earlier request
-    if exact:
-        rig.prefill(prompt[:exact], OWN)
-    hits, at = list[BlendHit](), exact // SIZE
-    for number, (start, end, source) in enumerate(chunks):
-        before = tokens_of(source, 100 + number)
-        rig.prefill([*before, *prompt[start:end]], STORED)
-        blocks = range(source // SIZE, (source + end - start - 1) // SIZE + 1)
-        own = tuple(OWN[at : at + len(blocks)])
-        for cache in rig.caches.values():
-            cache[list(own)] = cache[[STORED[block] for block in blocks]]
+    rig.prefill(PROMPT_TOKENS[:EXACT], OWN)
+    hits, at = list[BlendHit](), EXACT // SIZE
+    for (start, end, source), stored in zip(CHUNKS, rig.stored, strict=True):
+        own = tuple(OWN[at : at + len(stored[0])])
+        for cache, pages in zip(rig.caches.values(), stored, strict=True):
+            cache[list(own)] = pages
         hits.append(BlendHit(start, end, source, own))
-        at += len(blocks)
+        at += len(own)
     return tuple(hits)
 
 
@@ -249,9 +267,8 @@ def blended(
     rig: Rig, worker: BlendWorker, error: AbstractContextManager[Any] | None = None, **changed: Any
 ) -> Made:
     """The prompt blended, and its suffix computed by vLLM; beside it the whole prompt densely."""
-    dense_logits = rig.prefill(PROMPT_TOKENS, DENSE)[END:]
-    dense = rig.kv(DENSE, END)
-    hits = load(rig, PROMPT_TOKENS, CHUNKS, EXACT)
+    dense_logits, dense = rig.dense
+    hits = load(rig)
     blend = work(changed.pop("hits", hits), **changed)
     untouched = [block for block in range(BLOCKS) if block not in OWN[1 : END // SIZE]]
     before = {name: cache[untouched].clone() for name, cache in rig.caches.items()}
@@ -389,7 +406,7 @@ def test_an_error_while_keys_are_turned_computes_all_tokens(rig: Rig, write: int
 
 def test_wrong_hits_compute_all_tokens(rig: Rig) -> None:
     """Of blocks that are not the request's, before the exact end, or in another order."""
-    (first, *rest) = load(rig, PROMPT_TOKENS, CHUNKS, EXACT)
+    (first, *rest) = load(rig)
     for wrong in (
         replace(first, blocks=(60, *first.blocks[1:])),
         replace(first, blocks=first.blocks[1:]),
@@ -403,13 +420,13 @@ def test_wrong_hits_compute_all_tokens(rig: Rig) -> None:
 
 def test_a_second_error_ends_the_engine(rig: Rig) -> None:
     with Planted(rig, 0, 1), pytest.raises(RuntimeError, match="planted"):
-        rig.worker().run([work(load(rig, PROMPT_TOKENS, CHUNKS, EXACT))])
+        rig.worker().run([work(load(rig))])
 
 
 def test_ranks_that_compute_together_do_not_go_on_alone(rig: Rig) -> None:
     worker = BlendWorker(settings(), rig.config, rig.kv_cache, lambda scores: scores)
     worker.register_kv_caches(rig.caches)
-    hits = load(rig, PROMPT_TOKENS, CHUNKS, EXACT)
+    hits = load(rig)
     with Planted(rig, 0), pytest.raises(RuntimeError, match="planted"):
         worker.run([work(hits)])
 
@@ -450,22 +467,20 @@ def test_a_request_that_cannot_be_computed_ends_the_engine(rig: Rig, wrong: Any)
 def test_several_requests_of_a_step(rig: Rig) -> None:
     """The second has no exact prefix, and lies where the stored prompts were."""
     worker = rig.worker()
-    hits = load(rig, PROMPT_TOKENS, CHUNKS, EXACT)
     ids = np.array(PROMPT_TOKENS[:96], np.uint32)
     second = Blend("s", tuple(DENSE[:3]), 0, 96, (), ids, 0, 96)
     alone = blended(rig, worker)
-    hits = load(rig, PROMPT_TOKENS, CHUNKS, EXACT)
+    hits = load(rig)
     done = worker.run([work(hits), second])
     assert done == [alone.done, Blended(missed=96)]
     assert rig.kv(OWN, END)[-1][0].equal(alone.kv[-1][0])
     assert _off(rig.kv(DENSE, 96)[-1][0], alone.dense[-1][0][:96]) <= 1e-5
 
 
+@pytest.mark.parametrize("rig", ["qwen2"], indirect=True)
 def test_it_computes_what_the_harness_does(rig: Rig) -> None:
     """The figures of the page hold for an engine: a prompt of the recall model with chunks of
     stored prompts, its tokens chosen by the same rules, gives the same logits."""
-    if rig.model.__class__.__name__ != "Qwen2ForCausalLM":
-        pytest.skip("the recall model")
     sys.path.insert(0, str(Path(__file__).parents[1] / "sparse"))
     import blend_harness as harness
 
@@ -498,6 +513,66 @@ def test_it_computes_what_the_harness_does(rig: Rig) -> None:
         assert done == Blended(end - len(expected.chosen), len(expected.chosen))
         logits = rig.prefill(case.tokens.tolist(), own, known=end)
         assert _off(logits, expected.logits) <= 1e-4
+
+
+# The connector
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def connector(rig: Rig) -> Iterator[Any]:
+    """The worker side of the engine's connector."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from ucm.integration.vllm.connector import UCMConnector
+
+    made = UCMConnector(rig.config, KVConnectorRole.WORKER, rig.kv_cache)
+    made.register_kv_caches(rig.caches)
+    yield made
+    made.shutdown()
+
+
+def test_the_connector_blends_before_the_step_and_reports(rig: Rig, connector: Any) -> None:
+    blend = work(load(rig))
+    connector.bind_connector_metadata(UCMConnectorMetadata(blends=[blend]))
+    connector.start_load_kv(None)
+    news = connector.build_connector_worker_meta()
+    assert news.ranks[0].handshake.no_blend == ""
+    assert news.blended == [Blended(195, 34, ALL["missed"])]
+    logits = rig.prefill(PROMPT_TOKENS, OWN, known=END)
+    assert 0 < _off(logits, rig.dense[0]) < 0.5
+    connector.clear_connector_metadata()
+    connector.bind_connector_metadata(UCMConnectorMetadata())
+    connector.start_load_kv(None)
+    assert connector.build_connector_worker_meta() is None
+
+
+def test_a_connector_that_is_given_up_blends(rig: Rig, connector: Any) -> None:
+    """vLLM would run the request with foreign KV. An error that leaves it so reaches vLLM."""
+    plan = UCMConnectorMetadata(given_up="a test", blends=[work(())])
+    connector.bind_connector_metadata(plan)
+    assert connector.given_up
+    connector.start_load_kv(None)
+    assert _off(rig.kv(OWN, END)[0][0][EXACT:], rig.dense[1][0][0][EXACT:]) <= 1e-5
+    with Planted(rig, 0, 1), pytest.raises(RuntimeError, match="planted"):
+        connector.start_load_kv(None)
+    connector._blend_worker = None
+    with pytest.raises(UnsupportedError):
+        connector.start_load_kv(None)
+
+
+def test_the_backend_computes_as_vllms(rig: Rig) -> None:
+    """With its own builder and kernels, and a manager that knows the exact tokens."""
+    from vllm.config import set_current_vllm_config
+
+    own = registering.vllms_own("CPU_ATTN")
+    found = rig.parts.layers[0].attention.get_attn_backend()
+    assert found is not own and found.get_name() == "CPU_ATTN"
+    assert found.ucm_packs_like is own and found.get_builder_cls() is own.get_builder_cls()
+    spec = rig.kv_cache.kv_cache_groups[0].kv_cache_spec
+    assert isinstance(spec, SparseFullAttentionSpec) and spec.beside_bytes == 0
+    with set_current_vllm_config(rig.config):
+        assert registering.CPU_MLA is registering.vllms_own("CPU_MLA")
 
 
 # What is refused
