@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ucm.config import UcmConfig, load, parse
-from ucm.errors import ConfigError
+from ucm.errors import ConfigError, UnsupportedError
 from ucm.integration.vllm.attention.rerope import refuse_unsupported as refuse_unsupported_rule
 from ucm.integration.vllm.compat.versions import installed, why_unserved, why_untested
 from ucm.integration.vllm.connector.factory import make_scheduler, make_worker, why_off
@@ -33,6 +33,7 @@ from ucm.integration.vllm.connector.guard import Failures, P, R, harmless, logge
 from ucm.integration.vllm.connector.identity.engine_identity import block_tokens
 from ucm.integration.vllm.connector.identity.weights import models_of
 from ucm.integration.vllm.connector.metadata import (
+    Blended,
     Load,
     RankReport,
     UCMConnectorMetadata,
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from ucm.integration.vllm.connector.scheduler.sparse import SparseScheduler
+    from ucm.integration.vllm.connector.worker.blend import BlendWorker
     from ucm.integration.vllm.connector.worker.sparse import SparseWorker
 
 
@@ -84,6 +86,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     _sparse_worker: SparseWorker | None = None
     # Blend, where it is configured.
     _blend_planner: BlendPlanner | None = None
+    _blend_worker: BlendWorker | None = None
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -108,6 +111,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         # loads that vLLM waits for, until the workers are sent them
         self._unsent: dict[str, Load] = {}
         self._pending = PendingLoads()  # of this rank
+        self._blended: list[Blended] = []  # since the last report
         version = installed()
         if config.enabled and config.sparse.selects and not why_unserved(version):
             self._make_sparse(config, vllm_config, role, kv_cache_config)
@@ -128,6 +132,10 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
                 logger.warning("the cache is off: %s", why)
         elif role == KVConnectorRole.WORKER:
             self._worker = make_worker(config, vllm_config, kv_cache_config, self._sparse_worker)
+            if (keys := config.sparse.blend) is not None:
+                from ucm.integration.vllm.connector.worker.blend import BlendWorker
+
+                self._blend_worker = BlendWorker(keys, vllm_config, kv_cache_config)
         else:
             self._recompute_failed_loads()
             self._block_tokens = block_tokens(vllm_config, kv_cache_config)
@@ -414,6 +422,9 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         if self._sparse_worker is not None:
             self._sparse_worker.register_kv_caches(kv_caches)
         if self._worker is not None:
+            if self._blend_worker is not None:
+                self._blend_worker.register_kv_caches(kv_caches)
+                self._worker.no_blend = self._blend_worker.why_not
             self._worker.register_kv_caches(kv_caches)
 
     @classmethod
@@ -464,11 +475,17 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             self._give_up(f"a step could not be dropped: {error!r}")
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Begin the step's loads; before or after the forward pass, vLLM decides."""
-        if self._sparse_worker is not None and self.has_connector_metadata():
-            plan = self._get_connector_metadata()
-            if isinstance(plan, UCMConnectorMetadata) and plan.sparse is not None:
-                self._sparse(self._sparse_worker.begin_step, plan.sparse, forward_context)
+        """Begin the step's loads; before or after the forward pass, vLLM decides: before it where
+        there are chunks. Raises where their tokens cannot be computed: vLLM would go on with
+        foreign KV."""
+        plan = self._get_connector_metadata() if self.has_connector_metadata() else None
+        ours = plan if isinstance(plan, UCMConnectorMetadata) else NOTHING
+        if ours.blends:
+            if self._blend_worker is None:
+                raise UnsupportedError("chunks were loaded, and this rank has no Blend")
+            self._blended += self._blend_worker.run(ours.blends)
+        if self._sparse_worker is not None and ours.sparse is not None:
+            self._sparse(self._sparse_worker.begin_step, ours.sparse, forward_context)
         if self._worker is not None:
             self._call(None, self._worker.start_load_kv)
 
@@ -545,6 +562,11 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         if measured is not None or lost:
             news = news or UCMConnectorWorkerMetadata()
             news.break_even, news.lost = [] if measured is None else [measured], lost
+        if self._blended and self._worker is not None:
+            news = news or UCMConnectorWorkerMetadata()
+            news.blended, self._blended = self._blended, []
+            if self._worker.rank.number:
+                news.blended = []
         return news
 
     @staticmethod

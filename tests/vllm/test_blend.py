@@ -1,0 +1,163 @@
+"""Blend in real engines of an unpatched vLLM, with the recall model: prompts whose chunks were
+stored in other prompts, in another order, are answered as if they were computed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Engine, EngineHost
+from lives import Disk, new_disk
+from software_driver import IN_USE
+from specs import BLOCK, ON_GPU, Ask, EngineSpec
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "sparse"))
+
+from blend_harness import Recall, prefill
+from recall_model import WEIGHTS
+from recall_task import ASK, recall
+
+pytestmark = pytest.mark.skipif(ON_GPU or IN_USE, reason="attention of the CPU backend")
+
+LENGTH, RECORDS, CHUNK, PROMPTS = 1024, 64, 128, 12
+#: The order of the chunks of a prompt: none stands where it was stored.
+ORDER = (5, 2, 7, 0, 3, 6, 1, 4)
+SHARE = 0.15
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt in another order, and the dense answer of the model."""
+
+    context: list[int]
+    asked: list[int]
+    dense: list[int]
+
+    def ask(self) -> Ask:
+        return Ask([*self.context, *self.asked], len(self.dense))
+
+
+def stored(seed: int) -> list[int]:
+    return recall(seed, LENGTH, RECORDS).tokens
+
+
+def in_order(tokens: Sequence[int], order: Sequence[int]) -> list[int]:
+    return [token for at in order for token in tokens[at * CHUNK : (at + 1) * CHUNK]]
+
+
+@cache
+def model() -> Any:
+    return Recall()
+
+
+def answered(tokens: list[int], count: int) -> list[int]:
+    """The likeliest next tokens by the whole attention, in torch."""
+    found = list(tokens)
+    for _ in range(count):
+        found.append(int(prefill(model(), torch.tensor(found))[0][-1].argmax()))
+    return found[len(tokens) :]
+
+
+@cache
+def questions(seed: int) -> list[Question]:
+    """Those of a prompt that the model can answer: a border of chunks may lie inside a record."""
+    context, task = in_order(stored(seed), ORDER), recall(seed, LENGTH, RECORDS).queries.tokens
+    starts = [at for at, token in enumerate(task) if token == ASK] + [len(task)]
+    found = []
+    for start, end in pairwise(starts):
+        asked, right = task[start : start + 2], task[start + 2 : end]
+        dense = answered([*context, *asked], len(right))
+        if dense == right:
+            found.append(Question(context, asked, dense))
+    return found
+
+
+def spec_of(disk: Disk, runner: str, ratio: float, label: str) -> EngineSpec:
+    keys = {"ratio": ratio, "chunk_size": CHUNK, "min_hit_blocks": 4}
+    return EngineSpec(
+        WEIGHTS,
+        runner,
+        disk.store(),
+        budget=2048,
+        extra_config={"blend": keys},
+        args={"max_model_len": 2048},
+        label=label,
+    )
+
+
+def counted(engine: Engine) -> tuple[float, float, float]:
+    """Tokens of chunks, of these computed, and between chunks."""
+    found = engine.metrics()
+    return tuple(found[f"ucm_blend_{name}_tokens_total"] for name in ("hit", "computed", "missed"))  # type: ignore[return-value]
+
+
+def store(engine: Engine, seeds: range) -> None:
+    for seed in seeds:
+        engine.ask(stored(seed), 1)
+        engine.wait_idle()
+
+
+@pytest.fixture(scope="module", params=["v1", "v2"])
+def runner(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def disk(work: Path, runner: str) -> Disk:
+    return new_disk(work, f"blend-{runner}")
+
+
+def test_chunks_in_another_order_are_reused(host: EngineHost, disk: Disk, runner: str) -> None:
+    """Nothing of them is stored again, nor hit as if it were exact."""
+    engine = host.get(spec_of(disk, runner, SHARE, f"blend-{runner}"))
+    store(engine, range(PROMPTS))
+    before = disk.files()
+    assert len(before) == PROMPTS * LENGTH // BLOCK
+    assert counted(engine) == (0, 0, 0)
+    asked = right = 0
+    for seed in range(PROMPTS):
+        each = questions(seed)
+        answers = [engine.generate(one.ask())[0] for one in each[:1]]
+        answers += engine.generate(*(one.ask() for one in each[1:]))
+        asked += len(each)
+        right += sum(a.tokens == one.dense for a, one in zip(answers, each, strict=True))
+        assert all(answer.cached == LENGTH for answer in answers)
+    assert asked >= 4 * PROMPTS
+    assert right >= 0.99 * asked, f"{right} of {asked}"
+    each = LENGTH, int(SHARE * LENGTH), 0
+    assert counted(engine) == tuple(asked * tokens for tokens in each)
+    engine.wait_idle()
+    assert disk.files() == before
+
+
+def test_after_a_restart_all_tokens_computed_are_dense(
+    host: EngineHost, disk: Disk, runner: str
+) -> None:
+    """The chunks of a prompt are known again when it is found. Its own first chunks are exact."""
+    engine = host.get(spec_of(disk, runner, 1.0, f"blend-{runner}-again"))
+    one = questions(0)[0]
+    engine.generate(one.ask())
+    assert counted(engine) == (0, 0, 0)
+    engine.wait_idle()
+    stored_now = disk.files()
+    store(engine, range(2))
+    assert disk.files() == stored_now
+    other = questions(1)[0]
+    (answer,) = engine.generate(other.ask())
+    assert answer.tokens == other.dense and answer.cached == LENGTH
+    assert counted(engine) == (LENGTH, LENGTH, 0)
+    order = (0, 1, 5, 3, 2, 6, 7, 4)
+    engine.wait_idle()
+    engine.reset()
+    context = in_order(stored(1), order)
+    found = engine.ask([*context, *other.asked], 2)
+    assert found.tokens == answered([*context, *other.asked], 2)
+    assert found.cached == LENGTH
+    assert counted(engine) == (2 * LENGTH - 2 * CHUNK, 2 * LENGTH - 2 * CHUNK, 0)
