@@ -70,12 +70,9 @@ COUNTERS = {
         "Seconds of computing that loaded blocks replaced: their tokens by the measured speed of"
         " prefill. Blocks that were loaded before it was measured do not count.",
     ),
-    BLEND_HIT: Series(
-        "ucm_blend_hit_tokens",
-        "Blend: loaded tokens of chunks of other prompts.",
-    ),
-    BLEND_COMPUTED: Series("ucm_blend_computed_tokens", "Of these, tokens computed again."),
-    BLEND_MISSED: Series("ucm_blend_missed_tokens", "Blend: tokens computed between chunks."),
+    BLEND_HIT: Series("ucm_blend_hit_tokens", "Blend: loaded tokens of chunks."),
+    BLEND_COMPUTED: Series("ucm_blend_computed_tokens", "Of these, computed again."),
+    BLEND_MISSED: Series("ucm_blend_missed_tokens", "Blend: tokens between chunks."),
 }
 MISSED_BLOCKS = Series("ucm_missed_blocks", "Asked blocks that were computed, by reason.")
 #: Busy: a rank had no free slot, they are offered again. Ended: they had left their request before
