@@ -64,6 +64,8 @@ def other(rig: Rig, name: str = "other", lead: int = 2 * BLOCK, **more: Any) -> 
 
 
 def asked(rig: Rig, request: Request, local: int = 0) -> tuple[int | None, bool]:
+    assert rig.blend is not None
+    rig.blend.asked(request)  # as the connector does, also once the side is given up
     found = rig.scheduler.get_num_new_matched_tokens(request, local)
     rig.later.run()
     return found

@@ -278,6 +278,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         """Tokens that can be loaded, None while they are looked up; loads are asynchronous."""
         if self._sparse_scheduler is not None:
             self._sparse(self._sparse_scheduler.found_on_device, request, num_computed_tokens)
+        if self._blend_planner is not None:
+            self._blend_planner.asked(request)
         self._found[request.request_id] = num_computed_tokens
         if self._scheduler is None:
             return 0, False

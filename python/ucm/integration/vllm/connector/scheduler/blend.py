@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 #: Of so many claims that would be slower than computing, one is made, to measure again; so many
 #: lengths of a claim are tried.
 TRIED = 32
+#: Prompts that are not added to the table again when they are found again.
+REMEMBERED = 1024
 
 
 class ExactPrefixes:
@@ -240,6 +242,7 @@ class BlendPlanner:
         self._separators = separators
         self._finder = ChunkFinder(block_tokens, config.chunk_size)
         self.exact_tokens = ExactPrefixes()
+        self._remembered: dict[bytes, None] = {}  # last keys of prompts that were added
         self._chunks: dict[str, _Chunks] = {}
         self._claims: dict[str, tuple[int, Claim]] = {}  # answered, with the tokens on the device
         self._jobs: dict[str, _Job] = {}
@@ -300,13 +303,19 @@ class BlendPlanner:
         """The weights, and so the keys, may be others from here on. What is being loaded is."""
         self._finder = ChunkFinder(self._block_tokens, self._config.chunk_size)
         self._chunks.clear()
+        self._remembered.clear()
 
     def stored(self, request: Request, keys: Sequence[bytes], extra_keys: ExtraKeys) -> None:
         """The first blocks of a prompt are in the store, under these keys: their chunks can be
         found from now on."""
-        if keys and (found := self._described(request, extra_keys)) is not None:
+        if not keys or keys[-1] in self._remembered:
+            return
+        if (found := self._described(request, extra_keys)) is not None:
             tokens, pieces, extra = found
             self._finder.add(tokens, keys, pieces=pieces, extra=extra)
+            self._remembered[keys[-1]] = None
+            if len(self._remembered) > REMEMBERED:
+                del self._remembered[next(iter(self._remembered))]
 
     def look_up(
         self,
@@ -314,26 +323,28 @@ class BlendPlanner:
         lookups: Lookups,
         extra_keys: ExtraKeys,
         clock: Callable[[], float],
+        first: int = 0,
     ) -> Lookup | None:
         """The lookup of the records of a request's chunks, begun once until it is preempted; None
-        without chunks."""
+        without chunks. The tokens before ``first`` are those of a prefix that was stored."""
         name = request.request_id
         if name in self._banned or self._why_not:
             return None
         known = self._chunks.get(name)
         if known is None or known.preemptions != request.num_preemptions:
-            known = self._chunks[name] = self._found(request, extra_keys)
+            known = self._chunks[name] = self._found(request, extra_keys, first)
             if known.hits:
                 keys = known.keys
                 known.lookup = lookups.start(lambda: keys, clock, at_once=True, each=True)
         return known.lookup
 
-    def _found(self, request: Request, extra_keys: ExtraKeys) -> _Chunks:
+    def _found(self, request: Request, extra_keys: ExtraKeys, first: int) -> _Chunks:
         found = self._described(request, extra_keys)
         if found is None:
             return _Chunks([], request.num_preemptions, 0)
         tokens, pieces, extra = found
-        hits = self._finder.find(tokens, pieces=pieces, extra=extra)
+        first = next((start for start, end in pieces if start <= first < end), first)
+        hits = self._finder.find(tokens, first=first, pieces=pieces, extra=extra)
         return _Chunks(hits, request.num_preemptions, pieces[-1][1] if pieces else 0)
 
     # The question
@@ -489,7 +500,8 @@ class BlendPlanner:
                 blends.append(self._blend(job))
             else:  # its load failed, so all of it is computed
                 self.exact_tokens.all_of(job.request)
-        output.has_sync_kv_loads |= bool(blends)
+        if blends:
+            output.has_sync_kv_loads = True
         return blends
 
     def _blend(self, job: _Job) -> Blend:

@@ -246,8 +246,6 @@ class UCMConnectorScheduler:
     ) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond those on the device; vLLM calls this again at every
         step, before it allocates blocks for a request that does not run."""
-        if self._blend is not None:
-            self._blend.asked(request)
         tokens, loads = self._matched(request, num_computed_tokens)
         tracker = self._live.get(request.request_id)
         if self._blend is None or tokens is None or tracker is None or not tracker.may_blend:
@@ -383,7 +381,10 @@ class UCMConnectorScheduler:
             return None
         if tracker.policy.max_load_tokens is not None:
             return None
-        return self._blend.look_up(tracker.request, lookups, self._extra_keys, self._clock)
+        known = self._block_tracker.is_stored
+        prefix = next((at for at, key in enumerate(own.keys) if not known(key)), len(own.keys))
+        first = prefix * self._block_tokens
+        return self._blend.look_up(tracker.request, lookups, self._extra_keys, self._clock, first)
 
     def _with_chunks(self, tracker: RequestTracker, exact: int) -> int | None:
         """The end of what a request loads, chunks behind the ``exact`` tokens of its prefix
