@@ -28,7 +28,12 @@ from ucm.config import UcmConfig, load, parse
 from ucm.errors import ConfigError, UnsupportedError
 from ucm.integration.vllm.attention.rerope import refuse_unsupported as refuse_unsupported_rule
 from ucm.integration.vllm.compat.versions import installed, why_unserved, why_untested
-from ucm.integration.vllm.connector.factory import make_scheduler, make_worker, why_off
+from ucm.integration.vllm.connector.factory import (
+    make_blend_planner,
+    make_scheduler,
+    make_worker,
+    why_off,
+)
 from ucm.integration.vllm.connector.guard import Failures, P, R, harmless, logger, throttle
 from ucm.integration.vllm.connector.identity.engine_identity import block_tokens
 from ucm.integration.vllm.connector.identity.weights import models_of
@@ -39,7 +44,7 @@ from ucm.integration.vllm.connector.metadata import (
     UCMConnectorMetadata,
     UCMConnectorWorkerMetadata,
 )
-from ucm.integration.vllm.connector.scheduler.blend import BlendPlanner, make_blend_planner
+from ucm.integration.vllm.connector.scheduler.blend import BlendPlanner
 from ucm.integration.vllm.connector.scheduler.readiness import OFF, OPEN
 from ucm.integration.vllm.connector.scheduler.scheduler import NOTHING, UCMConnectorScheduler
 from ucm.integration.vllm.connector.stats import MissStats, UcmPromMetrics, UcmStats
@@ -99,6 +104,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             profile.open(config.profile.output, role.name.lower())
         for store in (config, *config.alternatives):
             UcmConnectorFactoryV1.resolve(store.ucm_connector_name, store.ucm_connector_module_path)
+        if isinstance(self, UCMBlendConnector) and config.enabled and config.sparse.blend is None:
+            raise ConfigError('UCMBlendConnector needs Blend: write "blend": {} for its defaults')
         if config.enabled:
             refuse_model_directory(config, models_of(vllm_config))
             if config.require_store:
@@ -141,7 +148,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             self._block_tokens = block_tokens(vllm_config, kv_cache_config)
             if config.sparse.blend is not None:
                 self._blend_planner = make_blend_planner(
-                    config.sparse.blend, vllm_config, kv_cache_config, self._block_tokens
+                    config.sparse.blend, vllm_config, kv_cache_config
                 )
             self._scheduler = make_scheduler(
                 config, vllm_config, kv_cache_config, self._sparse_scheduler, self._blend_planner
@@ -672,12 +679,3 @@ class UCMDirectConnector(UCMConnector):
 
 class UCMBlendConnector(UCMConnector):
     """The connector with Blend, which its configuration must have."""
-
-    def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
-    ) -> None:
-        """As of the connector; raises :class:`~ucm.errors.ConfigError` without Blend too."""
-        config = parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        if config.enabled and config.sparse.type != "Blend":
-            raise ConfigError('UCMBlendConnector needs Blend: write "blend": {} for its defaults')
-        super().__init__(vllm_config, role, kv_cache_config)

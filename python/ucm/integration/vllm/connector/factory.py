@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ucm import __version__
 from ucm._core import run_threads_on
 from ucm.config import UcmConfig
+from ucm.config.sparse import BlendConfig
 from ucm.config.words import DISABLE_VARIABLE
 from ucm.errors import ConfigError
 from ucm.integration.vllm.compat.versions import (
@@ -48,6 +49,11 @@ from ucm.integration.vllm.connector.identity.engine_identity import (
 from ucm.integration.vllm.connector.identity.keys import AdapterDigests, ExtraKeys, Items
 from ucm.integration.vllm.connector.identity.weights import ModelMemory, weight_source
 from ucm.integration.vllm.connector.platforms import Platform, cores_here, platform_of, why_slower
+from ucm.integration.vllm.connector.scheduler.blend import (
+    BlendPlanner,
+    separators_in,
+    why_not_blended,
+)
 from ucm.integration.vllm.connector.scheduler.events import block_events
 from ucm.integration.vllm.connector.scheduler.readiness import Readiness, StoreSelection
 from ucm.integration.vllm.connector.scheduler.scheduler import UCMConnectorScheduler
@@ -60,7 +66,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from ucm.integration.vllm.connector.scheduler.blend import BlendPlanner
     from ucm.integration.vllm.connector.scheduler.sparse import SparseScheduler
     from ucm.integration.vllm.connector.worker.sparse import SparseWorker
 
@@ -330,6 +335,20 @@ def make_scheduler(
         events=block_events(vllm_config, kv_cache_config, groups, time.monotonic),
         mode=mode,
         closers=(mode.close, rates.close, identity.close, adapters.close, background.close),
+    )
+
+
+def make_blend_planner(
+    config: BlendConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> BlendPlanner:
+    """The planner of an engine with Blend. Raises :class:`~ucm.errors.ConfigError` for separators
+    without tokens."""
+    return BlendPlanner(
+        config,
+        block_tokens(vllm_config, kv_cache_config),
+        step_tokens=_step_tokens(vllm_config),
+        separators=separators_in(config, vllm_config),
+        why_not=why_not_blended(vllm_config, kv_cache_config),
     )
 
 

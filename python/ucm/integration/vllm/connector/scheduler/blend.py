@@ -16,6 +16,7 @@ foreign KV in its blocks until its first step, so vLLM must not run it without t
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -56,26 +57,12 @@ TRIED = 32
 REMEMBERED = 1024
 
 
-class ExactPrefixes:
-    """How many of a request's first tokens have exact KV, now or once they are computed."""
-
-    def __init__(self) -> None:
-        self._ends: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+class ExactPrefixes(WeakKeyDictionary["Request", int]):
+    """How many of its first tokens have exact KV, of each request with chunks behind them."""
 
     def __call__(self, request: Request) -> int:
-        """All, unless chunks follow."""
-        return self._ends.get(request, ALL_TOKENS)
-
-    def end_at(self, request: Request, tokens: int) -> None:
-        """Those behind the first ``tokens`` are approximate."""
-        self._ends[request] = tokens
-
-    def all_of(self, request: Request) -> None:
-        """It holds no approximate KV any more."""
-        self._ends.pop(request, None)
-
-
-_NOTHING = Cut(0, {})
+        """The same of any request, now or once they are computed."""
+        return self.get(request, ALL_TOKENS)
 
 
 # The claim
@@ -93,7 +80,7 @@ class Claim:
     #: that is part of the exact prefix, its block there.
     places: Mapping[bytes, int]
     keys: tuple[bytes, ...]  # of those loaded behind the exact prefix, in order
-    cut: Cut = _NOTHING  # what the load of these saves, and what it reads
+    cut: Cut | None = None  # what the load of these saves, and what it reads
     learns: bool = False
 
     @property
@@ -133,16 +120,14 @@ def claim_of(
     limit: int,
     block_tokens: int,
     *,
-    computed: Callable[[int], int] = lambda tokens: 0,  # noqa: ARG005 - none of so many
-    most_computed: int | None = None,
+    ratio: float = 0.0,
+    most_computed: float = math.inf,
     fewest: int = 0,
 ) -> Claim | None:
     """The longest claim of these hits, of which the records in ``there`` can be loaded, behind the
-    blocks of ``exact_keys`` and before token ``limit``; None without one.
-
-    ``computed(tokens)``: how many of so many tokens of hits are computed again; with all others of
-    the claim they are at most ``most_computed`` (None: any number). ``fewest``: tokens of hits of a
-    claim, at least."""
+    blocks of ``exact_keys`` and before token ``limit``; None without one. ``ratio``: share of the
+    tokens of hits that is computed again; with all others of the claim these are at most
+    ``most_computed``. ``fewest``: tokens of hits of a claim, at least."""
     size, exact = block_tokens, len(exact_keys) * block_tokens
     prefix = {key: at for at, key in enumerate(exact_keys)}
     known = there | prefix.keys()
@@ -150,8 +135,8 @@ def claim_of(
     reused, ends = 0, list[int]()  # of hits, as many as may be claimed
     for at, hit in enumerate(found, 1):
         reused += hit.tokens
-        step = hit.end // size * size - exact - reused + computed(reused)
-        ends += [at] if most_computed is None or step <= most_computed else []
+        if hit.end // size * size - exact - reused + _share(ratio, reused) <= most_computed:
+            ends.append(at)
     for upto in reversed(ends[-TRIED:]):
         *before, last = found[:upto]
         end = last.end // size * size
@@ -164,9 +149,14 @@ def claim_of(
         claim = Claim(exact, end, tuple(kept), places, tuple(places)[len(prefix) :])
         if claim.reused < max(fewest, 1):
             return None
-        if most_computed is None or claim.missed + computed(claim.reused) <= most_computed:
+        if claim.missed + _share(ratio, claim.reused) <= most_computed:
             return claim
     return None
+
+
+def _share(ratio: float, tokens: int) -> int:
+    """Of so many tokens of hits, those that are computed again."""
+    return int(ratio * tokens + 1e-9)
 
 
 def _fitting(
@@ -203,11 +193,6 @@ class _Chunks:
     #: What the last claim was decided by, and that claim.
     decided: tuple[Any, Claim | None] = (None, None)
 
-    @property
-    def keys(self) -> list[bytes]:
-        """Of all their records, each once."""
-        return list(dict.fromkeys(key for hit in self.hits for key in split_keys(hit.keys)))
-
 
 @dataclass
 class _Job:
@@ -238,8 +223,9 @@ class BlendPlanner:
     ) -> None:
         """``step_tokens``: most tokens of a step, 0 where that is not known; ``separators``: those
         of the configuration, as tokens; ``why_not``: why nothing is blended in this engine."""
-        self._config, self._block_tokens, self._step_tokens = config, block_tokens, step_tokens
-        self._separators = separators
+        self._config, self._block_tokens, self._separators = config, block_tokens, separators
+        # of a claim, beside the question
+        self._most_computed = step_tokens - config.question_tokens if step_tokens else math.inf
         self._finder = ChunkFinder(block_tokens, config.chunk_size)
         self.exact_tokens = ExactPrefixes()
         self._remembered: dict[bytes, None] = {}  # last keys of prompts that were added
@@ -273,27 +259,23 @@ class BlendPlanner:
     # Chunks
     # ----------------------------------------------------------------------------------------------
 
-    def _pieces(self, request: Request, tokens: Sequence[int]) -> list[Range]:
-        params = getattr(request, "kv_transfer_params", None)
-        return pieces_of(
-            tokens,
-            chunks=requested_chunks(params),
-            separators=self._separators,
-            chunk_end_token_id=self._config.chunk_end_token_id,
-        )
-
     def _described(
         self, request: Request, extra_keys: ExtraKeys
     ) -> tuple[Sequence[int], list[Range], bytes] | None:
         """The tokens of a prompt, its pieces and what else shapes its KV; None where KV depends on
         more than that, or its pieces are wrong."""
-        beside = request.lora_request, request.prompt_embeds, request.mm_features or None
-        if self._why_not or any(one is not None for one in beside):
+        beside = request.lora_request, request.prompt_embeds, request.pooling_params
+        if self._why_not or request.mm_features or any(one is not None for one in beside):
             return None
         tokens = request._all_token_ids[: request.num_prompt_tokens]
         try:
-            extra = repr(extra_keys.of(request, 0, 1)).encode()
-            return tokens, self._pieces(request, tokens), extra
+            pieces = pieces_of(
+                tokens,
+                chunks=requested_chunks(request.kv_transfer_params),
+                separators=self._separators,
+                chunk_end_token_id=self._config.chunk_end_token_id,
+            )
+            return tokens, pieces, repr(extra_keys.of(request, 0, 1)).encode()
         except (InvalidInputError, UnkeyableError) as error:
             text = "request %s: its chunks are not reused: %s"
             throttle.warning("chunks", text, request.request_id, error)
@@ -331,21 +313,18 @@ class BlendPlanner:
         if name in self._banned or self._why_not:
             return None
         known = self._chunks.get(name)
-        if known is None or known.preemptions != request.num_preemptions:
-            known = self._chunks[name] = self._found(request, extra_keys, first)
-            if known.hits:
-                keys = known.keys
-                known.lookup = lookups.start(lambda: keys, clock, at_once=True, each=True)
+        if known is not None and known.preemptions == request.num_preemptions:
+            return known.lookup
+        known = self._chunks[name] = _Chunks([], request.num_preemptions, 0)
+        if (found := self._described(request, extra_keys)) is not None:
+            tokens, pieces, extra = found
+            first = next((start for start, end in pieces if start <= first < end), first)
+            known.hits = self._finder.find(tokens, first=first, pieces=pieces, extra=extra)
+            known.pieces_end = pieces[-1][1] if pieces else 0
+        if known.hits:
+            keys = list(dict.fromkeys(key for hit in known.hits for key in split_keys(hit.keys)))
+            known.lookup = lookups.start(lambda: keys, clock, at_once=True, each=True)
         return known.lookup
-
-    def _found(self, request: Request, extra_keys: ExtraKeys, first: int) -> _Chunks:
-        found = self._described(request, extra_keys)
-        if found is None:
-            return _Chunks([], request.num_preemptions, 0)
-        tokens, pieces, extra = found
-        first = next((start for start, end in pieces if start <= first < end), first)
-        hits = self._finder.find(tokens, first=first, pieces=pieces, extra=extra)
-        return _Chunks(hits, request.num_preemptions, pieces[-1][1] if pieces else 0)
 
     # The question
     # ----------------------------------------------------------------------------------------------
@@ -356,7 +335,7 @@ class BlendPlanner:
         self._claims.pop(request.request_id, None)
         if self._jobs.pop(request.request_id, None) is not None:  # its load failed
             self._banned.add(request.request_id)
-        self.exact_tokens.all_of(request)
+        self.exact_tokens.pop(request, None)
 
     def claim(
         self,
@@ -379,16 +358,14 @@ class BlendPlanner:
         decided_by = (local, exact, tiers)
         if chunks.decided[0] != decided_by:
             limit = (request.num_tokens - 1) // size * size
-            if chunks.pieces_end:
-                limit = min(limit, chunks.pieces_end)
             claim = claim_of(
                 chunks.hits,
                 tiers.keys(),
                 exact_keys,
-                limit,
+                min(limit, chunks.pieces_end or limit),
                 size,
-                computed=self._computed,
-                most_computed=self._most_computed(),
+                ratio=self._config.ratio,
+                most_computed=self._most_computed,
                 fewest=self._config.min_hit_blocks * size,
             )
             if claim is not None:
@@ -398,18 +375,9 @@ class BlendPlanner:
         if claim is None:
             return exact
         # vLLM caches blocks when a load ends, so this stands before any load.
-        self.exact_tokens.end_at(request, claim.exact)
+        self.exact_tokens[request] = claim.exact
         self._claims[request.request_id] = local, claim
         return claim.end
-
-    def _computed(self, tokens: int) -> int:
-        """Of so many tokens of hits, those that are computed again."""
-        return int(self._config.ratio * tokens + 1e-9)
-
-    def _most_computed(self) -> int | None:
-        """Tokens of a claim that one step can compute, beside the question."""
-        most = self._step_tokens - self._config.question_tokens
-        return max(most, 0) if self._step_tokens else None
 
     def _judged(
         self,
@@ -422,10 +390,10 @@ class BlendPlanner:
         """The claim, if it is quicker than computing its tokens, or measures that."""
         counts = Counter(tiers[key] for key in claim.keys)
         sizes = {tier: count * max(block_bytes, 1) for tier, count in counts.items()}
-        computed = self._computed(claim.reused)
-        saved, behind = claim.reused - computed, request.num_tokens - claim.end
-        rate, tokens = admission.compute_rate, claim.reused + claim.missed
-        whole, step = rate.seconds(tokens, behind), rate.blend_seconds(computed + claim.missed)
+        tokens, rate = claim.end - claim.exact, admission.compute_rate
+        whole = rate.seconds(tokens, request.num_tokens - claim.end)
+        step = rate.blend_seconds(self._computed(claim))
+        saved = tokens - self._computed(claim)
         if whole and step is not None and admission.measures:
             # The time that is left for the load, in tokens that are computed in it.
             left = int(tokens * (1 - step / whole))
@@ -438,6 +406,10 @@ class BlendPlanner:
         if chosen is None:
             return None
         return replace(claim, cut=cut, learns=verdict is Verdict.LEARN)
+
+    def _computed(self, claim: Claim) -> int:
+        """Tokens of a claim that the workers compute."""
+        return claim.missed + _share(self._config.ratio, claim.reused)
 
     # Loads
     # ----------------------------------------------------------------------------------------------
@@ -456,11 +428,11 @@ class BlendPlanner:
             return claim, True
         self._banned.add(name)
         if local + external <= claim.exact:
-            self.exact_tokens.all_of(request)
+            self.exact_tokens.pop(request, None)
             return None, True
         end = local + external
         self._jobs[name] = _Job(request, replace(claim, end=end, hits=()), local, failed=True)
-        self.exact_tokens.end_at(request, local)
+        self.exact_tokens[request] = local
         return None, False
 
     def failed(self, name: str) -> None:
@@ -469,7 +441,7 @@ class BlendPlanner:
         self._banned.add(name)
         if (job := self._jobs.get(name)) is not None:
             job.failed = True
-            self.exact_tokens.end_at(job.request, job.local)
+            self.exact_tokens[job.request] = job.local
 
     def finished(self, request: Request) -> None:
         """It ended, or was aborted."""
@@ -485,9 +457,7 @@ class BlendPlanner:
         """Tokens of claims that the workers compute before a step with these requests; None where
         they blend nothing in it."""
         jobs = [job for name, job in self._jobs.items() if name in scheduled and job.runs]
-        claims = [job.claim for job in jobs]
-        tokens = sum(self._computed(claim.reused) + claim.missed for claim in claims)
-        return tokens if jobs else None
+        return sum(self._computed(job.claim) for job in jobs) if jobs else None
 
     def plan(self, output: SchedulerOutput) -> list[Blend]:
         """What the workers do before a step: of each request that runs for the first time since its
@@ -499,7 +469,7 @@ class BlendPlanner:
             if job.runs:
                 blends.append(self._blend(job))
             else:  # its load failed, so all of it is computed
-                self.exact_tokens.all_of(job.request)
+                self.exact_tokens.pop(job.request, None)
         if blends:
             output.has_sync_kv_loads = True
         return blends
@@ -510,24 +480,24 @@ class BlendPlanner:
         blocks = self._manager.get_blocks(request.request_id).blocks[0]
         table = tuple(block.block_id for block in blocks[: claim.end // size])
         exact = job.local if job.failed else claim.exact
+        hits = () if job.failed else claim.hits
         question = min(self._config.question_tokens, request.num_tokens - claim.end)
         asks_at, tokens = request.num_tokens - question, request._all_token_ids
+
+        def placed(hit: Hit) -> BlendHit:
+            blocks = tuple(table[claim.places[key]] for key in split_keys(hit.keys))
+            return BlendHit(hit.start, hit.end, hit.source, blocks)
+
         return Blend(
             request=request.request_id,
             table=table,
             exact=exact,
             end=claim.end,
-            hits=() if job.failed else tuple(_placed(hit, claim, table) for hit in claim.hits),
+            hits=tuple(map(placed, hits)),
             tokens=np.array([*tokens[exact : claim.end], *tokens[asks_at:]], dtype=np.uint32),
             question=question,
             asks_at=asks_at,
         )
-
-
-def _placed(hit: Hit, claim: Claim, table: Sequence[int]) -> BlendHit:
-    """A hit, with the device blocks in which its records are."""
-    blocks = tuple(table[claim.places[key]] for key in split_keys(hit.keys))
-    return BlendHit(hit.start, hit.end, hit.source, blocks)
 
 
 # An engine's planner
@@ -537,58 +507,42 @@ def _placed(hit: Hit, claim: Claim, table: Sequence[int]) -> BlendHit:
 def why_not_blended(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     """Why chunks cannot be reused in this engine, as far as the scheduler side knows; empty where
     they can."""
-    parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        return f"this model has {len(groups)} KV cache groups, and chunks are reused in one"
-    if parallel.pipeline_parallel_size > 1:
-        return "with pipeline parallelism no rank has all layers"
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            return f"{name} splits a request's tokens over ranks"
-    if getattr(parallel, "enable_dbo", False) or (getattr(parallel, "num_ubatches", 1) or 1) > 1:
-        return "microbatches (enable_dbo) split the rows of a step"
-    if parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe:
-        return "with data parallelism the experts of a model wait for each other's layers"
-    if speculative is not None and speculative.method not in ("ngram", "suffix"):
-        return f"a draft model ({speculative.method}) has KV of its own, which nothing would fill"
-    if vllm_config.model_config.is_encoder_decoder:
-        return "the decoder of this model attends to an encoder"
-    return ""
-
-
-def make_blend_planner(
-    config: BlendConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_tokens: int
-) -> BlendPlanner:
-    """The planner of an engine with Blend. Raises :class:`~ucm.errors.ConfigError` for separators
-    without tokens."""
-    step = getattr(vllm_config.scheduler_config, "max_num_batched_tokens", None)
-    return BlendPlanner(
-        config,
-        block_tokens,
-        step_tokens=int(step or 0),
-        separators=_separators(config, vllm_config),
-        why_not=why_not_blended(vllm_config, kv_cache_config),
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    groups, drafts = len(kv_cache_config.kv_cache_groups), vllm_config.speculative_config
+    contexts = ("decode_context_parallel_size", "prefill_context_parallel_size")
+    split = (
+        getattr(parallel, "enable_dbo", False) or (getattr(parallel, "num_ubatches", 1) or 1) > 1
     )
+    experts = parallel.data_parallel_size > 1 and model.is_moe
+    draft = drafts is not None and drafts.method not in ("ngram", "suffix")
+    whys = {
+        f"this model has {groups} KV cache groups, and chunks are reused in one": groups != 1,
+        "the decoder of this model attends to an encoder": model.is_encoder_decoder,
+        "with pipeline parallelism no rank has all layers": parallel.pipeline_parallel_size > 1,
+        "context parallelism splits a request's tokens over ranks": any(
+            getattr(parallel, name, 1) > 1 for name in contexts
+        ),
+        "microbatches (enable_dbo) split the rows of a step": split,
+        "with data parallelism the experts of a model wait for each other's layers": experts,
+        "a draft model has KV of its own, which nothing would fill": draft,
+    }
+    return next((why for why, so in whys.items() if so), "")
 
 
-def _separators(config: BlendConfig, vllm_config: VllmConfig) -> list[tuple[int, ...]]:
+def separators_in(config: BlendConfig, vllm_config: VllmConfig) -> list[tuple[int, ...]]:
+    """The configured separators as tokens. Raises :class:`~ucm.errors.ConfigError` for those that
+    have none."""
     from vllm.tokenizers import cached_tokenizer_from_config
 
     texts = [one for one in config.separators if isinstance(one, str)]
-    given = [one for one in config.separators if not isinstance(one, str)]
-    if not texts:
-        return given
-    if vllm_config.model_config.skip_tokenizer_init:
-        raise ConfigError(
-            "blend.separators: texts need a tokenizer, and skip_tokenizer_init is set; write tokens"
-            " instead, as [[12, 13]]"
-        )
-    tokenizer = cached_tokenizer_from_config(vllm_config.model_config)
+    found = [one for one in config.separators if not isinstance(one, str)]
     try:
-        encoded = separators_of(
-            texts, lambda text: tokenizer.encode(text, add_special_tokens=False)
-        )
-    except InvalidInputError as error:
-        raise ConfigError(f"blend.separators: {error.message}") from error
-    return [*given, *encoded]
+        if texts:  # there is no tokenizer with skip_tokenizer_init
+            encode = cached_tokenizer_from_config(vllm_config.model_config).encode
+            found += separators_of(texts, lambda text: encode(text, add_special_tokens=False))
+    except (AttributeError, InvalidInputError) as error:
+        raise ConfigError(
+            "blend.separators: a text has no tokens, or skip_tokenizer_init is set; write tokens"
+            " instead, as [[12, 13]]"
+        ) from error
+    return found

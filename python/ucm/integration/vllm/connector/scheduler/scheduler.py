@@ -340,7 +340,9 @@ class UCMConnectorScheduler:
         self._rank_hints.prefetches.remove(request.request_id)
         size = self._block_tokens
         first, count = tracker.local // size, num_external_tokens // size
-        claim, planned = self._admitted_chunks(request, num_external_tokens)
+        claim, planned = None, True
+        if self._blend is not None:
+            claim, planned = self._blend.admitted(request, num_external_tokens)
         if claim is not None:
             count = claim.exact // size - first
             self._load_chunks(tracker, blocks, claim)
@@ -405,10 +407,6 @@ class UCMConnectorScheduler:
             self.admission,
             self.readiness.block_bytes,
         )
-
-    def _admitted_chunks(self, request: Request, external: int) -> tuple[Claim | None, bool]:
-        """See :meth:`~.blend.BlendPlanner.admitted`."""
-        return (None, True) if self._blend is None else self._blend.admitted(request, external)
 
     def _load_chunks(self, tracker: RequestTracker, blocks: KVCacheBlocks, claim: Claim) -> None:
         """Plan the load of an exact prefix, with the records of chunks one after the other behind
@@ -943,22 +941,17 @@ class UCMConnectorScheduler:
 
     @harmless(None)
     def _report_stored(self, written: Sequence[Written]) -> None:
-        """Publish events of blocks that every rank has published; not of those that serve their own
-        request alone."""
+        """Publish events of blocks that every rank has published, not of those that serve their own
+        request alone, and remember chunks."""
         for tracker, group, blocks in written:
-            self._stored_chunks(tracker)
+            if self._blend is not None:  # all of its prompt is, or all that will ever be
+                stored = len(tracker.stored_keys(self._block_tracker))
+                whole = stored >= tracker.request.num_prompt_tokens // self._block_tokens
+                if whole or tracker.request.request_id not in self._live:
+                    self._remember_chunks(tracker, stored)
             last = FAR if tracker.private_at is None else tracker.private_at
             shared = {at: key for at, key in blocks.items() if at < last}
             self._events.stored(tracker.request, group, shared)
-
-    def _stored_chunks(self, tracker: RequestTracker) -> None:
-        """More blocks of a request are stored. Its chunks are remembered once all of its prompt
-        is, or what there is of a request that has ended."""
-        if self._blend is not None:
-            stored = len(tracker.stored_keys(self._block_tracker))
-            whole = stored >= tracker.request.num_prompt_tokens // self._block_tokens
-            if whole or tracker.request.request_id not in self._live:
-                self._remember_chunks(tracker, stored)
 
     @harmless(None)
     def _report_removed(self, keys: Sequence[bytes]) -> None:
