@@ -17,7 +17,7 @@ foreign KV in its blocks until its first step, so vLLM must not run it without t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -49,7 +49,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-#: Of so many claims that would be slower than computing, one is made, to measure again.
+#: Of so many claims that would be slower than computing, one is made, to measure again; so many
+#: lengths of a claim are tried.
 TRIED = 32
 
 
@@ -125,7 +126,7 @@ def parts_of(
 
 def claim_of(
     hits: Sequence[Hit],
-    there: Collection[bytes],
+    there: KeysView[bytes] | set[bytes],
     exact_keys: Sequence[bytes],
     limit: int,
     block_tokens: int,
@@ -137,32 +138,52 @@ def claim_of(
     """The longest claim of these hits, of which the records in ``there`` can be loaded, behind the
     blocks of ``exact_keys`` and before token ``limit``; None without one.
 
-    Records need no more room than the request has: short hits that begin within blocks lie in more
-    blocks than they fill. ``computed(tokens)``: how many of so many tokens of hits are computed
-    again; with all others of the claim they are at most ``most_computed`` (None: any number).
-    ``fewest``: tokens of hits of a claim, at least."""
+    ``computed(tokens)``: how many of so many tokens of hits are computed again; with all others of
+    the claim they are at most ``most_computed`` (None: any number). ``fewest``: tokens of hits of a
+    claim, at least."""
     size, exact = block_tokens, len(exact_keys) * block_tokens
-    found = [part for hit in hits for part in parts_of(hit, there, exact, limit, size)]
     prefix = {key: at for at, key in enumerate(exact_keys)}
-    held, reused, best = dict(prefix), 0, list[Hit]()
-    for at, hit in enumerate(found):
-        end = hit.end // size * size
-        if (last := next(parts_of(hit, there, exact, end, size), None)) is not None:
-            tokens = reused + last.tokens
-            new = sum(key not in held for key in split_keys(last.keys))
-            step = end - exact - tokens + computed(tokens)
-            room = len(held) - len(prefix) + new <= (end - exact) // size
-            if room and (most_computed is None or step <= most_computed):
-                best = [*found[:at], last]
-        for key in split_keys(hit.keys):
-            held.setdefault(key, len(held))
+    known = there | prefix.keys()
+    found = [part for hit in hits for part in parts_of(hit, known, exact, limit, size)]
+    reused, ends = 0, list[int]()  # of hits, as many as may be claimed
+    for at, hit in enumerate(found, 1):
         reused += hit.tokens
-    if sum(hit.tokens for hit in best) < max(fewest, 1):
-        return None
-    places = dict(prefix)
-    for key in (key for hit in best for key in split_keys(hit.keys)):
-        places.setdefault(key, len(places))
-    return Claim(exact, best[-1].end, tuple(best), places, tuple(places)[len(prefix) :])
+        step = hit.end // size * size - exact - reused + computed(reused)
+        ends += [at] if most_computed is None or step <= most_computed else []
+    for upto in reversed(ends[-TRIED:]):
+        *before, last = found[:upto]
+        end = last.end // size * size
+        kept = _fitting([*before, *parts_of(last, known, exact, end, size)], prefix, end, size)
+        if not kept or kept[-1].end <= end - size:
+            continue  # it is a shorter claim
+        places = dict(prefix)
+        for key in (key for hit in kept for key in split_keys(hit.keys)):
+            places.setdefault(key, len(places))
+        claim = Claim(exact, end, tuple(kept), places, tuple(places)[len(prefix) :])
+        if claim.reused < max(fewest, 1):
+            return None
+        if most_computed is None or claim.missed + computed(claim.reused) <= most_computed:
+            return claim
+    return None
+
+
+def _fitting(
+    hits: Sequence[Hit], prefix: Mapping[bytes, int], end: int, block_tokens: int
+) -> list[Hit]:
+    """The parts of hits whose records need no more room than a request has from the end of its
+    ``prefix`` to token ``end``. A hit that begins and ends inside of blocks lies in more of them
+    than it fills: those with the fewest of its tokens are left out."""
+    size, exact = block_tokens, len(prefix) * block_tokens
+    used = Counter[bytes]()  # tokens of each record
+    for hit in hits:
+        at = hit.source
+        for key in split_keys(hit.keys):
+            upto = min((at // size + 1) * size, hit.source + hit.tokens)
+            used[key] += upto - at
+            at = upto
+    loaded, room = [key for key in used if key not in prefix], (end - exact) // size
+    best = {*sorted(loaded, key=lambda key: -used[key])[:room], *prefix}
+    return [part for hit in hits for part in parts_of(hit, best, exact, end, size)]
 
 
 # One engine's claims
@@ -351,7 +372,7 @@ class BlendPlanner:
                 limit = min(limit, chunks.pieces_end)
             claim = claim_of(
                 chunks.hits,
-                tiers,
+                tiers.keys(),
                 exact_keys,
                 limit,
                 size,

@@ -240,8 +240,6 @@ class UCMConnectorScheduler:
             self._rank_hints.prefetches.add(tracker)
         if self._open() and self.readiness.weights_confirmed:
             self._start_lookup(tracker)
-            if policy.loads and self._mode.now.loads:
-                self._chunks(tracker)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -1155,6 +1153,7 @@ class UCMConnectorScheduler:
             why=why,
         )
         self._events.follow(request, tracker.lookup)
+        self._chunks(tracker)
         return tracker.lookup
 
 
