@@ -619,6 +619,8 @@ def test_the_backend_computes_as_vllms(rig: Rig) -> None:
 
 
 def test_other_models_are_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.attention import backend as metadata_of_vllm
+
     worker = BlendWorker(settings(), rig.config, rig.kv_cache)
     assert worker.why_not
 
@@ -641,6 +643,12 @@ def test_other_models_are_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> 
     with monkeypatch.context() as patch:
         patch.setattr(subject, "KNOWN", ("qwen3",))
         assert "not known" in refused()
+    with monkeypatch.context() as patch:  # another version of vLLM
+        patch.delattr("vllm.forward_context.set_forward_context")
+        assert "set_forward_context" in refused()
+    with monkeypatch.context() as patch:
+        patch.setattr(metadata_of_vllm, "CommonAttentionMetadata", lambda **_: 1 // 0)
+        assert "zero" in refused()
     rotary = attention.rotary_emb
     del attention.rotary_emb
     assert "rotary" in refused()

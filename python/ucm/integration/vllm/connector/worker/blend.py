@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -241,10 +242,21 @@ class BlendWorker:
             self._parts = parts_of(self._vllm_config, self._kv_cache_config, caches)
             self._total = self._total or _over_ranks(self._parts.device)
             self._hkvd()
+            self._rehearse(self._parts)
             self.why_not = ""
         except Exception as error:
             self._parts, self.why_not = None, str(error) or repr(error)
             logger.warning("Blend: prompts are computed as usual: %s", self.why_not)
+
+    def _rehearse(self, parts: Parts) -> None:
+        """Everything but the model, for a first token: raises what another version of vLLM
+        raises."""
+        table, token = (0,), np.zeros(parts.block_tokens, np.uint32)
+        blend = Blend("", table, 0, parts.block_tokens, (), token, 0, parts.block_tokens)
+        request = _Request(blend, parts)
+        metadata, slots = request.metadata(torch.zeros(1, dtype=torch.int64))
+        state = _State(torch.zeros(1, 1), None, 0)
+        self._through_layers(request, slots, {"": metadata}, {"": slots}, (0, 0), state)
 
     def run(self, blends: Sequence[Blend]) -> list[Blended]:
         """Complete the KV of these requests, and return what was done for each. Raises the error of
@@ -543,6 +555,7 @@ class _Request:
             block_table_tensor=table.expand(len(lens), -1).contiguous(),
             slot_mapping=slots,
             causal=True,
+            is_prefilling=torch.ones(len(lens), dtype=torch.bool),
             positions=places.to(device),
         )
         return self.parts.builder.build(0, common), slots
