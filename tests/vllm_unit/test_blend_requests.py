@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import MethodType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +21,8 @@ import torch
 from toy_engine import BLOCK, LateStore, ToyEngine, _state, expected
 
 from ucm.integration.vllm.attention.spec import SparseFullAttentionSpec
-from ucm.integration.vllm.connector.metadata import Blend
+from ucm.integration.vllm.connector.metadata import Blend, Blended
+from ucm.integration.vllm.connector.worker import blend as worker_side
 from ucm.store import part_mask, record_ids
 
 pytestmark = pytest.mark.timeout(300)
@@ -57,18 +58,16 @@ class BlendEngine(ToyEngine):
         keys = {"blend": {"chunk_size": CHUNK, "min_hit_blocks": 1, "ratio": 0.0}}
         keys["blend"] |= args.pop("blend", {})
         args = {"blocks": 60, "max_num_batched_tokens": 512} | args
-        super().__init__(engines, tiny, patch, specs=[SPEC, SPEC], keys=keys, **args)
         self.exactly, self.blends = exactly, list[Blend]()
         self.prompts: list[list[int]] = []  # all that were asked
         self.requests: list[Any] = []
-        worker, start = self.worker, self.worker.start_load_kv
+        workers = SimpleNamespace(why_not="", register_kv_caches=lambda _: None, run=self.blended)
+        patch.setattr(worker_side, "BlendWorker", lambda *_: workers)
+        super().__init__(engines, tiny, patch, specs=[SPEC, SPEC], keys=keys, **args)
 
-        def start_load_kv(_: Any, context: Any) -> None:
-            for blend in worker._get_connector_metadata().blends:
-                self.blend(blend)
-            start(context)
-
-        worker.start_load_kv = MethodType(start_load_kv, worker)
+    def blended(self, blends: Sequence[Blend]) -> list[Blended]:
+        """The workers' part of a step."""
+        return [self.blend(blend) for blend in blends]
 
     def add(self, name: str, tokens: list[int], count: int = COUNT, *args: Any, **more: Any) -> Any:
         request = super().add(name, tokens, count, *args, **more)
@@ -94,7 +93,7 @@ class BlendEngine(ToyEngine):
         for _ in range(5):
             self.run(document(1000 + len(self.prompts), 15 * BLOCK))
 
-    def blend(self, blend: Blend) -> None:
+    def blend(self, blend: Blend) -> Blended:
         """The workers' part of one request, checked against what its plan says."""
         self.blends.append(blend)
         (request,) = [each for each in self.requests if each.request_id == blend.request]
@@ -122,6 +121,8 @@ class BlendEngine(ToyEngine):
                 if not self.exactly:
                     state = reused.get(at, state)
                 cache[blend.table[at // BLOCK], :, at % BLOCK] = state
+        tokens_of_hits = sum(hit.end - hit.start for hit in blend.hits)
+        return Blended(tokens_of_hits, 0, end - exact - tokens_of_hits)
 
     def read(self, hit: Any, layer: int) -> list[int]:
         """The loaded KV of a hit, which is that of a prompt with these tokens there."""
