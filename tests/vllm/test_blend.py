@@ -137,6 +137,16 @@ def test_chunks_in_another_order_are_reused(host: EngineHost, disk: Disk, runner
     assert disk.files() == before
 
 
+def test_ranks_choose_the_same_tokens(host: EngineHost, work: Path) -> None:
+    spec = spec_of(new_disk(work, "blend-ranks"), "v1", SHARE, "blend-ranks")
+    engine = host.get(spec.but(tensor_parallel=2))
+    store(engine, range(2))
+    each = [*questions(0), *questions(1)]
+    answers = engine.generate(*(one.ask() for one in each))
+    assert [answer.tokens for answer in answers] == [one.dense for one in each]
+    assert counted(engine) == (len(each) * LENGTH, len(each) * int(SHARE * LENGTH), 0)
+
+
 def test_after_a_restart_all_tokens_computed_are_dense(
     host: EngineHost, disk: Disk, runner: str
 ) -> None:

@@ -58,8 +58,30 @@ def _one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     parallel_state.destroy_distributed_environment()
 
 
-def llama(directory: Path, config: dict[str, Any]) -> None:
-    """A Llama of random weights, whose attention is far from uniform."""
+#: Beside Llama's.
+KEYS = {
+    "llama": {"num_hidden_layers": 3},
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_hidden_layers": 3,
+        "head_dim": 32,
+    },
+}
+KEYS["qwen3_moe"] = KEYS["qwen3"] | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+def write_model(directory: Path, config: dict[str, Any]) -> None:
+    """A model of random weights, whose attention is far from uniform."""
     width, wide, head = config["hidden_size"], config["intermediate_size"], 32
     kv = config["num_key_value_heads"] * head
     generator = torch.Generator().manual_seed(0)
@@ -76,9 +98,16 @@ def llama(directory: Path, config: dict[str, Any]) -> None:
             weights[f"{base}{name}.weight"] = torch.ones(width)
         for name, rows in {"q": width, "k": kv, "v": kv, "o": width}.items():
             weights[f"{base}self_attn.{name}_proj.weight"] = random(rows, width)
-        for name in ("gate", "up"):
-            weights[f"{base}mlp.{name}_proj.weight"] = random(wide, width)
-        weights[f"{base}mlp.down_proj.weight"] = random(width, wide)
+        if "head_dim" in config:
+            for name in ("q_norm", "k_norm"):
+                weights[f"{base}self_attn.{name}.weight"] = torch.full((head,), 1.5)
+        experts = [f"experts.{number}." for number in range(config.get("num_experts", 0))]
+        if experts:
+            weights[f"{base}mlp.gate.weight"] = random(len(experts), width)
+        for part in experts or [""]:
+            for name in ("gate", "up"):
+                weights[f"{base}mlp.{part}{name}_proj.weight"] = random(wide, width)
+            weights[f"{base}mlp.{part}down_proj.weight"] = random(width, wide)
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     save_file(weights, str(directory / "model.safetensors"))
@@ -174,9 +203,9 @@ def rig(request: Any, tmp_path_factory: pytest.TempPathFactory, engines: Any) ->
     from vllm.model_executor.model_loader import get_model
 
     work, model = tmp_path_factory.mktemp("blend"), RECALL
-    if request.param == "llama":
-        model = work / "llama"
-        llama(model, engines.LLAMA | {"num_hidden_layers": 3})
+    if request.param in KEYS:
+        model = work / request.param
+        write_model(model, engines.LLAMA | KEYS[request.param])
     config = sparse_engine(
         engines,
         model,
@@ -186,7 +215,8 @@ def rig(request: Any, tmp_path_factory: pytest.TempPathFactory, engines: Any) ->
     )
     with set_current_vllm_config(config):
         loaded = get_model(vllm_config=config)
-    layers = config.compilation_config.static_forward_context
+    modules = config.compilation_config.static_forward_context.items()
+    layers = {name: each for name, each in modules if hasattr(each, "get_kv_cache_spec")}
     specs = {name: layer.get_kv_cache_spec(config) for name, layer in layers.items()}
     specs = {n: layers[n].get_attn_backend().customize_spec(spec) for n, spec in specs.items()}
     _, (kv_cache,) = engines.kv_configs(config, [specs])
@@ -289,6 +319,15 @@ def test_all_tokens_computed_are_the_full_prefill(rig: Rig, select: str) -> None
     made = blended(rig, rig.worker(select=select, ratio=1.0))
     made.is_dense()
     assert made.done == Blended(0, ALL["reused"], ALL["missed"])
+
+
+@pytest.mark.parametrize("rig", ["qwen3", "qwen3_moe"], indirect=True)
+def test_other_models_are_computed_as_by_vllm(rig: Rig) -> None:
+    """Whose keys are normed, or whose layers have experts."""
+    for select in ("union", "hkvd"):
+        blended(rig, rig.worker(select=select, ratio=1.0)).is_dense()
+    made = blended(rig, rig.worker(ratio=0.3))
+    assert 1e-3 < _off(made.logits, made.dense_logits) < 0.9
 
 
 def test_none_computed_is_pure_reuse(rig: Rig) -> None:
@@ -580,6 +619,8 @@ def test_the_backend_computes_as_vllms(rig: Rig) -> None:
 
 
 def test_other_models_are_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.attention import backend as metadata_of_vllm
+
     worker = BlendWorker(settings(), rig.config, rig.kv_cache)
     assert worker.why_not
 
@@ -602,6 +643,12 @@ def test_other_models_are_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> 
     with monkeypatch.context() as patch:
         patch.setattr(subject, "KNOWN", ("qwen3",))
         assert "not known" in refused()
+    with monkeypatch.context() as patch:  # another version of vLLM
+        patch.delattr("vllm.forward_context.set_forward_context")
+        assert "set_forward_context" in refused()
+    with monkeypatch.context() as patch:
+        patch.setattr(metadata_of_vllm, "CommonAttentionMetadata", lambda **_: 1 // 0)
+        assert "zero" in refused()
     rotary = attention.rotary_emb
     del attention.rotary_emb
     assert "rotary" in refused()

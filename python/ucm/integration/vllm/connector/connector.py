@@ -662,6 +662,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         for sparse in (self._sparse_worker, self._sparse_scheduler):
             if sparse is not None:
                 self._sparse(sparse.close)
+        self._blend_worker = None  # it holds the model
         self._close()
 
     @harmless(None, after=True)

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -231,6 +232,7 @@ class BlendWorker:
         self._settings, self._total = settings, total
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._parts: Parts | None = None
+        self._checks: HKVDCalculator | None = None
         #: Why no request of this engine can be blended, empty when it can.
         self.why_not = "the KV cache is not registered"
 
@@ -240,11 +242,23 @@ class BlendWorker:
         try:
             self._parts = parts_of(self._vllm_config, self._kv_cache_config, caches)
             self._total = self._total or _over_ranks(self._parts.device)
-            self._hkvd()
+            if self._settings.select == "hkvd":
+                self._hkvd(self._parts)
+            self._rehearse(self._parts)
             self.why_not = ""
         except Exception as error:
             self._parts, self.why_not = None, str(error) or repr(error)
             logger.warning("Blend: prompts are computed as usual: %s", self.why_not)
+
+    def _rehearse(self, parts: Parts) -> None:
+        """Everything but the model, for a first token: raises what another version of vLLM
+        raises."""
+        table, token = (0,), np.zeros(parts.block_tokens, np.uint32)
+        blend = Blend("", table, 0, parts.block_tokens, (), token, 0, parts.block_tokens)
+        request = _Request(blend, parts)
+        metadata, slots = request.metadata(torch.zeros(1, dtype=torch.int64))
+        state = _State(torch.zeros(1, 1), None, 0)
+        self._through_layers(request, slots, {"": metadata}, {"": slots}, (0, 0), state)
 
     def run(self, blends: Sequence[Blend]) -> list[Blended]:
         """Complete the KV of these requests, and return what was done for each. Raises the error of
@@ -273,7 +287,8 @@ class BlendWorker:
         new, _ = positions_of(hits)
         self._turn(request)
         if settings.select == "hkvd":
-            places = self._compute(request, torch.arange(blend.exact, blend.end), self._hkvd())
+            hkvd = self._hkvd(request.parts)
+            places = self._compute(request, torch.arange(blend.exact, blend.end), hkvd)
             chosen = int(torch.isin(places, new).sum())
         else:
             scores = self._ask(request) if settings.select in ("union", "query") else None
@@ -288,20 +303,20 @@ class BlendWorker:
             self._compute(request, torch.cat([request.misses, picked]).sort().values)
         return Blended(len(new) - chosen, chosen, len(request.misses))
 
-    def _hkvd(self) -> HKVDCalculator | None:
+    def _hkvd(self, parts: Parts) -> HKVDCalculator:
         """The check layers of ``hkvd``. Raises :class:`~ucm.errors.ConfigError`."""
         settings = self._settings
-        if settings.select != "hkvd" or self._parts is None:
-            return None
-        given = {} if self._total is None else {"total": self._total}
-        return HKVDCalculator(
-            len(self._parts.layers),
-            settings.hkvd_threshold,
-            compute_meta=settings.compute_meta,
-            ratio=settings.ratio,
-            criterion=settings.criterion,
-            **given,
-        )
+        if self._checks is None:
+            given = {} if self._total is None else {"total": self._total}
+            self._checks = HKVDCalculator(
+                len(parts.layers),
+                settings.hkvd_threshold,
+                compute_meta=settings.compute_meta,
+                ratio=settings.ratio,
+                criterion=settings.criterion,
+                **given,
+            )
+        return self._checks
 
     @staticmethod
     def _turn(request: _Request) -> None:
@@ -311,8 +326,8 @@ class BlendWorker:
         if not len(new):
             return
         source, target = request.source(), request.slots(new)
-        factors = {id(layer.rotation): layer.rotation for layer in parts.layers}
-        turning = {key: rotation.factors(old, new) for key, rotation in factors.items()}
+        rotations = {id(layer.rotation): layer.rotation for layer in parts.layers}
+        turning = {key: rotation.factors(old, new) for key, rotation in rotations.items()}
         for layer in parts.layers:
             cache = layer.attention.kv_cache
             keys, values = parts.pages.read(cache, source)
@@ -543,6 +558,7 @@ class _Request:
             block_table_tensor=table.expand(len(lens), -1).contiguous(),
             slot_mapping=slots,
             causal=True,
+            is_prefilling=torch.ones(len(lens), dtype=torch.bool),
             positions=places.to(device),
         )
         return self.parts.builder.build(0, common), slots
