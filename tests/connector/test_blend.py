@@ -329,6 +329,9 @@ def test_after_a_failed_load_vllm_goes_on_from_what_it_has() -> None:
     request.num_computed_tokens = BLOCK
     assert not runs(rig, request)
     assert rig.blend.exact_tokens(request) == ALL_TOKENS
+    rig.tables.free(request)
+    request.num_preemptions, request.num_computed_tokens = 1, 0
+    assert [asked(rig, request)[0] for _ in range(2)] == [None, 0]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -371,6 +374,7 @@ def test_vllm_may_take_less_of_a_claim_than_its_chunks() -> None:
         assert rig.blend.exact_tokens(request) == exact
         blends = runs(rig, request)  # the connector has a load fail that was not planned
         assert [(blend.hits, blend.end) for blend in blends] == ([((), external)] if at else [])
+    assert rig.scheduler.stats()["hit_blocks"] == 2
 
 
 def test_a_preempted_request_asks_anew() -> None:

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
-    from ucm.integration.vllm.connector.metadata import Blended
-
 
 # Blocks of requests
 # --------------------------------------------------------------------------------------------------
@@ -143,11 +141,11 @@ class MissStats:
         text = "the first load: %d blocks, %d tokens were not computed"
         self._log_first(names.LOADED, blocks, text)
 
-    def blended(self, done: Blended) -> None:
-        """The workers put chunks of other prompts into requests."""
-        self._news[names.BLEND_HIT] += done.reused + done.computed
-        self._news[names.BLEND_COMPUTED] += done.computed
-        self._news[names.BLEND_MISSED] += done.missed
+    def blended(self, reused: int, computed: int, missed: int) -> None:
+        """The workers put chunks of other prompts into a request, in tokens."""
+        self._news[names.BLEND_HIT] += reused + computed
+        self._news[names.BLEND_COMPUTED] += computed
+        self._news[names.BLEND_MISSED] += missed
 
     def looked_up(self, seconds: float) -> None:
         """The store answered a lookup after ``seconds``."""

@@ -889,7 +889,7 @@ class UCMConnectorScheduler:
         busy = self.dumps.busy_blocks
         self._on_lost_blocks(report.lost)
         for done in report.blended:
-            self.miss_stats.blended(done)
+            self.miss_stats.blended(done.reused, done.computed, done.missed)
         for rank in report.ranks:
             self.readiness.report(rank)
             self.health.report(rank.rank, rank.healthy)
