@@ -164,8 +164,6 @@ def test_after_a_restart_all_tokens_computed_are_dense(
     assert answer.tokens == other.dense and answer.cached == LENGTH
     assert counted(engine) == (LENGTH, LENGTH, 0)
     order = (0, 1, 5, 3, 2, 6, 7, 4)
-    engine.wait_idle()
-    engine.reset()
     context = in_order(stored(1), order)
     found = engine.ask([*context, *other.asked], 2)
     assert found.tokens == answered([*context, *other.asked], 2)
