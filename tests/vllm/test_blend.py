@@ -110,14 +110,16 @@ def runner(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def disk(work: Path, runner: str) -> Disk:
-    return new_disk(work, f"blend-{runner}")
+def disk(host: EngineHost, work: Path, runner: str) -> Disk:
+    """With the prompts."""
+    found = new_disk(work, f"blend-{runner}")
+    store(host.get(spec_of(found, runner, SHARE, f"blend-{runner}")), range(PROMPTS))
+    return found
 
 
 def test_chunks_in_another_order_are_reused(host: EngineHost, disk: Disk, runner: str) -> None:
     """Nothing of them is stored again, nor hit as if it were exact."""
     engine = host.get(spec_of(disk, runner, SHARE, f"blend-{runner}"))
-    store(engine, range(PROMPTS))
     before = disk.files()
     assert len(before) == PROMPTS * LENGTH // BLOCK
     assert counted(engine) == (0, 0, 0)
