@@ -1019,8 +1019,6 @@ class UCMConnectorScheduler:
         """The weights in memory may be others from here on. Blocks computed before are offered no
         more."""
         self.readiness.begin_generation(emptied=True, forget=forget)
-        if self._blend is not None:
-            self._blend.forget()
         late, self._late_dumps = self._late_dumps, []
         self.dumps.generation += 1
         self.dumps.drop(late)
