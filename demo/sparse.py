@@ -29,7 +29,7 @@ sys.path.append(str(QUALITY))
 from recall_task import FIRST, recall  # noqa: E402
 
 #: vLLM's attention on a CPU has blocks of a multiple of 32 tokens; those of the tables in
-#: docs/sparse.md have 16.
+#: docs/sparse-quality.md have 16.
 BLOCK, LENGTH, RECORDS = 32, 1024, 64
 #: Blocks that are chosen beside the first and the last one: 5 of 33 are read.
 CHOSEN = 3

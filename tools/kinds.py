@@ -1,9 +1,9 @@
-"""Writes the tables of docs/configuration.md that come from the registry of kinds of tiers: the
+"""Writes the tables of docs/configuration*.md that come from the registry of kinds of tiers: the
 stores, and the keys of each kind.
 
 Run it after a change of a kind or one of its options, with the core built; with ``--check`` it only
-checks that the page is up to date (a test does that). A table stands between ``<!-- <name>: made by
-tools/kinds.py -->`` and ``<!-- end -->``; every kind that has keys needs one.
+checks that the pages are up to date (a test does that). A table stands between ``<!-- <name>: made
+by tools/kinds.py -->`` and ``<!-- end -->``; every kind that has keys needs one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import page
 from ucm.config.fields import Schema, choices, json_type, show_size
 from ucm.config.words import COMMON, KINDS, PIPELINE, STORES, Kind, own_keys
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGES = sorted(DOCS.glob("configuration*.md"))
 TABLE = page.tables_of("kinds.py")
 #: The unit of a value of each format, if the option has none itself.
 UNITS = {
@@ -120,9 +121,10 @@ def tables() -> dict[str, str]:
 
 
 def written(text: str) -> str:
-    """The page with new tables. Raises LookupError if one is missing or unknown."""
+    """A page with new tables. Raises LookupError if the pages together lack one, or have an unknown
+    one or one twice."""
     made = tables()
-    standing = [found["name"] for found in TABLE.finditer(text)]
+    standing = [found["name"] for path in PAGES for found in TABLE.finditer(path.read_text())]
     if sorted(standing) != sorted(made):
         missing, unknown = sorted(set(made) - set(standing)), sorted(set(standing) - set(made))
         raise LookupError(
@@ -133,4 +135,4 @@ def written(text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(page.run(__doc__, PAGE, "kinds.py", written))
+    sys.exit(page.run(__doc__, PAGES, "kinds.py", written))

@@ -269,4 +269,4 @@ def written(text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(page.run(__doc__, PAGE, "matrix.py", written))
+    sys.exit(page.run(__doc__, [PAGE], "matrix.py", written))

@@ -44,4 +44,4 @@ def written(text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(page.run(__doc__, PAGE, "metric_names.py", written))
+    sys.exit(page.run(__doc__, [PAGE], "metric_names.py", written))

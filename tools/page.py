@@ -1,4 +1,4 @@
-"""Writes the tables of a page of the documents that are made from the code. A table stands between
+"""Writes the tables of pages of the documents that are made from the code. A table stands between
 ``<!-- <name>: made by tools/<program> -->`` and ``<!-- end -->``.
 """
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 
@@ -16,23 +16,26 @@ def tables_of(program: str) -> re.Pattern[str]:
     return re.compile(begin + r"(?P<table>.*?)(<!-- end -->)", re.DOTALL)
 
 
-def run(about: str | None, page: Path, program: str, written: Callable[[str], str]) -> int:
-    """Writes the page, or with ``--check`` checks that it is up to date; returns the exit code.
-    ``written`` makes its new text of the old one, or raises LookupError with what is missing."""
+def run(
+    about: str | None, pages: Iterable[Path], program: str, written: Callable[[str], str]
+) -> int:
+    """Writes the pages, or with ``--check`` checks that they are up to date; returns the exit code.
+    ``written`` makes the new text of one of the old, or raises LookupError with what is missing."""
     parser = argparse.ArgumentParser(description=(about or "").partition("\n\n")[0])
     parser.add_argument(
         "--check", action="store_true", help="write nothing; fail if the page is out of date"
     )
     check = parser.parse_args().check
-    old = page.read_text()
-    try:
-        new = written(old)
-    except LookupError as error:
-        print(f"{page.name}: {error}")
-        return 1
-    if check and new != old:
-        print(f"{page.name} is out of date; run: python tools/{program}")
-        return 1
-    if not check:
-        page.write_text(new)
+    for page in pages:
+        old = page.read_text()
+        try:
+            new = written(old)
+        except LookupError as error:
+            print(f"tools/{program}: {error}")
+            return 1
+        if check and new != old:
+            print(f"{page.name} is out of date; run: python tools/{program}")
+            return 1
+        if not check:
+            page.write_text(new)
     return 0

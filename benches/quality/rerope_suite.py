@@ -12,7 +12,7 @@ from recall_model import SIZE, THETA, Recall, after_attention
 from recall_task import recall
 from torch import Tensor
 
-from ucm.sparse.rerope.rule import Rotation, Rule, attention
+from ucm.sparse.rerope.rule import RotationTable, Rule, attention
 
 TRAINED, RECORDS = 1024, 64
 LENGTHS = (1024, 2048, 4096, 8192)
@@ -23,7 +23,7 @@ def answers(model: Recall, tokens: Tensor, rule: Rule) -> Tensor:
     """The likeliest token after each one of ``tokens [t]``."""
     rates = THETA ** (-torch.arange(0, SIZE, 2) / SIZE)
     angles = torch.arange(len(tokens))[:, None] * rates
-    rotation = Rotation(torch.cat([angles.cos(), angles.sin()], dim=-1))
+    rotation = RotationTable(torch.cat([angles.cos(), angles.sin()], dim=-1))
     x = model.embed_tokens(tokens)
     for layer in model.layers:
         own, normed = layer.self_attn, layer.input_layernorm(x)

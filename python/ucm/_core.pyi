@@ -94,9 +94,9 @@ def record_ids(keys: Sequence[bytes] | bytes, mask: bytes) -> list[bytes]:
     """Record ids of block keys (or the other way round) under a part's mask. The keys may lie end
     to end in one ``bytes``."""
 
-def platforms() -> list[tuple[str, list[str], list[str], str]]:
-    """Every platform: its name, its other spellings, what vLLM calls it, and the type of its
-    devices in torch."""
+def platforms() -> list[tuple[str, list[str], list[str], str, str]]:
+    """Every platform: its name, its other spellings, what vLLM calls it, the type of its devices in
+    torch, and a pattern of its device files, or "" without any."""
 
 def tier_kinds() -> str:
     """Every kind of tier as a JSON text: names, role, the schema of its options and their defaults

@@ -2,7 +2,7 @@
 error stands for.
 
 The core's enum is the one list; this one mirrors it, and a test compares the two.
-``docs/format.md`` says what each means, ``docs/reasons.md`` what to do about it.
+``docs/format-verify.md`` says what each means, ``docs/reasons.md`` what to do about it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import pytest
 from cli_roots import BLOCK, LAYERS, PIECES, SIDES, Written, sided
 
 from ucm.cli import transfer
-from ucm.errors import BusyError
+from ucm.errors import BusyError, ConfigError, UcmError, UnhealthyError
 from ucm.store.posix import UcmPosixStore
 
 Json = Callable[..., dict[str, Any]]
@@ -158,31 +158,79 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return waits
 
 
-def refusing(monkeypatch: pytest.MonkeyPatch, name: str, *, passes: int | None) -> None:
-    """Dumps of this kind are refused; every one with this number passes."""
+def refusing(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    *,
+    passes: int | None,
+    kind: type[UcmError] = BusyError,
+    first: int = 0,
+) -> None:
+    """Calls of this name are refused at once with an error of this kind, but for the ``first``
+    ones; every one with the number ``passes`` passes."""
     real, tried = getattr(UcmPosixStore, name), iter(range(1, 1000))
 
     def dump(*arguments: Any, **sides: Any) -> Any:
-        if passes is None or next(tried) % passes:
-            raise BusyError("full")
+        number = next(tried)
+        if number > first and (passes is None or number % passes):
+            raise kind("not now")
         return real(*arguments, **sides)
 
     monkeypatch.setattr(UcmPosixStore, name, dump)
 
 
-def test_a_target_that_stays_full_is_waited_for_once(
+@pytest.mark.parametrize("call", ["dump_data", "load_data"])
+@pytest.mark.parametrize("kind", [BusyError, UnhealthyError])
+def test_a_store_that_stays_full_or_unhealthy_is_waited_for_once(
     root: Written,
     tmp_path: Path,
     ucm_json: Json,
     waits: list[float],
     monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    kind: type[UcmError],
 ) -> None:
     root.fill("one", 5)
     root.fill("two", 3)
-    refusing(monkeypatch, "dump_data", passes=None)
+    refusing(monkeypatch, call, passes=None, kind=kind)
     out = ucm_json("export", root.path, tmp_path / "archive")
-    assert (out["exit"], out["copied"], out["reasons"]) == (1, 0, {"busy": 8})
+    assert (out["exit"], out["copied"], out["reasons"]) == (1, 0, {kind.kind: 8})
     assert len(waits) == 8
+
+
+def test_an_import_that_was_given_up_says_that_it_goes_on(
+    root: Written,
+    tmp_path: Path,
+    ucm: Any,
+    ucm_json: Json,
+    waits: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root.fill("one", 5)
+    of = ("import", root.path, tmp_path / "new", "--capacity", "64MiB")
+    with monkeypatch.context() as refused:
+        refusing(refused, "dump_data", passes=None, kind=UnhealthyError, first=2)
+        result = ucm(*of)
+    assert result.exit_code == 1
+    assert "copied        2 (" in result.output and "3: 3 unhealthy" in result.output
+    sentence = "not all could be copied for now: run the same command again, and it goes on"
+    assert sentence in result.output
+    again = ucm_json(*of)
+    assert (again["exit"], again["copied"], again["present"]) == (0, 3, 2)
+
+
+def test_an_error_that_no_wait_mends_ends_the_copy(
+    root: Written,
+    tmp_path: Path,
+    ucm: Any,
+    waits: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root.fill("one", 1)
+    refusing(monkeypatch, "dump_data", passes=None, kind=ConfigError)
+    result = ucm("export", root.path, tmp_path / "archive")
+    assert (result.exit_code, len(waits)) == (2, 0)
+    assert "not now" in result.stderr
 
 
 def test_side_shards_that_are_refused_are_waited_for_once(
@@ -204,15 +252,17 @@ def test_side_shards_that_are_refused_are_waited_for_once(
     assert len(waits) == 8
 
 
+@pytest.mark.parametrize("kind", [BusyError, UnhealthyError])
 def test_a_target_that_gets_on_is_waited_for_again(
     root: Written,
     tmp_path: Path,
     ucm_json: Json,
     waits: list[float],
     monkeypatch: pytest.MonkeyPatch,
+    kind: type[UcmError],
 ) -> None:
     root.fill("one", 5)
-    refusing(monkeypatch, "dump_data", passes=7)
+    refusing(monkeypatch, "dump_data", passes=7, kind=kind)
     out = ucm_json("export", root.path, tmp_path / "archive")
     assert (out["exit"], out["copied"], out["failed"]) == (0, 5, 0)
     assert len(waits) == 5 * 6

@@ -18,6 +18,7 @@ from vllm.v1.request import Request
 
 from ucm.config.sparse import BlendConfig
 from ucm.integration.vllm.connector.admission.rates import ComputeSpeed, LoadSpeed
+from ucm.integration.vllm.connector.identity.weights import WeightSource
 from ucm.integration.vllm.connector.metadata import (
     Blended,
     LoadFailure,
@@ -415,15 +416,22 @@ def test_blocks_behind_the_exact_prefix_are_not_offered() -> None:
     assert offered == [(0, 1)]
 
 
-def test_other_weights_have_no_chunks_of_these() -> None:
+@pytest.mark.parametrize("changed", [False, True])
+def test_other_weights_have_no_chunks_of_these(changed: bool) -> None:
+    """vLLM empties its cache: where the weights are the same, so are the chunks."""
     rig = rig_with()
-    request = other(rig)
+    request, other_name = other(rig), '{"weights":"b"}'
     assert asked(rig, request) == (6 * BLOCK, True)
+    rig.named.after = {rig.readiness.identity_text: other_name}
     assert rig.scheduler.reset_cache()
     assert asked(rig, request) == (None, False)
-    rig.weights_checked(rig.step())
+    rig.weights_checked(rig.step(), not changed, WeightSource(other_name))
+    if changed:
+        assert rig.step().setup is not None
+        rig.later.run()
+        rig.ready(2)
     assert asked(rig, request) == (None, False)
-    assert asked(rig, request) == (0, False)
+    assert asked(rig, request) == ((0, False) if changed else (6 * BLOCK, True))
 
 
 def test_a_prompt_is_remembered_once_all_of_it_is_stored() -> None:

@@ -167,6 +167,71 @@ def test_nothing_is_held_that_is_stored_already() -> None:
     assert not rig.scheduler.has_pending_push_work
 
 
+WINDOW = (Group(0, 0, BLOCK, reach=Reach("window", 2 * BLOCK)),)
+
+
+def slide(rig: AdapterRig, request: Request) -> UCMConnectorMetadata:
+    """The next step of a request, before which vLLM takes the blocks that left its window: of at
+    most three blocks of its prompt, or of one further token."""
+    pool, table = rig.tables.block_pool, rig.tables.tables[request.request_id]
+    if first := request.num_computed_tokens and WINDOW[0].first_seen(request.num_computed_tokens):
+        left = [block for block in table[:first] if not block.is_null]
+        table[:first] = [pool.null_block] * first
+        pool.free_blocks(left)
+    if request.num_computed_tokens == request.num_tokens:
+        request.append_output_token_ids([1])
+    return rig.step(request, most=3 * BLOCK)
+
+
+def test_blocks_that_leave_a_window_before_a_look_are_offered_after_one() -> None:
+    rig = AdapterRig(groups=WINDOW)
+    request = rig.request("a", 7 * BLOCK)
+    rig.admit(request)
+    for _ in range(3):
+        assert offered(slide(rig, request)) == [], "nobody has looked"
+    found = set[int]()
+    for _ in range(4):
+        rig.look()
+        plan = slide(rig, request)
+        for dump in plan.dumps:
+            found |= set(range(dump.first, dump.first + len(dump.blocks)))
+        rig.report(rig.ended(plan))
+    assert found == set(range(7))
+    assert not rig.scheduler._deferred
+
+
+@pytest.mark.parametrize("then", ["looked", "changed", "aborted", "preempted"])
+def test_a_look_before_the_step_has_ended_does_not_count_for_what_leaves_a_window(
+    then: str,
+) -> None:
+    """Steps overlap, so the next one is planned before."""
+    rig = AdapterRig(groups=WINDOW)
+    request: Any = rig.request("a", 3 * BLOCK)
+    rig.admit(request)
+    slide(rig, request)
+    for under_way in (3 * BLOCK, 3 * BLOCK + 1):
+        request.num_in_flight_tokens = under_way
+        rig.look()
+        assert offered(slide(rig, request)) == []
+    if then == "aborted":
+        rig.scheduler.request_finished(request)
+        rig.tables.free(request)
+    elif then == "preempted":
+        request.num_preemptions += 1
+        request.num_computed_tokens, request.num_in_flight_tokens = 0, 0
+    if then in ("aborted", "preempted"):
+        for _ in range(2):
+            rig.look()
+            assert offered(rig.step()) == []
+        assert not rig.scheduler._deferred
+        return
+    request.num_in_flight_tokens = 0
+    assert offered(slide(rig, request)) == [], "nobody has looked since"
+    rig.looks.changed = then == "changed"
+    rig.look()
+    assert ((0, 1) in offered(slide(rig, request))) is (then == "looked")
+
+
 def test_items_of_every_new_request_are_reported() -> None:
     """Also of those that are left alone, whose data before the first computed token play no
     part."""
@@ -330,8 +395,6 @@ def test_blocks_that_are_refused_again_and_again_do_not_wait_for_ever() -> None:
 
 # Two ranks, of which one has no room
 # --------------------------------------------------------------------------------------------------
-
-WINDOW = (Group(0, 0, BLOCK, reach=Reach("window", 2 * BLOCK)),)
 
 
 def half_refused(rig: Rig, room: int = 10) -> tuple[Request, UCMConnectorMetadata]:

@@ -1,4 +1,4 @@
-"""Encrypted records in plain Python, by ``docs/format.md`` section 5 alone.
+"""Encrypted records in plain Python, by ``docs/format-compressed.md`` alone.
 
 :mod:`plain_record` verifies the stored form; this module decrypts it. AES-256-GCM is that of the
 package ``cryptography``; without it, or without the key, a record is verified by the checksums of

@@ -1,4 +1,4 @@
-"""Layers of compressed records in plain Python, by ``docs/format.md`` section 5 alone.
+"""Layers of compressed records in plain Python, by ``docs/format-compressed.md`` alone.
 
 :mod:`plain_record` verifies the stored form; this module decodes it. The standard library has a
 decoder of zstd from Python 3.14 on; before that the package ``zstandard`` is used. Without either

@@ -1,4 +1,5 @@
-"""Reads and verifies one stored record in plain Python, by the offsets of ``docs/format.md`` alone.
+"""Reads and verifies one stored record in plain Python, by ``docs/format-record.md`` and
+``docs/format-verify.md`` alone.
 
 This is the second reader of the format: it shares no code with the core, so an error in one shows
 as a difference between the two. It needs only the standard library and the names of the reasons,

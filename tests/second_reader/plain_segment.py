@@ -1,4 +1,4 @@
-"""Reads the footer of a segment in plain Python, by the offsets of ``docs/format.md`` section 9
+"""Reads the footer of a segment in plain Python, by the offsets of ``docs/format-segment.md``
 alone.
 
 The second reader of the format for segments, beside :mod:`plain_record` for the records in them. A

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from ucm.errors import InvalidInputError
-from ucm.sparse.rerope.rule import Rotation, Rule, attention, paged_attention
+from ucm.sparse.rerope.rule import RotationTable, Rule, attention, paged_attention
 
 HEADS, GROUP, DIM, BLOCK = 2, 3, 32, 16
 SCALE = DIM**-0.5
 
 
-def rotation(places: int, amplitude: float = 1.0, dim: int = DIM) -> Rotation:
+def rotation(places: int, amplitude: float = 1.0, dim: int = DIM) -> RotationTable:
     rates = 10_000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     angles = torch.arange(places, dtype=torch.float64)[:, None] * rates
-    return Rotation(torch.cat([angles.cos(), angles.sin()], dim=-1) * amplitude)
+    return RotationTable(torch.cat([angles.cos(), angles.sin()], dim=-1) * amplitude)
 
 
 def matrix(distance: int, dim: int = DIM) -> Tensor:
@@ -138,7 +138,7 @@ def test_pages_hold_the_same_keys_and_values(dtype: torch.dtype) -> None:
     assert far(out, torch.cat(parts)) <= (1e-5 if dtype == torch.float32 else 1e-2)
 
 
-def test_long_rows_are_computed_a_few_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_rows_are_computed_a_few_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     rule, table = Rule(24, 40), rotation(64)
     query, key, value = tokens(64)
     cache = torch.cat(
@@ -149,8 +149,7 @@ def test_long_rows_are_computed_a_few_heads_at_a_time(monkeypatch: pytest.Monkey
         dim=-1,
     ).view(4, HEADS, BLOCK, 2 * DIM)
     right = attention(query, key, value, table, rule, SCALE)
-    monkeypatch.setattr("ucm.sparse.rerope.rule._KEYS", 64 * DIM)
-    monkeypatch.setattr("ucm.sparse.rerope.rule._LOGITS", 1)
+    monkeypatch.setattr("ucm.sparse.rerope.rule._ROWS", 7)
     out = torch.zeros_like(query)
     rows = torch.arange(4)[None], torch.tensor([0, 64]), torch.tensor([64])
     paged_attention(query, cache, *rows, table, rule, SCALE, out)

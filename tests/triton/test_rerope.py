@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from torch import Tensor  # noqa: E402
 
 from ucm.errors import InvalidInputError  # noqa: E402
-from ucm.sparse.rerope.rule import Rotation, Rule, attention  # noqa: E402
+from ucm.sparse.rerope.rule import RotationTable, Rule, attention  # noqa: E402
 from ucm.sparse.rerope.triton_unified_attention_rerope import unified_attention_rerope  # noqa: E402
 
 BLOCK = 16
@@ -51,10 +51,10 @@ def test_an_engines_attention_is_that_of_the_rule() -> None:
     torch.testing.assert_close(found, right, atol=1e-5, rtol=0)
 
 
-def rotation(places: int, dim: int) -> Rotation:
+def rotation(places: int, dim: int) -> RotationTable:
     rates = 10_000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     angles = torch.arange(places, dtype=torch.float64)[:, None] * rates
-    return Rotation(torch.cat([angles.cos(), angles.sin()], dim=-1) * 1.1)
+    return RotationTable(torch.cat([angles.cos(), angles.sin()], dim=-1) * 1.1)
 
 
 @pytest.mark.parametrize("window", [1, 7, 16, 100])

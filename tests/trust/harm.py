@@ -2,7 +2,7 @@
 
 The damage is made in place, as by a disk, a program or an operator. Complete but wrong records are
 *forged*: fields of the header are changed and its checksums computed again, by the offsets of
-``docs/format.md``. Damage to a file affects all records in it.
+``docs/format-verify.md``. Damage to a file affects all records in it.
 """
 
 from __future__ import annotations

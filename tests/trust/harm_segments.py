@@ -1,7 +1,7 @@
 """Damage to the footer, the head or the name of a block's segment: each function makes one kind.
 
 A complete but wrong footer is *forged*: its fields are changed and its checksums computed again, by
-the offsets of ``docs/format.md``, section 9.
+the offsets of ``docs/format-segment.md``.
 """
 
 from __future__ import annotations

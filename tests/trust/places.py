@@ -1,5 +1,5 @@
-"""Locations of records below a root, one file each or many in one; by ``docs/format.md``, not by
-the code under test."""
+"""Locations of records below a root, one file each or many in one; by ``docs/format-files.md``, not
+by the code under test."""
 
 from __future__ import annotations
 

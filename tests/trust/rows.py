@@ -582,7 +582,7 @@ PROCESS_ROWS = [
     ProcessRow("two collectors", "one stops and goes on", (), hosts.two_collectors),
     ProcessRow("quota", "one model writes three times its own", (), hosts.quota),
     ProcessRow(
-        "two writers", "the same ids, files removed meanwhile", ("absent",), processes.two_writers
+        "two writers", "the same ids, while files are removed", ("absent",), processes.two_writers
     ),
     ProcessRow("clock jumps", "times of files in 1971 and 2100", (), processes.clock_jumps),
     ProcessRow("no descriptors", "RLIMIT_NOFILE reached", ("io_error",), processes.no_descriptors),

@@ -3,7 +3,7 @@ markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import columns
 from apart import ENGINES, why_not
@@ -12,7 +12,18 @@ from rows import ENGINE_ROWS, FILE_ROWS, FUSE_ROWS, PROCESS_ROWS, ROOT_ROWS
 
 #: Columns at the store level, then through live engines.
 COLUMNS = (*(column.name for column in columns.COLUMNS), *ENGINES)
+STORES = tuple(column.name for column in columns.COLUMNS)
 _WORST = ("ok", "skipped", "known fault", "FAILED")
+#: The tables of the pages: a heading, and its rows.
+PARTS: tuple[tuple[str, Sequence[Row]], ...] = (
+    ("Damage to a record", [row for row in FILE_ROWS if not (row.of_segments or row.of_codecs)]),
+    ("Damage to a segment", [row for row in FILE_ROWS if row.of_segments]),
+    ("Damage to a compressed record", [row for row in FILE_ROWS if row.of_codecs]),
+    ("Harm to a root", ROOT_ROWS),
+    ("Faults of the file system and of the disk", FUSE_ROWS),
+    ("Several processes, and limits of one", PROCESS_ROWS),
+    ("Engines", ENGINE_ROWS),
+)
 
 
 class Table:
@@ -85,9 +96,49 @@ class Table:
         ]
 
     def markdown(self) -> str:
-        """The same for a page."""
-        notes = "\n".join(f"- {note}" for note in self.notes())
-        return f"{_markdown(self.lines())}\n{notes}\n\n{_markdown(self.totals())}"
+        """For pages: the totals, the meaning of the numbers, and a table for each kind of harm,
+        with one cell for all stores and one for all engines."""
+        notes = (
+            f"- ({number}) not in {', '.join(self._without(why))}: {why}"
+            for number, why in enumerate(self._reasons(), 1)
+        )
+        tables = (
+            f"## {title}\n\n{_markdown(lines)}"
+            for title, rows in PARTS
+            if len(lines := list(self._together(rows))) > 1
+        )
+        return "\n".join([_markdown(self.totals()), *notes, "", *tables])
+
+    def _without(self, why: str) -> list[str]:
+        """The columns in which rows do not apply for this reason."""
+        rows = self._rows().values()
+        return [
+            column.name
+            for column in columns.COLUMNS
+            if any(why_not(row, column) == why for row in rows)
+        ]
+
+    def _together(self, rows: Iterable[Row]) -> Iterator[tuple[str, ...]]:
+        yield ("harm", "what", "counted", "expected", "stores", "engines")
+        for row in {row.line: row for row in rows}.values():
+            cells = (self._of_several(row, STORES), self._of_several(row, ENGINES))
+            if any(cells):
+                yield (row.line, row.what, " or ".join(row.reasons), row.expected, *cells)
+
+    def _of_several(self, row: Row, names: Sequence[str]) -> str:
+        """The result in all of these columns, and the numbers of those that do not apply; the
+        columns by name if some differ or were not run."""
+        found: dict[str, list[str]] = {}
+        for name in names:
+            found.setdefault(self._cell(row, name), []).append(name)
+        run = {cell: where for cell, where in found.items() if cell in _WORST}
+        if not run:
+            return ""
+        numbers = [cell.removeprefix("- ") for cell in found if cell.startswith("-")]
+        if len(run) == 1 and "" not in found:
+            return " ".join([*run, *numbers])
+        named = [f"{cell}: {', '.join(where)}" for cell, where in run.items()]
+        return " ".join(["; ".join(named), *numbers])
 
 
 def _aligned(lines: list[tuple[str, ...]]) -> list[str]:
@@ -98,7 +149,7 @@ def _aligned(lines: list[tuple[str, ...]]) -> list[str]:
     ]
 
 
-def _markdown(lines: Iterator[tuple[str, ...]]) -> str:
+def _markdown(lines: Iterable[tuple[str, ...]]) -> str:
     """A bar in a name would end its cell."""
     head, *rest = ([cell.replace("|", "\\|") for cell in line] for line in lines)
     return (

@@ -1,4 +1,4 @@
-"""Compressed records by ``docs/format.md`` section 5: the frozen ones, an older reader, and
+"""Compressed records by ``docs/format-compressed.md``: the frozen ones, an older reader, and
 decoding."""
 
 from __future__ import annotations

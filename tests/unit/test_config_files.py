@@ -88,7 +88,7 @@ def test_secrets_are_never_shown() -> None:
 
 
 def test_the_documentation_lists_every_key_and_variable() -> None:
-    text = (REPOSITORY / "docs" / "configuration.md").read_text()
+    text = "".join(page.read_text() for page in (REPOSITORY / "docs").glob("configuration*.md"))
     keys = (
         {key for key, _ in flatten(UcmConfig())}
         | {"UCM_CONFIG_FILE", "UCM_DISABLE"}

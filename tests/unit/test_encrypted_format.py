@@ -1,5 +1,5 @@
-"""Encrypted records by ``docs/format.md`` alone: a frozen one, made from the page's text, and the
-second reader.
+"""Encrypted records by ``docs/format-compressed.md`` alone: a frozen one, made from the page's
+text, and the second reader.
 
 The core reads the same file in ``crates/ucm-store/tests/record_fixture.rs``.
 """
@@ -28,7 +28,7 @@ KEYS = Keys({key_id(KEY): KEY}, OPEN)
 
 def encrypted(data: bytes) -> bytes:
     """A record of two layers and one side shard, each in a page of its own at most, encrypted by
-    section 5."""
+    that page."""
     header, out = parse_header(data), bytearray(data)
     cipher = aead.AESGCM(hmac.digest(KEY, b"UCMRECORD" + SALT + header.record_id, "sha256"))
     out[64] |= 2

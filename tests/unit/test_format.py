@@ -467,7 +467,9 @@ def test_docs_and_readers_know_the_same_reasons() -> None:
     source = (REPOSITORY / "crates" / "ucm-core" / "src" / "miss.rs").read_text()
     core = re.findall(r'^        \w+ = "(\w+)",$', source, flags=re.MULTILINE)
     docs = re.findall(
-        r"^\| `(\w+)` \|", (REPOSITORY / "docs" / "format.md").read_text(), flags=re.MULTILINE
+        r"^\| `(\w+)` \|",
+        (REPOSITORY / "docs" / "format-verify.md").read_text(),
+        flags=re.MULTILINE,
     )
     assert docs == core
     assert [str(reason) for reason in MissReason] == core

@@ -1,4 +1,4 @@
-"""Section 9 of ``docs/format.md``: the frozen segment, and the second reader's verdicts on
+"""``docs/format-segment.md``: the frozen segment, and the second reader's verdicts on
 damage."""
 
 from __future__ import annotations

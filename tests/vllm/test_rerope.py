@@ -19,7 +19,7 @@ from sparse_reference import Llama
 from specs import BLOCK, ON_GPU, EngineSpec, Result
 from torch import Tensor
 
-from ucm.sparse.rerope.rule import Rotation, Rule, attention
+from ucm.sparse.rerope.rule import RotationTable, Rule, attention
 
 pytestmark = pytest.mark.skipif(ON_GPU or IN_USE, reason="attention of the CPU backend")
 
@@ -52,7 +52,7 @@ class ByRule(Llama):
         cache[layer] = key, value
         rates = self.config["rope_theta"] ** (-torch.arange(0, self.size, 2) / self.size)
         angles = torch.arange(len(key))[:, None] * rates
-        rotation = Rotation(torch.cat([angles.cos(), angles.sin()], dim=-1))
+        rotation = RotationTable(torch.cat([angles.cos(), angles.sin()], dim=-1))
         found = attention(query, key, value, rotation, self.rule, self.size**-0.5)
         return found.flatten(1)
 

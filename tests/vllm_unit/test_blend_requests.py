@@ -55,8 +55,8 @@ class BlendEngine(ToyEngine):
     def __init__(
         self, engines: Any, tiny: Path, patch: Any, *, exactly: bool = False, **args: Any
     ) -> None:
-        keys = {"blend": {"chunk_size": CHUNK, "min_hit_blocks": 1, "ratio": 0.0}}
-        keys["blend"] |= args.pop("blend", {})
+        keys: dict[str, Any] = {"chunk_size": CHUNK, "min_hit_blocks": 1, "ratio": 0.0}
+        keys = {"blend": keys | args.pop("blend", {}), **args.pop("keys", {})}
         args = {"blocks": 60, "max_num_batched_tokens": 512} | args
         self.exactly, self.blends = exactly, list[Blend]()
         self.prompts: list[list[int]] = []  # all that were asked
@@ -382,8 +382,8 @@ def test_after_a_restart_chunks_are_found_again_where_prompts_are(made: Any) -> 
     assert engine.blends and answer == expected(other, COUNT, [SPEC, SPEC])
 
 
-def test_other_weights_know_no_chunks_of_before(made: Any) -> None:
-    engine = made(exactly=True)
+def test_a_cache_that_forgets_knows_no_chunks_of_before(made: Any) -> None:
+    engine = made(exactly=True, keys={"on_reset": "forget"})
     served(engine)
     assert engine.connector.reset_cache()
     parts = [DOCS[1], DOCS[0]]

@@ -19,7 +19,7 @@ from ucm.integration.vllm import plugin
 from ucm.integration.vllm.attention import registering, rerope
 from ucm.integration.vllm.connector.identity.engine_identity import engine_identity
 from ucm.integration.vllm.early import UNROTATED
-from ucm.sparse.rerope.rule import Rotation, Rule, attention
+from ucm.sparse.rerope.rule import RotationTable, Rule, attention
 
 LLAMA = "UcmReRopeLlamaForCausalLM"
 
@@ -62,7 +62,6 @@ def test_only_an_engine_with_both_gets_our_backend(
     assert issubclass(found, own) and found is not own and found.get_name() == "CPU_ATTN"
     assert "ucm_packs_like" not in vars(found)
     assert backend(engine(engines, tiny, tmp_path)) is own
-    assert backend(engine(engines, tiny, tmp_path, {"window": 64}, architecture=None)) is own
     flash = backend(engine(engines, tiny, tmp_path, {"window": 64}), "FLASH_ATTN")
     assert flash is registering.vllms_own("FLASH_ATTN")
 
@@ -100,7 +99,7 @@ def test_attention_of_a_step_is_that_of_the_rule(engines: Any, tiny: Path, tmp_p
     )
     padded, output = torch.cat([query, query[:3]]), torch.zeros(len(query) + 3, HEADS, SIZE)
     impl.forward(layer, padded, None, None, cache, metadata, output)
-    rotation = Rotation(rotary._compute_cos_sin_cache())
+    rotation = RotationTable(rotary._compute_cos_sin_cache())
     right = torch.cat(
         [
             attention(q, k, v, rotation, rule, SIZE**-0.5)
@@ -153,7 +152,7 @@ def test_layers_share_a_rotation(engines: Any, tiny: Path, tmp_path: Path) -> No
     with set_current_vllm_config(config):
         impls = [kind(HEADS, SIZE, 1.0, KV_HEADS, None, None, "auto") for _ in range(2)]
         rotary = _rotary(1024)
-    made: dict[int, Rotation] = {}
+    made: dict[int, RotationTable] = {}
     for impl in impls:
         rerope.serve(SimpleNamespace(impl=impl), rotary, made, config)
     assert impls[0].rotation is impls[1].rotation
@@ -223,6 +222,27 @@ def test_an_engine_that_cannot_compute_by_the_rule_is_refused(
         setattr(config.cache_config, "cache_dtype" if name == "kv_cache_dtype" else name, value)
     with pytest.raises(ConfigError, match=sentence):
         rerope.refuse_unsupported(config)
+    for name in ("CPU_ATTN", "FLASH_ATTN"):  # before the weights are loaded
+        with pytest.raises(ConfigError, match=sentence):
+            backend(config, name)
+
+
+def test_a_process_of_an_engine_ends_with_the_sentence(
+    engines: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multiprocessing.parent_process", object)
+    config = engine(engines, tiny, tmp_path, {"window": 64}, architecture=None)
+    with pytest.raises(SystemExit, match=r"^ucm: rerope: LlamaForCausalLM rotates its keys"):
+        backend(config)
+
+
+def test_a_selector_beside_it_is_refused_before_the_model_is_built(
+    engines: Any, tiny: Path, tmp_path: Path
+) -> None:
+    config = engine(engines, tiny, tmp_path, {"window": 64})
+    config.kv_transfer_config.kv_connector_extra_config["ucm_sparse_method"] = "Quest"
+    with pytest.raises(ConfigError, match="rerope and sparse attention do not work together"):
+        backend(config)
 
 
 def test_every_model_class_exists_under_the_name_that_vllm_knows() -> None:

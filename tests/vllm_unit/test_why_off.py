@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from ucm.config import parse
 from ucm.errors import ConfigError
 from ucm.integration.vllm.attention.setup import refuse_unsupported
+from ucm.integration.vllm.connector import factory
 from ucm.integration.vllm.connector.factory import why_off
 from ucm.integration.vllm.connector.groups import SERVED
+from ucm.integration.vllm.connector.identity.engine_identity import engine_identity
 from ucm.reasons import MissReason
 
 
@@ -93,6 +96,30 @@ def test_windows_are_served_alone_and_beside_full_attention(engines: Any, tiny: 
         for one_group in (False, True):
             args = {"disable_hybrid_kv_cache_manager": one_group}
             assert served(engines, tiny, layers, **args) == ""
+
+
+def test_a_connector_beside_ours_that_makes_vllm_keep_one_group_is_said(
+    engines: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Blocks of such an engine have another identity than those of ucm alone."""
+    monkeypatch.setattr(logging.getLogger("ucm"), "propagate", True)
+    identities = []
+    for others in ([], [{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}]):
+        ours = {"kv_connector": "UCMConnector", "kv_role": "kv_both"}
+        several = {"kv_connector_extra_config": {"connectors": [ours, *others]}}
+        transfer = {"kv_connector": "MultiConnector", "kv_role": "kv_both", **several}
+        config = engines.engine_config(tiny, kv_transfer_config=transfer)
+        scheduler, _ = engines.kv_configs(config, [windowed(engines, config, 1)])
+        caplog.clear()
+        factory._say_one_group(config, scheduler)
+        said = [record.getMessage() for record in caplog.records]
+        assert len(said) == len(others)
+        assert all("another connector without SupportsHMA" in text for text in said)
+        identities.append(engine_identity(config, scheduler, "w"))
+    assert identities[0]["kv_groups"] != identities[1]["kv_groups"]
+    plain, _ = engines.kv_configs(config)  # no layer has a window
+    factory._say_one_group(config, plain)
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("kind", matrix.OTHERS)

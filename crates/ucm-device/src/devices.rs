@@ -1,7 +1,7 @@
 //! The platforms of this build: one table of their differences.
 //!
-//! [`open_device`] opens a device by its name in a configuration. Python reads names, spellings and
-//! the names used by vLLM and torch from [`PLATFORMS`] (`ucm._core.platforms`).
+//! [`open_device`] opens a device by its name in a configuration. Python reads names, spellings,
+//! the names used by vLLM and torch, and files from [`PLATFORMS`] (`ucm._core.platforms`).
 
 use std::sync::Arc;
 
@@ -27,6 +27,8 @@ pub struct Platform {
     pub in_vllm: &'static [&'static str],
     /// The type of its devices in torch.
     pub in_torch: &'static str,
+    /// Its files, as a pattern of glob; empty: it has none.
+    pub files: &'static str,
     /// `None`: memory of this process.
     library: Option<VendorLibrary>,
 }
@@ -39,6 +41,7 @@ pub static PLATFORMS: &[Platform] = &[
         spellings: &["simu", "cpu"],
         in_vllm: &["cpu"],
         in_torch: "cpu",
+        files: "",
         library: None,
     },
     Platform {
@@ -46,6 +49,7 @@ pub static PLATFORMS: &[Platform] = &[
         spellings: &[],
         in_vllm: &["cuda"],
         in_torch: "cuda",
+        files: "/dev/nvidia[0-9]*",
         library: Some(VendorLibrary::Cuda),
     },
     // AMD. All values and signatures: `driver_types.h` and `hip_runtime_api.h` of HIP 5.2.21153, in
@@ -56,6 +60,7 @@ pub static PLATFORMS: &[Platform] = &[
         spellings: &[],
         in_vllm: &["rocm"],
         in_torch: "cuda",
+        files: "/dev/kfd",
         library: Some(VendorLibrary::CudaLike(Vendor {
             prefix: "hip",
             library: Places {
@@ -79,6 +84,7 @@ pub static PLATFORMS: &[Platform] = &[
         spellings: &[],
         in_vllm: &["musa"],
         in_torch: "musa",
+        files: "/dev/mtgpu*",
         library: Some(VendorLibrary::CudaLike(Vendor {
             prefix: "musa",
             library: Places {
@@ -96,6 +102,7 @@ pub static PLATFORMS: &[Platform] = &[
         spellings: &[],
         in_vllm: &["maca", "cuda"],
         in_torch: "cuda",
+        files: "/dev/mxcd",
         library: Some(VendorLibrary::CudaLike(Vendor {
             prefix: "mc",
             library: Places {
@@ -111,6 +118,7 @@ pub static PLATFORMS: &[Platform] = &[
         spellings: &[],
         in_vllm: &["npu"],
         in_torch: "npu",
+        files: "/dev/davinci[0-9]*",
         library: Some(VendorLibrary::Ascend),
     },
 ];

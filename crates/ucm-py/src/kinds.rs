@@ -16,6 +16,7 @@ type PlatformRow = (
     &'static [&'static str],
     &'static [&'static str],
     &'static str,
+    &'static str,
 );
 
 /// Every platform, see [`ucm_device::Platform`].
@@ -23,6 +24,14 @@ type PlatformRow = (
 pub(crate) fn platforms() -> Vec<PlatformRow> {
     PLATFORMS
         .iter()
-        .map(|row| (row.name, row.spellings, row.in_vllm, row.in_torch))
+        .map(|row| {
+            (
+                row.name,
+                row.spellings,
+                row.in_vllm,
+                row.in_torch,
+                row.files,
+            )
+        })
         .collect()
 }

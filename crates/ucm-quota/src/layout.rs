@@ -247,7 +247,7 @@ pub struct Marker {
     pub created: u64,
     /// The limit on bytes below the root.
     pub storage_capacity: u64,
-    /// Which layout was decided on here; see docs/stores.md.
+    /// Which layout was decided on here; see docs/configuration-directory.md.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layout: Option<serde_json::Value>,
 }

@@ -1,4 +1,5 @@
-//! The record: one block of one part as stored on a medium, byte for byte as in `docs/format.md`.
+//! The record: one block of one part as stored on a medium, byte for byte as in
+//! `docs/format-record.md`.
 //!
 //! A header of whole pages, the payload (layers in model order, 64-byte aligned, padded to a page),
 //! then optional side shards, each with a checksum of its own: damage of one does not affect the

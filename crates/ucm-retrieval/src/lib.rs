@@ -16,7 +16,7 @@
 //! fixed order: the result does not depend on the batch, the number of threads or the positions of
 //! the blocks.
 //!
-//! Formulas and their sources are in `docs/sparse.md`.
+//! Formulas and their sources are in `docs/sparse-formulas.md`.
 
 mod attention;
 mod dot;

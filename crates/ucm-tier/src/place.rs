@@ -10,9 +10,9 @@ use crate::segment::format::Trailer;
 /// Something that lies at a place.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Item {
-    /// Where it would lie below a root (`docs/format.md`): `<namespace>/blocks/<hh>/<id>.bin`,
-    /// `<namespace>/segments/<name>`, `<namespace>/manifest-<part>.json`, `ucm-root.json`,
-    /// `space/<name>`. Empty: it is not ours.
+    /// Where it would lie below a root (`docs/format-files.md`):
+    /// `<namespace>/blocks/<hh>/<id>.bin`, `<namespace>/segments/<name>`,
+    /// `<namespace>/manifest-<part>.json`, `ucm-root.json`, `space/<name>`. Empty: it is not ours.
     pub path: String,
     /// What the server calls it.
     pub name: String,

@@ -3,7 +3,7 @@
 //! A kind is one file that ends in a function returning a [`TierKind`], and one line in the list of
 //! built-in kinds (`builtin/mod.rs`); another crate adds its own with [`register`] before a
 //! configuration is read. Python reads all of it ([`describe`]) and makes from it the keys of the
-//! configuration with their checks, the store classes and the tables of `docs/configuration.md`;
+//! configuration with their checks, the store classes and the tables of `docs/configuration*.md`;
 //! the behaviour suite runs over every medium that is listed here.
 //!
 //! ```

@@ -62,7 +62,7 @@ def main() -> None:
     serve over prefill and decode servers; measure servers, stores and devices; trace blocks.
 
     Engines may use roots at the same time. docs/tools.md explains every command and its JSON,
-    docs/pd.md the proxy.
+    docs/pd-proxy.md the proxy.
     """
 
 

@@ -135,7 +135,7 @@ def _configuration(extra: dict[str, Any], engine: bool) -> tuple[UcmConfig | Non
     try:
         config = parse(extra)
     except UcmError as failure:
-        return None, [error(failure.message, "docs/configuration.md lists every key")]
+        return None, [error(failure.message, "docs/configuration.md names the page of every key")]
     found = [warning(text) for text in config.warnings]
     found += [error(text) for text in config.problems]
     if not config.enabled:

@@ -103,20 +103,12 @@ def _others_named_ucm() -> Iterator[Finding]:
             yield error(text, f"pip uninstall {name}, then install ucm-kv again")
 
 
-#: Files of devices, by the name of the platform.
-_DEVICES = {
-    "CUDA": "/dev/nvidia[0-9]*",
-    "ROCm": "/dev/kfd",
-    "Ascend": "/dev/davinci[0-9]*",
-    "MUSA": "/dev/mtgpu*",
-    "MACA": "/dev/mxcd",
-}
-
-
 def devices(wanted: str | None) -> Iterator[Finding]:
     """Processors, and accelerators by their files; ``wanted`` is ``platform`` of the
     configuration."""
-    found = {name: len(glob.glob(pattern)) for name, pattern in _DEVICES.items()}
+    from ucm.config.words import PLATFORM_ROWS
+
+    found = {row.name: len(glob.glob(row.files)) for row in PLATFORM_ROWS}
     words = [f"{count} device files of {name}" for name, count in found.items() if count]
     cores = f"{len(os.sched_getaffinity(0))} processors may be used"
     yield note(", ".join([cores, *(words or ["no accelerator"])]))

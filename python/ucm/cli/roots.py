@@ -4,14 +4,14 @@
 goes through descriptors of directories that were checked when they were opened: no link, and on the
 same device as the root. So what is removed lies below the root that was marked, also when
 directories are exchanged at the same time. Names are compared with the patterns of
-``docs/format.md``; everything else is foreign and is only counted.
+``docs/format-files.md``; everything else is foreign and is only counted.
 
 :class:`RemoteRoot` is the same for a server or a bucket, through the compiled core: everything is
 listed once, under the path that it would have below a root.
 
 The original's own form is a file ``blocks/<hh>/<32 hex>.bin`` that begins with 64 bytes of ``UCMB``
-and no checksum (``seed_form`` in ``docs/format.md``). :class:`Foreigners` finds these below foreign
-directories, up to a bound.
+and no checksum (``seed_form`` in ``docs/format-verify.md``). :class:`Foreigners` finds these below
+foreign directories, up to a bound.
 """
 
 from __future__ import annotations

@@ -38,20 +38,25 @@ from ucm.cli.records import (
     verdict_of,
 )
 from ucm.cli.roots import MARKER, AnyRoot, Found, Kind, open_root, pick
-from ucm.errors import BusyError, ConfigError, TaskError, UcmError
+from ucm.errors import ConfigError, TaskError, UcmError
 from ucm.logger import in_units
-from ucm.reasons import reason_of
+from ucm.reasons import MissReason, reason_of
 
 #: Bytes of KV that are copied at a time.
 BATCH = 64 << 20
-#: Seconds for which a target that is busy or full is waited for, and between two attempts.
+#: Seconds for which a store that takes or gives no blocks for now is waited for, and between two
+#: attempts.
 PATIENCE_S, PAUSE_S = 60.0, 0.2
 #: Room in an archive beyond the records, as a share of them and in bytes.
 _SPARE, _LEAST = 1.25, 256 << 20
 #: Kinds of error after which a row is sent again, or a side shard is read again, and those of one
 #: that is not there.
-_FULL, _FOR_NOW = ("busy", "no_space"), ("busy", "timeout", "unhealthy")
+_AGAIN, _FOR_NOW = ("busy", "no_space", "unhealthy"), ("busy", "timeout", "unhealthy")
 _NONE = ("not_found", "corrupt", "foreign")
+#: Reasons of records that a second run may copy.
+_PASSING = frozenset(
+    (MissReason.BUSY, MissReason.TIMEOUT, MissReason.UNHEALTHY, MissReason.IO_ERROR)
+)
 _PART = re.compile(r"g([0-9]+)p([0-9]+)t([0-9]+)")
 
 
@@ -203,25 +208,28 @@ def _is_root(place: str) -> bool:
 
 
 class _Patience:
-    """Sends rows again that a store refused. Kinds of work are waited for one by one, and only
-    progress renews the wait, so that batches behind one that was given up are tried once."""
+    """Sends rows again that a store refused for now. Kinds of work are waited for one by one, and
+    only progress renews the wait, so that batches behind one that was given up are tried once."""
 
     def __init__(self) -> None:
         #: By kind of work: when it was first refused since its last progress.
         self._refused: dict[str, float] = {}
 
     def moved(
-        self, work: str, rows: int, send: Callable[..., None], passing: Sequence[str] = _FULL
+        self, work: str, rows: int, send: Callable[..., None], passing: Sequence[str] = _AGAIN
     ) -> dict[int, UcmError]:
         """Loads or stores this many rows, those of a list by ``send``; the failures by row. Those
         with a ``passing`` kind of error are sent again: by default rows given up because another of
-        their task failed, or because a store is busy or counts what it holds."""
+        their task failed, or because a store is busy, unhealthy or counts what it holds. Raises an
+        error of all rows that no wait mends."""
         failures: dict[int, UcmError] = {}
         left = list(range(rows))
         while left:
             try:
                 send(left)
-            except (TaskError, BusyError) as error:
+            except UcmError as error:
+                if not (error.retryable or isinstance(error, TaskError)):
+                    raise
                 found = getattr(error, "failures", {}) or dict.fromkeys(range(len(left)), error)
                 failures |= {left[row]: why for row, why in found.items()}
             again = [at for at in failures if failures[at].kind in passing]
@@ -412,5 +420,8 @@ def _show(document: dict[str, Any]) -> None:
         whys = ", ".join(f"{count} {reason}" for reason, count in document["reasons"].items())
         rows.append(("not copied", f"{document['failed']}: {whys}"))
     terminal.pairs(rows)
-    if document["interrupted"]:
-        click.echo("\ninterrupted: run the same command again, and it goes on")
+    why = "interrupted" if document["interrupted"] else ""
+    if not why and not _PASSING.isdisjoint(document["reasons"]):
+        why = "not all could be copied for now"
+    if why:
+        click.echo(f"\n{why}: run the same command again, and it goes on")

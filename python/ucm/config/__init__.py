@@ -2,8 +2,8 @@
 wins.
 
 :func:`load` reads, checks and returns it; :func:`parse` does the same without asking whether what
-is named is built yet. ``docs/configuration.md`` lists every key, with its unit, default, other
-spellings and environment name.
+is named is built yet. ``docs/configuration.md`` names the pages of all keys, with unit, default,
+other spellings and environment name.
 
 The names are imported when they are first used: a part of ucm that the configuration reads may use
 :mod:`ucm.config.fields`.

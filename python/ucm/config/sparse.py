@@ -3,8 +3,8 @@ sections.
 
 A selector's own keys and defaults stand in its class, which registers them
 (:func:`ucm.sparse.selector.register_selector`). Of ucm's own selectors this module knows the names
-and the modules; a module is imported when its algorithm is first named. ``docs/sparse.md`` says
-what each key means. Windows written in tokens become blocks where the block size is known: in
+and the modules; a module is imported when its algorithm is first named. ``docs/sparse-keys.md``
+says what each key means. Windows written in tokens become blocks where the block size is known: in
 :mod:`ucm.sparse.policy`.
 """
 

@@ -498,6 +498,7 @@ class PlatformRow(NamedTuple):
     spellings: list[str]
     in_vllm: list[str]
     in_torch: str
+    files: str
 
 
 #: Every platform, in the order in which ``ucm.trans`` tries them.

@@ -318,7 +318,7 @@ def paged_attention(
     and the tokens in them, or ``[r, h, N]`` and ``[r, h]`` for blocks of each KV head; a row
     without tokens gives zeros. Head size and block size are multiples of 16. Logits, probabilities
     and sums are float32. The result is written to ``out`` where it is given. With ``rule``, the
-    table of a rotation (:class:`ucm.sparse.rerope.rule.Rotation`), a window and ``1 / ln(training
+    table of a :class:`ucm.sparse.rerope.rule.RotationTable`, a window and ``1 / ln(training
     length)`` or 0, queries and keys are unrotated, and distances are those of ReRoPE.
     """
     if out is None:

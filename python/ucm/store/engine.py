@@ -505,7 +505,7 @@ class PosixSidesTask(PosixTask, SidesTask):
 
 class UcmPosixStore(UcmKVStoreBaseV1):
     """Records below a directory: host memory for staging, checksums on every read, bounded space.
-    It is the base of every store of the core; ``docs/configuration.md`` has the keys."""
+    It is the base of every store of the core; ``docs/configuration-directory.md`` has the keys."""
 
     #: The name in the registry whose tier it opens.
     store_name: ClassVar[str] = DEFAULT_STORE

@@ -1,5 +1,5 @@
-//! Stores in segments, and what lies in theirs, read by `docs/format.md` and not by the code under
-//! test.
+//! Stores in segments, and what lies in theirs, read by `docs/format-segment.md` and not by the
+//! code under test.
 
 use std::io::{Read, Seek, Write};
 use std::path::{Path, PathBuf};

@@ -185,7 +185,7 @@ impl Client {
                             and its like), not from a file; leave object_credentials out";
                 return Err(Error::new(ErrorKind::Config, text));
             }
-            (_, file) => {
+            ("gs", file) => {
                 let mut builder = GoogleCloudStorageBuilder::from_env()
                     .with_bucket_name(url.bucket)
                     .with_client_options(connector.options.clone())
@@ -199,6 +199,10 @@ impl Client {
                     builder = builder.with_service_account_path(file.display().to_string());
                 }
                 builder.build().map(Self::of)
+            }
+            (scheme, _) => {
+                let text = format!("{scheme}:// has no client here");
+                return Err(Error::new(ErrorKind::Config, text));
             }
         })
     }

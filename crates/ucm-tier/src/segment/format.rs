@@ -1,5 +1,5 @@
 //! The bytes of a segment besides its records: a page at its head that says whose it is, and a
-//! footer that says where its records lie. `docs/format.md` has every offset.
+//! footer that says where its records lie. `docs/format-segment.md` has every offset.
 //!
 //! The head is for the process that finds the segment of a dead writer; the footer, at the very end
 //! of the file, for readers. A footer is believed only whole: its length, its checksums and every

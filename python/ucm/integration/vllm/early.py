@@ -13,7 +13,7 @@ import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from ucm.errors import ConfigError
 
@@ -32,12 +32,16 @@ ARGUMENT = "--kv-transfer-config"
 
 def refuse_wrong(extra: Any) -> None:
     """Stop this process if our section of vLLM's configuration, a file that it names or the
-    environment is wrong. A program that calls vLLM gets a :class:`~ucm.errors.ConfigError`; a
-    server and a process of an engine exit with its sentence."""
+    environment is wrong."""
+    if sentence := why_wrong(extra):
+        refuse(sentence)
+
+
+def refuse(sentence: str) -> NoReturn:
+    """Stop this process for a wrong configuration. A program that calls vLLM gets a
+    :class:`~ucm.errors.ConfigError`; a server and a process of an engine exit with the sentence."""
     import multiprocessing  # not at the top, where every engine imports it
 
-    if not (sentence := why_wrong(extra)):
-        return
     if multiprocessing.parent_process() is not None or written_on(sys.argv):
         raise SystemExit(f"ucm: {sentence}")
     raise ConfigError(sentence)

@@ -25,8 +25,8 @@ from torch import Tensor
 from ucm.errors import InvalidInputError
 from ucm.sparse import retrieval
 
-#: Most logits, and most elements of keys, that are computed at a time.
-_LOGITS, _KEYS = 1 << 24, 1 << 25
+#: Most logits, and most queries of pages, that are computed at a time.
+_LOGITS, _ROWS = 1 << 24, 1024
 #: Most and fewest queries of a tile.
 _MOST, _LEAST = 256, 16
 
@@ -49,8 +49,8 @@ class Rule:
         return ((places + 1).log() / math.log(self.training_length)).clip(1).float()
 
 
-class Rotation:
-    """How a model rotates: cosines and sines of each place, float32 ``[places, d / 2]``; channel
+class RotationTable:
+    """A model's rotation: cosines and sines of each place, float32 ``[places, d / 2]``; channel
     ``c`` turns with channel ``c + d / 2``. An amplitude other than 1 (YaRN's) is part of them."""
 
     def __init__(self, cos_sin: Tensor) -> None:
@@ -66,7 +66,7 @@ class Rotation:
         self.cos, self.sin = self.table.chunk(2, dim=-1)
 
     @classmethod
-    def like(cls, cos_sin: Tensor, places: int) -> Rotation:
+    def like(cls, cos_sin: Tensor, places: int) -> RotationTable:
         """The rotation by constant rates whose first two places are ``cos_sin [2, d]``, for any
         number of places."""
         cos, sin = cos_sin.double().cpu().chunk(2, dim=-1)
@@ -94,7 +94,7 @@ class Rotation:
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, rule: Rule, scale: float
+    query: Tensor, key: Tensor, value: Tensor, rotation: RotationTable, rule: Rule, scale: float
 ) -> Tensor:
     """Causal attention of the last ``t`` of ``T`` tokens, ``[t, hq, d]`` like ``query``, none of
     whose heads is rotated; ``key`` and ``value`` are ``[T, h, d]``. Raises
@@ -112,7 +112,7 @@ def paged_attention(
     table: Tensor,
     starts: Tensor,
     tokens: Tensor,
-    rotation: Rotation,
+    rotation: RotationTable,
     rule: Rule,
     scale: float,
     out: Tensor,
@@ -120,47 +120,28 @@ def paged_attention(
     """:func:`attention` of each row of a batch, into ``out [t, hq, d]``.
 
     ``kv_cache [n, h, b, 2 * d]`` are pages as vLLM's CPU backend packs them for "vec" and "vec16":
-    of each head the keys as ``[d, b]``, then the values as ``[b, d]``. ``table [r, N]`` and
-    ``tokens [r]`` are the blocks and the tokens of each row, the last ones those of its queries,
-    which are ``query[starts[r]:starts[r + 1]]``. Rows of one query are computed by the kernel of
-    :func:`ucm.sparse.retrieval.paged_attention` where it runs, the others by torch.
+    of each head the keys as ``[d, b]``, then the values as ``[b, d]``. ``b`` and ``d`` are
+    multiples of 16. ``table [r, N]`` and ``tokens [r]`` are the blocks and the tokens of each row,
+    the last ones those of its queries, which are ``query[starts[r]:starts[r + 1]]``. Each query is
+    a row of the kernel of :func:`ucm.sparse.retrieval.paged_attention`.
     """
-    blocks, heads, size, both = kv_cache.shape
-    dim, counts = both // 2, starts.diff()
-    by_kernel = counts == 1
-    if not retrieval.can_attend("vec", kv_cache.dtype, dim, size):
-        by_kernel = torch.zeros_like(by_kernel)
-    if bool(by_kernel.any()):
-        rows = by_kernel.nonzero()[:, 0]
-        places = starts.index_select(0, rows).long()
-        unit = 1 / math.log(rule.training_length) if rule.log_scale else 0.0
-        found = retrieval.paged_attention(
-            query.index_select(0, places),
-            kv_cache,
-            table.index_select(0, rows),
-            tokens.index_select(0, rows),
-            scale,
-            rule=(rotation.table, rule.window, unit),
+    _check(int(tokens.max()), rotation)
+    counts = starts.diff()
+    row = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    # The last query of a row sees all its tokens, the one before it one less.
+    behind = starts[1:].index_select(0, row) - 1 - torch.arange(len(row))
+    seen = (tokens.index_select(0, row) - behind).int()
+    unit = 1 / math.log(rule.training_length) if rule.log_scale else 0.0
+    for begin in range(0, len(row), _ROWS):
+        part = slice(begin, begin + _ROWS)
+        blocks = table.index_select(0, row[part])
+        settings = (rotation.table, rule.window, unit)
+        retrieval.paged_attention(
+            query[part], kv_cache, blocks, seen[part], scale, out[part], rule=settings
         )
-        out.index_copy_(0, places, found)
-    pages_of_keys = kv_cache.view(blocks, heads, 2, dim, size)[:, :, 0]
-    pages_of_values = kv_cache.view(blocks, heads, 2, size, dim)[:, :, 1]
-    group = query.shape[1] // heads
-    begins, lengths = starts.tolist(), tokens.tolist()
-    for row in (~by_kernel & (counts > 0)).nonzero()[:, 0].tolist():
-        part, length = slice(begins[row], begins[row + 1]), lengths[row]
-        _check(length, rotation)
-        ids = table[row, : -(-length // size)].long()
-        step = min(max(1, _KEYS // (length * dim)), heads)
-        for first in range(0, heads, step):
-            of = slice(first, min(first + step, heads))
-            keys = pages_of_keys[ids, of].permute(1, 2, 0, 3).flatten(2)[:, :, :length].float()
-            values = pages_of_values[ids, of].transpose(0, 1).flatten(1, 2)[:, :length].float()
-            asked = slice(of.start * group, of.stop * group)
-            _attend(query[part, asked], keys, values, rotation, rule, scale, out[part, asked])
 
 
-def _check(tokens: int, rotation: Rotation) -> None:
+def _check(tokens: int, rotation: RotationTable) -> None:
     if tokens > rotation.places:
         raise InvalidInputError(
             "a row is longer than the places of its model's rotation; raise"
@@ -173,7 +154,7 @@ def _attend(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    rotation: Rotation,
+    rotation: RotationTable,
     rule: Rule,
     scale: float,
     out: Tensor,

@@ -159,9 +159,9 @@ def unified_attention_rerope(
     ``q [t, hq, d]`` are queries and ``k``, ``v [n, b, h, d]`` the cache, none of them rotated; the
     original's second query and second key are computed here. ``cu_seqlens_q [r + 1]`` are the first
     queries of the rows, ``max_seqlen_q`` the most of a row, ``seqused_k [r]`` and ``block_table [r,
-    N]`` their tokens and blocks (int32). ``rotation`` is the table of
-    :class:`~ucm.sparse.rerope.rule.Rotation`, on the same device, with a place for each token of a
-    row. With ``training_length`` queries beyond it are scaled by the logarithm. Raises
+    N]`` their tokens and blocks (int32). ``rotation`` is the table of a
+    :class:`~ucm.sparse.rerope.rule.RotationTable`, on the same device, with a place for each token
+    of a row. With ``training_length`` queries beyond it are scaled by the logarithm. Raises
     :class:`~ucm.errors.InvalidInputError` for shapes that do not fit.
     """
     heads, dim = k.shape[2], k.shape[3]

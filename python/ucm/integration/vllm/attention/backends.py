@@ -35,8 +35,12 @@ _made: dict[str, tuple[VllmConfig, type[AttentionBackend]]] = {}
 def backend_for(
     name: str, own: type[AttentionBackend], vllm_config: VllmConfig
 ) -> type[AttentionBackend]:
-    """The backend of this name in an engine with this configuration; ``own`` is vLLM's."""
-    by_rule = name in rerope.SERVED and rerope.computes(vllm_config)
+    """The backend of this name in an engine with this configuration; ``own`` is vLLM's. Raises
+    :class:`~ucm.errors.ConfigError` where the engine cannot compute by ReRoPE and is to."""
+    by_rule = False
+    if rerope.rule_of(vllm_config) is not None:
+        rerope.refuse_unsupported(vllm_config)
+        by_rule = name in rerope.SERVED
     blends = blend_config(vllm_config) is not None and not own.is_mla()
     if not by_rule and not blends and sparse_config(vllm_config) is None:
         return own

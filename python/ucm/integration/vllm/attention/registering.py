@@ -16,7 +16,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ucm.integration.vllm.early import refuse_wrong, section_of
+from ucm.errors import ConfigError
+from ucm.integration.vllm.early import refuse, refuse_wrong, section_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -73,6 +74,8 @@ def __getattr__(name: str) -> type[AttentionBackend]:
         from ucm.integration.vllm.attention.backends import backend_for
 
         return backend_for(name, own, vllm_config)
+    except ConfigError as error:
+        refuse(error.message)
     except Exception as error:
         _warn(error)
         return own

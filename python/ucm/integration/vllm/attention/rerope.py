@@ -21,7 +21,7 @@ from ucm.errors import ConfigError
 from ucm.integration.vllm.attention.registering import extra_config
 from ucm.integration.vllm.compat.versions import installed, why_unserved
 from ucm.integration.vllm.early import UNROTATED
-from ucm.sparse.rerope.rule import Rotation, Rule, paged_attention
+from ucm.sparse.rerope.rule import RotationTable, Rule, paged_attention
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,12 +56,6 @@ def rule_of(vllm_config: Any) -> Rule | None:
         rule = Rule(config.rerope.window, config.rerope.training_length, config.rerope.log_scale)
         _last = found, rule if config.enabled and config.rerope.enabled else None
     return _last[1]
-
-
-def computes(vllm_config: Any) -> bool:
-    """Whether the model of an engine is one of :mod:`.rerope_models`, and a rule is configured."""
-    architectures = vllm_config.model_config.hf_config.architectures or ()
-    return not {*architectures}.isdisjoint(UNROTATED.values()) and rule_of(vllm_config) is not None
 
 
 def described(vllm_config: Any) -> dict[str, Any]:
@@ -99,7 +93,7 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
         raise ConfigError(f"rerope: {problem}; change that, or leave out rerope")
 
 
-def serve(attention: Any, rotary: Any, rotations: dict[int, Rotation], config: Any) -> bool:
+def serve(attention: Any, rotary: Any, rotations: dict[int, RotationTable], config: Any) -> bool:
     """Pass a layer's rotation to its attention. False where ucm is switched off, so that the model
     rotates as it was trained. ``rotations`` are those made before, by the identity of vLLM's
     module; ``config`` is vLLM's. Raises :class:`~ucm.errors.ConfigError` where attention cannot
@@ -128,7 +122,7 @@ def serve(attention: Any, rotary: Any, rotations: dict[int, Rotation], config: A
         raise ConfigError("rerope: layers with a sliding window are not served; leave out rerope")
     if id(rotary) not in rotations:
         cos_sin = rotary._compute_cos_sin_cache()[:2]
-        made = Rotation.like(cos_sin, config.model_config.max_model_len)
+        made = RotationTable.like(cos_sin, config.model_config.max_model_len)
         made.move(cos_sin.device)  # before vLLM measures what memory is left
         rotations[id(rotary)] = made
     impl.rule, impl.rotation = rule, rotations[id(rotary)]
@@ -174,7 +168,7 @@ class _ReRope:
     """Attention of a layer by the rule that :func:`serve` set."""
 
     rule: Rule
-    rotation: Rotation
+    rotation: RotationTable
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """The output is not quantised here."""

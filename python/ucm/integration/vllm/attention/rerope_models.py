@@ -15,7 +15,7 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
 from ucm.integration.vllm.attention.rerope import serve
-from ucm.sparse.rerope.rule import Rotation
+from ucm.sparse.rerope.rule import RotationTable
 
 
 class Unrotated(nn.Module):
@@ -33,7 +33,7 @@ class _LeavesUnrotated:
 
     def __init__(self, *, vllm_config: Any, prefix: str = "", **kwargs: Any) -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)  # type: ignore[call-arg]
-        rotations: dict[int, Rotation] = {}
+        rotations: dict[int, RotationTable] = {}
         for layer in self.modules():  # type: ignore[attr-defined]
             rotary, attention = getattr(layer, "rotary_emb", None), getattr(layer, "attn", None)
             if rotary is None or attention is None:

@@ -83,7 +83,8 @@ if TYPE_CHECKING:
 
 
 class UCMConnector(KVConnectorBase_V1, SupportsHMA):
-    """Prefix caching through a store, for one engine. ``docs/configuration.md`` has its keys."""
+    """Prefix caching through a store, for one engine. ``docs/configuration-connector.md`` has its
+    keys."""
 
     _exports_metrics = True
     # Sparse attention, where it is configured.
@@ -418,9 +419,9 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     @harmless(True, vital=True)
     def reset_cache(self) -> bool | None:
         """vLLM resets its caches together with this one: see ``on_reset`` in
-        ``docs/configuration.md``. vLLM takes None for success, and raises where the result is
-        False, also in a pause and before a sleep. A side that is given up serves nothing that was
-        stored."""
+        ``docs/configuration-connector.md``. vLLM takes None for success, and raises where the
+        result is False, also in a pause and before a sleep. A side that is given up serves nothing
+        that was stored."""
         return True if self._scheduler is None else self._scheduler.reset_cache()
 
     # Worker side

@@ -33,7 +33,14 @@ from ucm.integration.vllm.compat.versions import (
 )
 from ucm.integration.vllm.connector.admission.admission import UNKNOWN_LOAD_S, Admission, RateMemory
 from ucm.integration.vllm.connector.admission.rates import ComputeRate
-from ucm.integration.vllm.connector.groups import SERVED, Group, fails_whole, groups_of
+from ucm.integration.vllm.connector.groups import (
+    SERVED,
+    WHOLE,
+    Group,
+    fails_whole,
+    groups_of,
+    reach_of,
+)
 from ucm.integration.vllm.connector.guard import IDLE, Background, logger
 from ucm.integration.vllm.connector.identity.engine_identity import (
     LiveIdentity,
@@ -268,6 +275,21 @@ def _warn_of_copies(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         logger.warning(f"{text}, so each of them stores it", ranks)
 
 
+def _say_one_group(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Without its hybrid manager vLLM keeps all KV of layers with windows or chunks."""
+    if not getattr(vllm_config.scheduler_config, "disable_hybrid_kv_cache_manager", False):
+        return
+    groups, names = kv_cache_config.kv_cache_groups, ("sliding_window", "attention_chunk_size")
+    specs = [spec for group in groups for spec in layer_specs(group.kv_cache_spec)]
+    whole = [spec for spec in specs if reach_of(spec) == WHOLE]
+    if any(getattr(spec, name, None) for spec in whole for name in names):
+        logger.info(
+            "vLLM's hybrid KV cache manager is off (by --disable-hybrid-kv-cache-manager, another"
+            " connector without SupportsHMA, or the model), so all layers are in one KV group, and"
+            " no blocks are shared with engines in which it is on"
+        )
+
+
 def make_scheduler(
     config: UcmConfig,
     vllm_config: VllmConfig,
@@ -279,6 +301,7 @@ def make_scheduler(
     digest."""
     _warn_of_few_cores(vllm_config)
     _warn_of_copies(vllm_config, kv_cache_config)
+    _say_one_group(vllm_config, kv_cache_config)
     tokens = block_tokens(vllm_config, kv_cache_config)
     own = engine_identity(vllm_config, kv_cache_config, "")
     root = config.root or state_directory()

@@ -282,7 +282,7 @@ class BlendPlanner:
             return None
 
     def forget(self) -> None:
-        """The weights, and so the keys, may be others from here on. What is being loaded is."""
+        """Keys of before name other KV, or none: another identity."""
         self._finder = ChunkFinder(self._block_tokens, self._config.chunk_size)
         self._chunks.clear()
         self._remembered.clear()

@@ -253,7 +253,8 @@ class DumpPlanner:
         upto = min(upto, len(blocks))
         while at < upto:
             # A block that has left the device was stored before it did, or nothing sees it any
-            # more. Blocks behind it are still of use.
+            # more, or it is lost. Blocks behind it are still of use: another request that begins
+            # alike stores a lost one, and they are hits then.
             purpose = self._purpose(tracker, chain, at)
             if not purpose or not lasts(group, blocks[at]):
                 at += 1
@@ -498,6 +499,9 @@ class _Deferred:
     furthest: int  # ordinal behind the blocks that were offered
     preemptions: int = -1  # of the request if it runs, -1 for one that has ended
     first: int = 0  # ordinal of the first block that waits or may do so again
+    #: Tokens of the request at the end of the step that computes the blocks with an adapter: a
+    #: check counts if it begins after that. 0 where ``since`` is later.
+    settles: int = 0
 
     def waiting(self) -> Iterator[bytes]:
         """The keys of the blocks that wait."""
@@ -588,15 +592,18 @@ class DeferredDumps:
         upto: int,
         blocks: Sequence[KVCacheBlock],
         now: float,
+        settles: int,
     ) -> None:
         """Keep those of the first ``upto`` blocks of a running request that were not offered yet:
-        vLLM takes them away in its next step, or later. The request offers them no more."""
+        vLLM takes them away in its next step, or later. The request offers them no more.
+        ``settles``: its tokens after the step that is planned, where that computes some of the
+        blocks with an adapter, else 0."""
         first = chain.cursor
         mine = list(blocks[first:upto])
         if any(lasts(chain.group, block) for block in mine):
             hashes = [block.block_hash for block in mine]
             preemptions = tracker.request.num_preemptions
-            self._keep(tracker, chain, first, mine, hashes, now, preemptions)
+            self._keep(tracker, chain, first, mine, hashes, now, preemptions, settles)
         chain.cursor = max(first, upto)
 
     def again(self, job: _Job, now: float) -> None:
@@ -613,6 +620,7 @@ class DeferredDumps:
         hashes: Sequence[object],
         now: float,
         preemptions: int,
+        settles: int = 0,
     ) -> None:
         """Keep blocks of a group that frees early, from ``first`` on, with vLLM's hashes.
         ``preemptions``: of the request when it had them."""
@@ -625,10 +633,11 @@ class DeferredDumps:
         blocks, hashes = blocks[: kept[-1] + 1], hashes[: kept[-1] + 1]
         for hold in self._deferred:
             mine = hold.tracker is tracker and hold.preemptions == preemptions
-            if mine and hold.chain.group is chain.group:
+            if mine and hold.chain.group is chain.group and not settles and not hold.settles:
                 break
         else:
             hold = _Deferred(tracker, Chain(chain.group), [], [], now, now, first, preemptions)
+            hold.settles = settles
             hold.chain.cursor = first
             self._deferred.append(hold)
         hold.chain.keys, hold.chain.cursor = chain.keys, min(hold.chain.cursor, first)
@@ -694,6 +703,8 @@ class DeferredDumps:
             if not self._dumps.offers(tracker, chain, len(hold.blocks)):
                 self._deferred.remove(hold)
                 continue
+            if hold.settles and not self._settled(hold, now, live):
+                continue
             answer = keys.current(tracker.request, hold.since)
             if answer is None and now - hold.since < RECHECK_S:
                 hold.offered = now
@@ -716,11 +727,20 @@ class DeferredDumps:
         if moved or len(self._deferred) < count:
             self._waiting = {block.block_id for block in self._blocks()}
 
-    def _cut(self, hold: _Deferred, live: Mapping[str, RequestTracker]) -> None:
+    def _settled(self, hold: _Deferred, now: float, live: Mapping[str, RequestTracker]) -> bool:
+        """Whether the step that computed the blocks has ended. Nothing reports the end of it once
+        its request has ended or is preempted: the blocks are dropped then."""
         request = hold.tracker.request
+        ended = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
+        if ended >= hold.settles:
+            hold.since, hold.settles = now, 0
+        elif not _runs(hold, live):
+            self._deferred.remove(hold)
+        return not hold.settles
+
+    def _cut(self, hold: _Deferred, live: Mapping[str, RequestTracker]) -> None:
         held: Sequence[KVCacheBlock] = ()
-        runs = live.get(request.request_id) is hold.tracker
-        if runs and request.num_preemptions == hold.preemptions:
+        if _runs(hold, live):
             held = self._dumps.held(hold.tracker, hold.chain.group)
         assert self._dumps.pool is not None  # blocks wait
         null, writing = self._dumps.pool.null_block, self._dumps.is_writing
@@ -740,6 +760,13 @@ class DeferredDumps:
         """Drop all."""
         self.unpin()
         self._deferred, self._waiting = [], set()
+
+
+def _runs(hold: _Deferred, live: Mapping[str, RequestTracker]) -> bool:
+    """Whether the request runs on since it had the blocks."""
+    request = hold.tracker.request
+    lives = live.get(request.request_id) is hold.tracker
+    return lives and request.num_preemptions == hold.preemptions
 
 
 def free_blocks(pool: BlockPool) -> Iterator[KVCacheBlock]:

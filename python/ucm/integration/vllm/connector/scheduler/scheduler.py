@@ -775,19 +775,24 @@ class UCMConnectorScheduler:
             return 0
         offered = 0
         if upto > tracker.cursor and (room > 0 or self._frees_early):
-            upto = tracker.confirmed(upto, min(settled, limit) // size, self._keys, self._clock())
+            last, now = upto, self._clock()
+            upto = tracker.confirmed(upto, min(settled, limit) // size, self._keys, now)
             if not tracker.keyable:
                 self._due.pop(request.request_id, None)
                 return 0
-            upto = tracker.grow(upto, self._keys, self._block_tracker, private_from)
+            named = last if self._frees_early else upto
+            named = tracker.grow(named, self._keys, self._block_tracker, private_from)
+            upto = min(upto, named)
             tables, before = self._tables(tracker), tracker.cursor
             for at in self._order:
                 chain = tracker.chains[at]
                 blocks = chain.group.device_blocks(tables[chain.group.table])
                 offered += self.dumps.plan(tracker, chain, upto, blocks, room - offered, dumps)
                 if lives and chain.group.frees_early:
-                    leaving = min(chain.group.first_seen(computed), upto)
-                    self._deferred.leaving(tracker, chain, leaving, blocks, self._clock())
+                    leaving = min(chain.group.first_seen(computed), named)
+                    adapted = request.lora_request is not None and leaving > upto
+                    settles = computed if adapted else 0
+                    self._deferred.leaving(tracker, chain, leaving, blocks, now, settles)
             self._publish |= before < self._prompt_end(tracker) <= tracker.cursor
             self.miss_stats.offered(tracker.tally, offered)
             self._touch(tracker, tracker.cursor)
@@ -1019,8 +1024,6 @@ class UCMConnectorScheduler:
         """The weights in memory may be others from here on. Blocks computed before are offered no
         more."""
         self.readiness.begin_generation(emptied=True, forget=forget)
-        if self._blend is not None:
-            self._blend.forget()
         late, self._late_dumps = self._late_dumps, []
         self.dumps.generation += 1
         self.dumps.drop(late)
