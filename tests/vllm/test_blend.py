@@ -182,12 +182,15 @@ def test_after_a_restart_all_tokens_computed_are_dense(
     assert answer.tokens == other.dense and answer.cached == LENGTH
     assert counted(engine) == (LENGTH, LENGTH, 0)
     order = (0, 1, 5, 3, 2, 6, 7, 4)
-    context = in_order(stored(1), order)
-    found = engine.ask([*context, *other.asked], 2)
-    assert found.tokens == answered([*context, *other.asked], 2)
-    assert found.cached == LENGTH
-    reused = 2 * LENGTH - 2 * CHUNK
-    assert counted(engine) == (reused, reused, 0)
+    context = [*in_order(stored(1), order), *other.asked]
+    engine.wait_idle()
+    engine.reset()
+    reused = LENGTH
+    for _ in range(2):  # its exact prefix is in the store, then on the device
+        found = engine.ask(context, 2)
+        assert found.tokens == answered(context, 2) and found.cached == LENGTH
+        reused += LENGTH - 2 * CHUNK
+        assert counted(engine) == (reused, reused, 0)
     behind = [*stored(50)[:45], *in_order(stored(1), (3, 6, 2)), *other.asked]  # new tokens
     found = engine.ask(behind, 2)
     assert found.tokens == answered(behind, 2)
