@@ -134,7 +134,7 @@ class Rig:
 
     def worker(self, **given: Any) -> BlendWorker:
         worker = BlendWorker(settings(**given), self.config, self.kv_cache)
-        worker._parts = self.parts  # as it finds them, in half a second
+        worker.use(self.parts)  # as it finds them, in half a second
         return worker
 
     @cached_property

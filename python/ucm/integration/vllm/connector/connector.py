@@ -493,7 +493,9 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         if ours.blends:
             if self._blend_worker is None:
                 raise UnsupportedError("chunks were loaded, and this rank has no Blend")
-            self._blended += self._blend_worker.run(ours.blends)
+            done = self._blend_worker.run(ours.blends)
+            if self._worker is not None and self._worker.rank.number == 0:
+                self._blended += done
         if self._sparse_worker is not None and ours.sparse is not None:
             self._sparse(self._sparse_worker.begin_step, ours.sparse, forward_context)
         if self._worker is not None:
@@ -572,11 +574,9 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         if measured is not None or lost:
             news = news or UCMConnectorWorkerMetadata()
             news.break_even, news.lost = [] if measured is None else [measured], lost
-        if self._blended and self._worker is not None:
+        if self._blended:
             news = news or UCMConnectorWorkerMetadata()
             news.blended, self._blended = self._blended, []
-            if self._worker.rank.number:
-                news.blended = []
         return news
 
     @staticmethod

@@ -19,7 +19,7 @@ scale or shift what goes into their layers, and would be computed wrongly withou
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -84,13 +84,14 @@ def parts_of(
     """The parts of the model of this process, whose KV lies in ``caches``. Raises
     :class:`~ucm.errors.UnsupportedError` for a model or an engine whose tokens could be computed
     wrongly."""
-    _refuse(vllm_config, kv_cache_config)
     group = kv_cache_config.kv_cache_groups[0]
+    specs = layer_specs(group.kv_cache_spec)
     attention = served_layers(vllm_config, group.layer_names)
+    _refuse(vllm_config, specs, attention.values())
     if len(attention) < len(group.layer_names):
         raise UnsupportedError("some layers of this model do not attend to all of their context")
     first = next(iter(attention.values()))
-    backend, spec = first.get_attn_backend(), layer_specs(group.kv_cache_spec)[0]
+    backend, spec = first.get_attn_backend(), specs[0]
     cache = caches[group.layer_names[0]]
     if not issubclass(backend.get_impl_cls(), AsksApart):
         raise UnsupportedError(f"this engine runs the attention backend {backend.get_name()}")
@@ -98,8 +99,6 @@ def parts_of(
         raise UnsupportedError(
             f"this backend computes with blocks of {size} tokens; write --block-size {size}"
         )
-    for layer in attention.values():
-        _refuse_layer(layer, caches[layer.layer_name])
     inner, modules = _modules_of(list(attention.values()))
     builder = backend.get_builder_cls()(spec, list(attention), vllm_config, cache.device)
     rotations: dict[int, Rotation] = {}
@@ -115,27 +114,26 @@ def parts_of(
     return Parts(inner.embed_input_ids, layers, pages, builder, size, cache.device)
 
 
-def _refuse(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Raises :class:`~ucm.errors.UnsupportedError` for settings that change what a layer computes
-    for the tokens of a step. The scheduler side knows of others."""
+def _refuse(vllm_config: VllmConfig, specs: Sequence[Any], layers: Iterable[Any]) -> None:
+    """Raises :class:`~ucm.errors.UnsupportedError` for settings and layers that compute otherwise.
+    The scheduler side knows of others."""
     model, problem = vllm_config.model_config, ""
-    specs = layer_specs(kv_cache_config.kv_cache_groups[0].kv_cache_spec)
+    impls = [layer.impl for layer in layers]
     if vllm_config.lora_config is not None:
         problem = "adapters (enable_lora) are chosen for the tokens of a step"
     elif model.is_multimodal_model or getattr(model, "uses_mrope", False):
         problem = "positions and embeddings of a multimodal model are not those of its tokens"
-    elif any(getattr(spec, "kv_quant_mode", 0) for spec in specs):
+    elif any(getattr(spec, "kv_quant_mode", 0) or spec.dtype.itemsize < 2 for spec in specs):
         problem = "keys of a quantised KV cache cannot be turned"
+    elif any(spec != specs[0] for spec in specs):
+        problem = "the KV of its layers has several shapes"
+    elif any(
+        getattr(impl, "sinks", None) is not None or getattr(impl, "logits_soft_cap", None)
+        for impl in impls
+    ):
+        problem = "this model changes the logits of attention (sinks, soft cap)"
     if problem:
         raise UnsupportedError(problem)
-
-
-def _refuse_layer(layer: Any, cache: Tensor) -> None:
-    impl = layer.impl
-    if getattr(impl, "sinks", None) is not None or getattr(impl, "logits_soft_cap", None):
-        raise UnsupportedError("this model changes the logits of attention (sinks, soft cap)")
-    if not cache.dtype.is_floating_point or cache.element_size() < 2:
-        raise UnsupportedError("keys of a quantised KV cache cannot be turned")
 
 
 def _modules_of(attention: Sequence[Any]) -> tuple[Any, list[torch.nn.Module]]:
@@ -197,6 +195,11 @@ def _layer_of(
     return _Layer(module, layer, rotations[id(rotary)])
 
 
+def _alone(scores: Tensor) -> Tensor:
+    """The total of one rank."""
+    return scores
+
+
 def _over_ranks(device: torch.device) -> Total | None:
     """Adds up integers over the ranks of tensor parallelism; None for one."""
     from vllm.distributed.parallel_state import get_tp_group
@@ -232,7 +235,7 @@ class BlendWorker:
         self._settings, self._total = settings, total
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._parts: Parts | None = None
-        self._checks: HKVDCalculator | None = None
+        self._checks: HKVDCalculator | None = None  # of the rule hkvd
         #: Why no request of this engine can be blended, empty when it can.
         self.why_not = "the KV cache is not registered"
 
@@ -240,15 +243,28 @@ class BlendWorker:
         """Get ready for these KV caches, by the names of their layers; :attr:`why_not` says why
         that is not possible."""
         try:
-            self._parts = parts_of(self._vllm_config, self._kv_cache_config, caches)
-            self._total = self._total or _over_ranks(self._parts.device)
-            if self._settings.select == "hkvd":
-                self._hkvd(self._parts)
-            self._rehearse(self._parts)
-            self.why_not = ""
+            parts = parts_of(self._vllm_config, self._kv_cache_config, caches)
+            self._rehearse(parts)
+            self.use(parts)
         except Exception as error:
             self._parts, self.why_not = None, str(error) or repr(error)
             logger.warning("Blend: prompts are computed as usual: %s", self.why_not)
+
+    def use(self, parts: Parts) -> None:
+        """Compute with these parts. Raises :class:`~ucm.errors.ConfigError` for wrong check
+        layers."""
+        self._total = self._total or _over_ranks(parts.device)
+        settings, self._checks = self._settings, None
+        if settings.select == "hkvd":
+            self._checks = HKVDCalculator(
+                len(parts.layers),
+                settings.hkvd_threshold,
+                compute_meta=settings.compute_meta,
+                ratio=settings.ratio,
+                criterion=settings.criterion,
+                total=self._total or _alone,
+            )
+        self._parts, self.why_not = parts, ""
 
     def _rehearse(self, parts: Parts) -> None:
         """Everything but the model, for a first token: raises what another version of vLLM
@@ -277,19 +293,18 @@ class BlendWorker:
                 raise
             text = "Blend: all %d tokens of request %s are computed, after an error: %r"
             throttle.warning("blend", text, blend.end - blend.exact, blend.request, error)
-            self._compute(request, torch.arange(blend.exact, blend.end))
+            self._in_pieces(request, torch.arange(blend.exact, blend.end))
             of_hits = sum(hit.end - hit.start for hit in blend.hits)
             return Blended(computed=of_hits, missed=blend.end - blend.exact - of_hits)
 
     def _blend(self, request: _Request) -> Blended:
-        settings, blend, hits = self._settings, request.blend, request.hits
+        settings, hits = self._settings, request.hits
         request.check_hits()
         new, _ = positions_of(hits)
         self._turn(request)
-        if settings.select == "hkvd":
-            hkvd = self._hkvd(request.parts)
-            places = self._compute(request, torch.arange(blend.exact, blend.end), hkvd)
-            chosen = int(torch.isin(places, new).sum())
+        if self._checks is not None:
+            kept = self._by_deviation(request, self._checks)
+            chosen = int(torch.isin(kept, new).sum())
         else:
             scores = self._ask(request) if settings.select in ("union", "query") else None
             picked = choose(
@@ -300,23 +315,8 @@ class BlendWorker:
                 scores=scores,
             )
             chosen = len(picked)
-            self._compute(request, torch.cat([request.misses, picked]).sort().values)
+            self._in_pieces(request, torch.cat([request.misses, picked]).sort().values)
         return Blended(len(new) - chosen, chosen, len(request.misses))
-
-    def _hkvd(self, parts: Parts) -> HKVDCalculator:
-        """The check layers of ``hkvd``. Raises :class:`~ucm.errors.ConfigError`."""
-        settings = self._settings
-        if self._checks is None:
-            given = {} if self._total is None else {"total": self._total}
-            self._checks = HKVDCalculator(
-                len(parts.layers),
-                settings.hkvd_threshold,
-                compute_meta=settings.compute_meta,
-                ratio=settings.ratio,
-                criterion=settings.criterion,
-                **given,
-            )
-        return self._checks
 
     @staticmethod
     def _turn(request: _Request) -> None:
@@ -344,60 +344,50 @@ class BlendWorker:
         if len(places):
             attend = {layer.attention.layer_name: asking for layer in parts.layers}
             self._through_layers(request, places, attend, {}, (0, len(parts.layers)), None)
-        if self._total is None:
-            return asking.question.scores()
-        return asking.question.scores(self._total)
+        return asking.question.scores(self._total or _alone)
 
-    def _compute(
-        self, request: _Request, places: Tensor, hkvd: HKVDCalculator | None = None
-    ) -> Tensor:
-        """Compute the KV of tokens (int64, ascending), from their embeddings, and return those that
-        reached the last layer: ``hkvd`` keeps some of the tokens of hits."""
+    def _by_deviation(self, request: _Request, hkvd: HKVDCalculator) -> Tensor:
+        """All tokens up to the first check layer, which writes fresh keys for each; behind it those
+        that are kept, which are returned."""
         parts, state, first = request.parts, None, 0
-        checks = [] if hkvd is None else list(hkvd.checks)
-        for last in [*(check + 1 for check in checks), len(parts.layers)]:
-            ends = last == len(parts.layers)
-            of_hits = torch.isin(places, positions_of(request.hits)[0])
-            before = None
-            if hkvd is not None and last - 1 in checks:
-                before = request.read(last - 1, places[of_hits])
-            state = self._in_pieces(request, places, (first, last), state, keep=not ends)
-            first = last
-            if hkvd is not None and before is not None:
-                fresh, layer = request.read(last - 1, places[of_hits]), parts.layers[last - 1]
-                mask = hkvd.compute_attention_mask(
-                    layer.attention.layer_name,
-                    fresh[0],
-                    *fresh,
-                    *before,
-                    candidates=sum(hit.tokens for hit in request.hits),
-                )
-                assert mask is not None
-                kept = torch.ones_like(of_hits)
-                kept[of_hits] = mask.cpu()
-                places = places[kept]
-                state = None if state is None else state.some(kept)
-            if ends or not len(places):
-                break
+        hits = positions_of(request.hits)[0]
+        places = torch.arange(request.blend.exact, request.blend.end)
+        for check in hkvd.checks:
+            of_hits = torch.isin(places, hits)
+            before = request.read(check, places[of_hits])
+            state = self._in_pieces(request, places, (first, check + 1), state, keep=True)
+            fresh, first = request.read(check, places[of_hits]), check + 1
+            name = parts.layers[check].attention.layer_name
+            mask = hkvd.compute_attention_mask(
+                name, fresh[0], *fresh, *before, candidates=len(hits)
+            )
+            assert state is not None and mask is not None
+            kept = torch.ones_like(of_hits)
+            kept[of_hits] = mask.cpu()
+            places, state = places[kept], state.of(kept)
+            if not len(places):
+                return places
+        self._in_pieces(request, places, (first, len(parts.layers)), state)
         return places
 
     def _in_pieces(
         self,
         request: _Request,
         places: Tensor,
-        layers: tuple[int, int],
-        state: _State | None,
+        layers: tuple[int, int] | None = None,
+        state: _State | None = None,
         *,
-        keep: bool,
+        keep: bool = False,
     ) -> _State | None:
-        """Layers ``[first, last)`` for tokens: pieces one after the other, so that each sees those
-        before it."""
+        """Layers ``[first, last)``, by default all, for tokens (int64, ascending): in pieces one
+        after the other, so that each sees those before it. ``keep``: what goes on is returned."""
+        layers = layers or (0, len(request.parts.layers))
         scheduler = self._vllm_config.scheduler_config
         limits = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
         done: list[_State] = []
         at = 0
         for piece in pieces_of_rows(places, *limits):
-            part = None if state is None else state.part(at, at + len(piece))
+            part = None if state is None else state.of(slice(at, at + len(piece)))
             at += len(piece)
             metadata, slots = request.metadata(piece)
             names = [layer.attention.layer_name for layer in request.parts.layers]
@@ -445,13 +435,7 @@ class _State:
     residual: Tensor | None
     experts: int
 
-    def part(self, start: int, end: int) -> _State:
-        return self._of(slice(start, end))
-
-    def some(self, kept: Tensor) -> _State:
-        return self._of(kept.to(self.hidden.device))
-
-    def _of(self, which: Any) -> _State:
+    def of(self, which: Any) -> _State:
         residual = None if self.residual is None else self.residual[which]
         return replace(self, hidden=self.hidden[which], residual=residual)
 
