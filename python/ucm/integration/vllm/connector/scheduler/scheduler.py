@@ -152,10 +152,8 @@ class UCMConnectorScheduler:
         # What vLLM may take away in the next step is offered first.
         self._order = sorted(range(len(groups)), key=lambda at: not groups[at].frees_early)
         self._forget_on_reset = config.on_reset == "forget"
-        self._exact_tokens: Callable[[Request], int] | None = None
-        if sparse is not None or blend is not None:
-            self._exact_tokens = (sparse or blend).exact_tokens  # type: ignore[union-attr]
-        self._blend = blend
+        approximate, self._blend = sparse or blend, blend
+        self._exact_tokens = None if approximate is None else approximate.exact_tokens
         self._offload = None if sparse is None else sparse.offload
         if self._offload is not None:
             self._offload.stored = self._stored_keys
@@ -340,14 +338,9 @@ class UCMConnectorScheduler:
         self._rank_hints.prefetches.remove(request.request_id)
         size = self._block_tokens
         first, count = tracker.local // size, num_external_tokens // size
-        claim, planned = None, True
-        if self._blend is not None:
-            claim, planned = self._blend.admitted(request, num_external_tokens)
+        claim = None if self._blend is None else self._blend.admitted(request, num_external_tokens)
         if claim is not None:
-            count = claim.exact // size - first
-            self._load_chunks(tracker, blocks, claim)
-        elif not planned:
-            num_external_tokens = count = 0  # the connector has this load fail
+            count = self._load_chunks(tracker, blocks, claim)
         elif num_external_tokens > 0:
             unread = range(0) if self._offload is None else self._offload.admitted(request)
             read = [at for at in range(0 if unread else first, first + count) if at not in unread]
@@ -408,9 +401,11 @@ class UCMConnectorScheduler:
             self.readiness.block_bytes,
         )
 
-    def _load_chunks(self, tracker: RequestTracker, blocks: KVCacheBlocks, claim: Claim) -> None:
+    def _load_chunks(self, tracker: RequestTracker, blocks: KVCacheBlocks, claim: Claim) -> int:
         """Plan the load of an exact prefix, with the records of chunks one after the other behind
-        it."""
+        it; returns the blocks of the prefix. The connector has a load fail that is not planned."""
+        if not claim.hits:
+            return 0
         first, exact = tracker.local // self._block_tokens, claim.exact // self._block_tokens
         keys = [*tracker.keys[first:exact], *claim.keys]
         table = blocks.blocks[0][first : first + len(keys)]
@@ -425,6 +420,7 @@ class UCMConnectorScheduler:
         )
         self._loads.append(load)
         tracker.loading, tracker.failures = range(first, exact), {}
+        return exact - first
 
     def _remember_chunks(self, tracker: RequestTracker, stored: int) -> None:
         """The first blocks of a request are in the store: those of its prompt have chunks for
