@@ -110,14 +110,16 @@ def runner(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def disk(work: Path, runner: str) -> Disk:
-    return new_disk(work, f"blend-{runner}")
+def disk(host: EngineHost, work: Path, runner: str) -> Disk:
+    """With the prompts."""
+    found = new_disk(work, f"blend-{runner}")
+    store(host.get(spec_of(found, runner, SHARE, f"blend-{runner}")), range(PROMPTS))
+    return found
 
 
 def test_chunks_in_another_order_are_reused(host: EngineHost, disk: Disk, runner: str) -> None:
     """Nothing of them is stored again, nor hit as if it were exact."""
     engine = host.get(spec_of(disk, runner, SHARE, f"blend-{runner}"))
-    store(engine, range(PROMPTS))
     before = disk.files()
     assert len(before) == PROMPTS * LENGTH // BLOCK
     assert counted(engine) == (0, 0, 0)
@@ -147,6 +149,22 @@ def test_ranks_choose_the_same_tokens(host: EngineHost, work: Path) -> None:
     assert counted(engine) == (len(each) * LENGTH, len(each) * int(SHARE * LENGTH), 0)
 
 
+def test_requests_that_share_a_small_pool_are_answered_as_alone(
+    host: EngineHost, work: Path
+) -> None:
+    """Also while others are aborted."""
+    spec = spec_of(new_disk(work, "blend-crowd"), "v1", SHARE, "blend-crowd")
+    engine = host.get(spec.but(blocks=84))
+    store(engine, range(1))
+    asks = [Ask([*one.context, *one.asked], 60) for one in questions(0)]
+    alone = [engine.generate(ask)[0].tokens for ask in asks]
+    ids = engine.submit(*asks, *asks)
+    engine.abort(*ids[4:7])
+    together = [answer.tokens for answer in engine.collect(ids)]
+    assert together[:4] + together[7:] == alone[:4] + alone[1:]
+    engine.wait_idle()
+
+
 def test_after_a_restart_all_tokens_computed_are_dense(
     host: EngineHost, disk: Disk, runner: str
 ) -> None:
@@ -164,10 +182,18 @@ def test_after_a_restart_all_tokens_computed_are_dense(
     assert answer.tokens == other.dense and answer.cached == LENGTH
     assert counted(engine) == (LENGTH, LENGTH, 0)
     order = (0, 1, 5, 3, 2, 6, 7, 4)
+    context = [*in_order(stored(1), order), *other.asked]
     engine.wait_idle()
     engine.reset()
-    context = in_order(stored(1), order)
-    found = engine.ask([*context, *other.asked], 2)
-    assert found.tokens == answered([*context, *other.asked], 2)
-    assert found.cached == LENGTH
-    assert counted(engine) == (2 * LENGTH - 2 * CHUNK, 2 * LENGTH - 2 * CHUNK, 0)
+    reused = LENGTH
+    for _ in range(2):  # its exact prefix is in the store, then on the device
+        found = engine.ask(context, 2)
+        assert found.tokens == answered(context, 2) and found.cached == LENGTH
+        reused += LENGTH - 2 * CHUNK
+        assert counted(engine) == (reused, reused, 0)
+    behind = [*stored(50)[:45], *in_order(stored(1), (3, 6, 2)), *other.asked]  # new tokens
+    found = engine.ask(behind, 2)
+    assert found.tokens == answered(behind, 2)
+    end = (45 + 3 * CHUNK) // BLOCK * BLOCK
+    assert found.cached == end
+    assert counted(engine) == (reused + end - 45, reused + end - 45, 45)
