@@ -161,9 +161,9 @@ def _share(ratio: float, tokens: int) -> int:
 def _fitting(
     hits: Sequence[Hit], prefix: Mapping[bytes, int], end: int, block_tokens: int
 ) -> list[Hit]:
-    """The parts of hits whose records need no more room than a request has from the end of its
-    ``prefix`` to token ``end``. A hit that begins and ends inside of blocks lies in more of them
-    than it fills: those with the fewest of its tokens are left out."""
+    """The parts of hits whose records have room from the end of a request's ``prefix`` to token
+    ``end``. A hit that begins and ends inside of blocks lies in more of them than it fills: those
+    with the fewest tokens are left out."""
     size, exact = block_tokens, len(prefix) * block_tokens
     used = Counter[bytes]()  # tokens of each record
     for hit in hits:
@@ -189,8 +189,7 @@ class _Chunks:
     preemptions: int
     pieces_end: int  # of the last piece, 0 without pieces
     lookup: Lookup | None = None  # None without hits
-    #: What the last claim was decided by, and that claim.
-    decided: tuple[Any, Claim | None] = (None, None)
+    decided: tuple[Any, Claim | None] = (None, None)  # the last claim, and what it followed from
 
 
 @dataclass
@@ -287,8 +286,7 @@ class BlendPlanner:
         self._remembered.clear()
 
     def stored(self, request: Request, keys: Sequence[bytes], extra_keys: ExtraKeys) -> None:
-        """The first blocks of a prompt are in the store, under these keys: their chunks can be
-        found from now on."""
+        """The first blocks of a prompt are stored under these keys: their chunks can be found."""
         if not keys or keys[-1] in self._remembered:
             return
         if (found := self._described(request, extra_keys)) is not None:
@@ -343,9 +341,8 @@ class BlendPlanner:
         admission: Admission,
         block_bytes: int,
     ) -> int:
-        """The end of what a request loads, with chunks behind its exact prefix where that pays: in
-        tokens. ``local``: tokens on the device; ``exact_keys``: of the blocks of its exact prefix,
-        on the device or to be loaded. Its lookup has ended."""
+        """The end of what a request loads, with chunks where that pays, in tokens. ``local``:
+        tokens on the device; ``exact_keys``: of the blocks of its exact prefix."""
         size, chunks = self._block_tokens, self._chunks.get(request.request_id)
         exact = len(exact_keys) * size
         if chunks is None or chunks.lookup is None or chunks.lookup.keys is None:
@@ -425,8 +422,8 @@ class BlendPlanner:
         return job.claim
 
     def failed(self, name: str) -> None:
-        """A rank lacks a record of a load of chunks: vLLM computes all tokens of the claim, and
-        asks for no chunks again. If it should go on as if they were loaded, the workers do that."""
+        """A rank lacks a record of a load: vLLM computes all tokens of the claim. If it should go
+        on as if they were loaded, the workers do that."""
         self._banned.add(name)
         if (job := self._jobs.get(name)) is not None:
             job.failed = True
@@ -449,9 +446,9 @@ class BlendPlanner:
         return sum(self._computed(job.claim) for job in jobs) if jobs else None
 
     def plan(self, output: SchedulerOutput) -> list[Blend]:
-        """What the workers do before a step: of each request that runs for the first time since its
-        chunks were loaded. vLLM then calls them before the model runs, as if there were something
-        to load in the step. Raises where that cannot be planned: the blocks have foreign KV."""
+        """What the workers do before a step, for requests that run for the first time since their
+        chunks were loaded: vLLM calls them then, as if there were something to load. Raises where
+        that cannot be planned, since the blocks have foreign KV."""
         blends = []
         for name in sorted(self._jobs.keys() & output.num_scheduled_tokens.keys()):
             job = self._jobs.pop(name)
