@@ -359,23 +359,21 @@ def test_if_vllm_goes_on_behind_a_failed_load_the_workers_compute_all_of_it(rank
 
 
 def test_vllm_may_take_less_of_a_claim_than_its_chunks() -> None:
-    """An exact prefix alone is loaded as usual. A claim that ends within chunks is no load: their
-    records are not at the places of its tokens."""
+    """A part of it is no load, and the connector has it fail: records of chunks are not where its
+    tokens are. Had vLLM gone on behind it, the workers would compute it."""
     rig = rig_with()
     assert rig.blend is not None
-    for at, (external, exact) in enumerate(((2 * BLOCK, ALL_TOKENS), (4 * BLOCK, 0))):
+    for at, external in enumerate((2 * BLOCK, 4 * BLOCK)):
         request = rig.request(f"less {at}", 0, tokens=MIXED)
         rig.later.run()
         found, _ = asked(rig, request)
         assert found == 6 * BLOCK and rig.blend.exact_tokens(request) == 2 * BLOCK
-        table = admitted(rig, request, external)
-        loads = rig.step().loads
-        assert [load.blocks.tolist() for load in loads] == ([table[:2]] if at == 0 else [])
-        assert not any(load.whole for load in loads)
-        assert rig.blend.exact_tokens(request) == exact
-        blends = runs(rig, request)  # the connector has a load fail that was not planned
-        assert [(blend.hits, blend.end) for blend in blends] == ([((), external)] if at else [])
-    assert rig.scheduler.stats()["hit_blocks"] == 2
+        admitted(rig, request, external)
+        assert not rig.step().loads
+        assert rig.blend.exact_tokens(request) == 0
+        (blend,) = runs(rig, request)
+        assert (blend.hits, blend.exact, blend.end) == ((), 0, external)
+    assert rig.scheduler.stats()["hit_blocks"] == 0
 
 
 def test_a_preempted_request_asks_anew() -> None:

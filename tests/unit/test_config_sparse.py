@@ -276,8 +276,9 @@ def test_ways_to_write_blend(written: dict[str, Any], found: BlendConfig | None)
         ({"ratio": 1.5}, '"Blend.ratio"'),
         ({"select": "all"}, '"Blend.select"'),
         ({"select": "union", "hkvd_threshold": 0.1}, "hkvd_threshold is of the rule hkvd"),
-        ({"separators": [""]}, "none of them empty"),
-        ({"separators": 7}, "lists texts or tokens"),
+        ({"separators": [""]}, '"Blend.separators'),
+        ({"separators": [[]]}, '"Blend.separators'),
+        ({"separators": 7}, '"Blend.separators"'),
         ({"chunk_alone": True}, 'unknown key "Blend.chunk_alone"'),
     ],
 )

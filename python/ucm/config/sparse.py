@@ -198,12 +198,8 @@ class UncheckedConfig(AlgorithmConfig):
 Threshold = Annotated[float, BeforeValidator(no_flag), Field(ge=0, allow_inf_nan=False)]
 
 
-def _separators(value: Any) -> Any:
-    """Ends of pieces: texts, or lists of tokens."""
-    each = [value] if isinstance(value, str) else value
-    if not isinstance(each, list | tuple) or any(not one for one in each):
-        raise ValueError('it lists texts or tokens, as ["<sep>"] or [[12, 13]], none of them empty')
-    return tuple(one if isinstance(one, str) else tuple(one) for one in each)
+_Text = Annotated[str, Field(min_length=1)]
+_Tokens = Annotated[tuple[int, ...], Field(min_length=1)]
 
 
 class BlendLayer(Section):
@@ -225,7 +221,7 @@ class BlendConfig(Section):
     compute_meta: dict[str, BlendLayer] = Field(default_factory=dict)
     criterion: Annotated[Literal["k_l1", "k_l2", "k+v"], BeforeValidator(word)] = "k_l1"
     hkvd_threshold: Threshold | None = None
-    separators: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_separators)] = ()
+    separators: tuple[_Text | _Tokens, ...] = ()
     chunk_end_token_id: Number | None = None
     chunk_size: Count = 256
     min_hit_blocks: Number = 16

@@ -28,12 +28,7 @@ from ucm.config import UcmConfig, load, parse
 from ucm.errors import ConfigError, UnsupportedError
 from ucm.integration.vllm.attention.rerope import refuse_unsupported as refuse_unsupported_rule
 from ucm.integration.vllm.compat.versions import installed, why_unserved, why_untested
-from ucm.integration.vllm.connector.factory import (
-    make_blend_planner,
-    make_scheduler,
-    make_worker,
-    why_off,
-)
+from ucm.integration.vllm.connector.factory import make_scheduler, make_worker, step_tokens, why_off
 from ucm.integration.vllm.connector.guard import Failures, P, R, harmless, logger, throttle
 from ucm.integration.vllm.connector.identity.engine_identity import block_tokens
 from ucm.integration.vllm.connector.identity.weights import models_of
@@ -44,7 +39,7 @@ from ucm.integration.vllm.connector.metadata import (
     UCMConnectorMetadata,
     UCMConnectorWorkerMetadata,
 )
-from ucm.integration.vllm.connector.scheduler.blend import BlendPlanner
+from ucm.integration.vllm.connector.scheduler import blend
 from ucm.integration.vllm.connector.scheduler.readiness import OFF, OPEN
 from ucm.integration.vllm.connector.scheduler.scheduler import NOTHING, UCMConnectorScheduler
 from ucm.integration.vllm.connector.stats import MissStats, UcmPromMetrics, UcmStats
@@ -91,7 +86,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     _sparse_scheduler: SparseScheduler | None = None
     _sparse_worker: SparseWorker | None = None
     # Blend, where it is configured.
-    _blend_planner: BlendPlanner | None = None
+    _blend_planner: blend.BlendPlanner | None = None
     _blend_worker: BlendWorker | None = None
 
     def __init__(
@@ -147,9 +142,13 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self._recompute_failed_loads()
             self._block_tokens = block_tokens(vllm_config, kv_cache_config)
-            if config.sparse.blend is not None:
-                self._blend_planner = make_blend_planner(
-                    config.sparse.blend, vllm_config, kv_cache_config
+            if (keys := config.sparse.blend) is not None:
+                self._blend_planner = blend.BlendPlanner(
+                    keys,
+                    self._block_tokens,
+                    step_tokens=step_tokens(vllm_config),
+                    separators=blend.separators_in(keys, vllm_config),
+                    why_not=blend.why_not_blended(vllm_config, kv_cache_config),
                 )
             self._scheduler = make_scheduler(
                 config, vllm_config, kv_cache_config, self._sparse_scheduler, self._blend_planner

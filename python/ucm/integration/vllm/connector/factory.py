@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from ucm import __version__
 from ucm._core import run_threads_on
 from ucm.config import UcmConfig
-from ucm.config.sparse import BlendConfig
 from ucm.config.words import DISABLE_VARIABLE
 from ucm.errors import ConfigError
 from ucm.integration.vllm.compat.versions import (
@@ -56,11 +55,6 @@ from ucm.integration.vllm.connector.identity.engine_identity import (
 from ucm.integration.vllm.connector.identity.keys import AdapterDigests, ExtraKeys, Items
 from ucm.integration.vllm.connector.identity.weights import ModelMemory, weight_source
 from ucm.integration.vllm.connector.platforms import Platform, cores_here, platform_of, why_slower
-from ucm.integration.vllm.connector.scheduler.blend import (
-    BlendPlanner,
-    separators_in,
-    why_not_blended,
-)
 from ucm.integration.vllm.connector.scheduler.events import block_events
 from ucm.integration.vllm.connector.scheduler.readiness import Readiness, StoreSelection
 from ucm.integration.vllm.connector.scheduler.scheduler import UCMConnectorScheduler
@@ -73,6 +67,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from ucm.integration.vllm.connector.scheduler.blend import BlendPlanner
     from ucm.integration.vllm.connector.scheduler.sparse import SparseScheduler
     from ucm.integration.vllm.connector.worker.sparse import SparseWorker
 
@@ -248,7 +243,7 @@ def _only_stores(outer: Any | None) -> str:
 
 def _admission(config: UcmConfig, vllm_config: VllmConfig) -> Admission:
     deadlines, overlap = config.deadlines, max(1, getattr(vllm_config, "max_concurrent_batches", 2))
-    step, least_s = _step_tokens(vllm_config), deadlines.load_min_ms / 1000
+    step, least_s = step_tokens(vllm_config), deadlines.load_min_ms / 1000
     compute_rate = ComputeRate(least_s, deadlines.load_max_s, step, overlap)
     configured = config.origin("deadlines.load_unknown_s") != "default"
     unknown_load_s = deadlines.load_unknown_s if configured else UNKNOWN_LOAD_S
@@ -319,7 +314,7 @@ def make_scheduler(
     origin = "configured" if config.platform else "what vLLM runs on"
     text = "ucm %s in vLLM %s: the KV lies on %s (%s)"
     logger.info(text, __version__, installed(), platform.word, origin)
-    stores = engine_stores(config, parallel, platform.word, _step_tokens(vllm_config))
+    stores = engine_stores(config, parallel, platform.word, step_tokens(vllm_config))
     readiness = Readiness(
         own_identity=identity_without_weights(own),
         identity=identity,
@@ -349,7 +344,7 @@ def make_scheduler(
         extra,
         background,
         tokens,
-        step_tokens=_step_tokens(vllm_config),
+        step_tokens=step_tokens(vllm_config),
         rates=rates,
         may_load=_may_load(vllm_config),
         groups=groups,
@@ -358,20 +353,6 @@ def make_scheduler(
         events=block_events(vllm_config, kv_cache_config, groups, time.monotonic),
         mode=mode,
         closers=(mode.close, rates.close, identity.close, adapters.close, background.close),
-    )
-
-
-def make_blend_planner(
-    config: BlendConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
-) -> BlendPlanner:
-    """The planner of an engine with Blend. Raises :class:`~ucm.errors.ConfigError` for separators
-    without tokens."""
-    return BlendPlanner(
-        config,
-        block_tokens(vllm_config, kv_cache_config),
-        step_tokens=_step_tokens(vllm_config),
-        separators=separators_in(config, vllm_config),
-        why_not=why_not_blended(vllm_config, kv_cache_config),
     )
 
 
@@ -403,7 +384,7 @@ def _leave_the_bound_core() -> None:
         logger.debug("the threads of the store stay where vLLM bound this rank: %r", error)
 
 
-def _step_tokens(vllm_config: VllmConfig) -> int:
+def step_tokens(vllm_config: VllmConfig) -> int:
     """Most tokens that a step of the engine computes."""
     return int(getattr(vllm_config.scheduler_config, "max_num_batched_tokens", None) or 0)
 
@@ -460,7 +441,7 @@ def make_worker(
     return UCMConnectorWorker(
         rank,
         platform,
-        engine_stores(config, parallel, platform.word, _step_tokens(vllm_config)),
+        engine_stores(config, parallel, platform.word, step_tokens(vllm_config)),
         memory=ModelMemory(
             lambda: _layers(vllm_config, kv_cache_config), lambda: weight_source(vllm_config)
         ),

@@ -118,8 +118,7 @@ class Blend:
 
 @dataclass(slots=True)
 class Blended:
-    """What a rank did with the chunks of a step, in tokens: reused ones of hits, computed ones of
-    hits, and those between hits, which are always computed."""
+    """What a rank did for a request, in tokens: of hits, and of those between hits (missed)."""
 
     reused: int = 0
     computed: int = 0

@@ -6,9 +6,8 @@ once. The records of chunks are loaded one after the other into the request's ow
 exact prefix. They are not at the places of their tokens before the first step, so the load counts
 whole or not at all, and the workers are told of the chunks when the request first runs.
 
-Tokens behind the exact prefix have approximate KV. :class:`ExactPrefixes` knows where it ends, from
-the answer to vLLM's question on: vLLM fills its prefix cache as soon as a load has ended. Nothing
-behind it is stored, and none of it enters vLLM's prefix cache.
+Tokens behind the exact prefix have approximate KV: nothing of it is stored, or enters vLLM's prefix
+cache. :class:`ExactPrefixes` has its end from the answer to vLLM's question on.
 
 :class:`BlendPlanner` outlives a side that is given up: a request whose chunks were loaded has
 foreign KV in its blocks until its first step, so vLLM must not run it without the workers' part.
@@ -17,7 +16,7 @@ foreign KV in its blocks until its first step, so vLLM must not run it without t
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -162,9 +161,9 @@ def _share(ratio: float, tokens: int) -> int:
 def _fitting(
     hits: Sequence[Hit], prefix: Mapping[bytes, int], end: int, block_tokens: int
 ) -> list[Hit]:
-    """The parts of hits whose records need no more room than a request has from the end of its
-    ``prefix`` to token ``end``. A hit that begins and ends inside of blocks lies in more of them
-    than it fills: those with the fewest of its tokens are left out."""
+    """The parts of hits whose records have room from the end of a request's ``prefix`` to token
+    ``end``. A hit that begins and ends inside of blocks lies in more of them than it fills: those
+    with the fewest tokens are left out."""
     size, exact = block_tokens, len(prefix) * block_tokens
     used = Counter[bytes]()  # tokens of each record
     for hit in hits:
@@ -190,13 +189,12 @@ class _Chunks:
     preemptions: int
     pieces_end: int  # of the last piece, 0 without pieces
     lookup: Lookup | None = None  # None without hits
-    #: What the last claim was decided by, and that claim.
-    decided: tuple[Any, Claim | None] = (None, None)
+    decided: tuple[Any, Claim | None] = (None, None)  # the last claim, and what it followed from
 
 
 @dataclass
 class _Job:
-    """A load of chunks that was planned, until its request runs."""
+    """A claim that was answered or is being loaded, until its request runs."""
 
     request: Request
     claim: Claim
@@ -228,9 +226,9 @@ class BlendPlanner:
         self._most_computed = step_tokens - config.question_tokens if step_tokens else math.inf
         self._finder = ChunkFinder(block_tokens, config.chunk_size)
         self.exact_tokens = ExactPrefixes()
-        self._remembered: dict[bytes, None] = {}  # last keys of prompts that were added
+        self._remembered = deque[bytes](maxlen=REMEMBERED)  # last keys of prompts that were added
         self._chunks: dict[str, _Chunks] = {}
-        self._claims: dict[str, tuple[int, Claim]] = {}  # answered, with the tokens on the device
+        self._claims: dict[str, _Job] = {}  # answered
         self._jobs: dict[str, _Job] = {}
         self._banned: set[str] = set()  # requests whose load of chunks failed
         self._slower = 0  # claims that would be slower than computing
@@ -288,16 +286,13 @@ class BlendPlanner:
         self._remembered.clear()
 
     def stored(self, request: Request, keys: Sequence[bytes], extra_keys: ExtraKeys) -> None:
-        """The first blocks of a prompt are in the store, under these keys: their chunks can be
-        found from now on."""
+        """The first blocks of a prompt are stored under these keys: their chunks can be found."""
         if not keys or keys[-1] in self._remembered:
             return
         if (found := self._described(request, extra_keys)) is not None:
             tokens, pieces, extra = found
             self._finder.add(tokens, keys, pieces=pieces, extra=extra)
-            self._remembered[keys[-1]] = None
-            if len(self._remembered) > REMEMBERED:
-                del self._remembered[next(iter(self._remembered))]
+            self._remembered.append(keys[-1])
 
     def look_up(
         self,
@@ -346,9 +341,8 @@ class BlendPlanner:
         admission: Admission,
         block_bytes: int,
     ) -> int:
-        """The end of what a request loads, with chunks behind its exact prefix where that pays: in
-        tokens. ``local``: tokens on the device; ``exact_keys``: of the blocks of its exact prefix,
-        on the device or to be loaded. Its lookup has ended."""
+        """The end of what a request loads, with chunks where that pays, in tokens. ``local``:
+        tokens on the device; ``exact_keys``: of the blocks of its exact prefix."""
         size, chunks = self._block_tokens, self._chunks.get(request.request_id)
         exact = len(exact_keys) * size
         if chunks is None or chunks.lookup is None or chunks.lookup.keys is None:
@@ -376,7 +370,7 @@ class BlendPlanner:
             return exact
         # vLLM caches blocks when a load ends, so this stands before any load.
         self.exact_tokens[request] = claim.exact
-        self._claims[request.request_id] = local, claim
+        self._claims[request.request_id] = _Job(request, claim, local)
         return claim.end
 
     def _judged(
@@ -414,30 +408,22 @@ class BlendPlanner:
     # Loads
     # ----------------------------------------------------------------------------------------------
 
-    def admitted(self, request: Request, external: int) -> tuple[Claim | None, bool]:
+    def admitted(self, request: Request, external: int) -> Claim | None:
         """vLLM has given a request blocks, and waits for the load of ``external`` tokens. Returns
-        the claim that is to be loaded, None without chunks, and whether that load can be planned:
-        vLLM may take less of a claim, which ends within its chunks then. A load that is not planned
-        fails."""
+        the claim that is to be loaded, None without chunks. vLLM may take less of it, which ends
+        among its chunks then: a claim without hits, whose load is not planned and so fails."""
         name = request.request_id
-        local, claim = self._claims.pop(name, (0, None))
-        if claim is None:
-            return None, True
-        if local + external == claim.end:
-            self._jobs[name] = _Job(request, claim, local)
-            return claim, True
-        self._banned.add(name)
-        if local + external <= claim.exact:
-            self.exact_tokens.pop(request, None)
-            return None, True
-        end = local + external
-        self._jobs[name] = _Job(request, replace(claim, end=end, hits=()), local, failed=True)
-        self.exact_tokens[request] = local
-        return None, False
+        if (job := self._claims.pop(name, None)) is None:
+            return None
+        self._jobs[name], end = job, job.local + external
+        if end != job.claim.end:
+            job.claim = replace(job.claim, end=end, hits=())
+            self.failed(name)
+        return job.claim
 
     def failed(self, name: str) -> None:
-        """A rank lacks a record of a load of chunks: vLLM computes all tokens of the claim, and
-        asks for no chunks again. If it should go on as if they were loaded, the workers do that."""
+        """A rank lacks a record of a load: vLLM computes all tokens of the claim. If it should go
+        on as if they were loaded, the workers do that."""
         self._banned.add(name)
         if (job := self._jobs.get(name)) is not None:
             job.failed = True
@@ -460,9 +446,9 @@ class BlendPlanner:
         return sum(self._computed(job.claim) for job in jobs) if jobs else None
 
     def plan(self, output: SchedulerOutput) -> list[Blend]:
-        """What the workers do before a step: of each request that runs for the first time since its
-        chunks were loaded. vLLM then calls them before the model runs, as if there were something
-        to load in the step. Raises where that cannot be planned: the blocks have foreign KV."""
+        """What the workers do before a step, for requests that run for the first time since their
+        chunks were loaded: vLLM calls them then, as if there were something to load. Raises where
+        that cannot be planned, since the blocks have foreign KV."""
         blends = []
         for name in sorted(self._jobs.keys() & output.num_scheduled_tokens.keys()):
             job = self._jobs.pop(name)

@@ -152,10 +152,8 @@ class UCMConnectorScheduler:
         # What vLLM may take away in the next step is offered first.
         self._order = sorted(range(len(groups)), key=lambda at: not groups[at].frees_early)
         self._forget_on_reset = config.on_reset == "forget"
-        self._exact_tokens: Callable[[Request], int] | None = None
-        if sparse is not None or blend is not None:
-            self._exact_tokens = (sparse or blend).exact_tokens  # type: ignore[union-attr]
-        self._blend = blend
+        approximate, self._blend = sparse or blend, blend
+        self._exact_tokens = None if approximate is None else approximate.exact_tokens
         self._offload = None if sparse is None else sparse.offload
         if self._offload is not None:
             self._offload.stored = self._stored_keys
@@ -340,14 +338,9 @@ class UCMConnectorScheduler:
         self._rank_hints.prefetches.remove(request.request_id)
         size = self._block_tokens
         first, count = tracker.local // size, num_external_tokens // size
-        claim, planned = None, True
-        if self._blend is not None:
-            claim, planned = self._blend.admitted(request, num_external_tokens)
+        claim = None if self._blend is None else self._blend.admitted(request, num_external_tokens)
         if claim is not None:
-            count = claim.exact // size - first
-            self._load_chunks(tracker, blocks, claim)
-        elif not planned:
-            num_external_tokens = count = 0  # the connector has this load fail
+            count = self._load_chunks(tracker, blocks, claim)
         elif num_external_tokens > 0:
             unread = range(0) if self._offload is None else self._offload.admitted(request)
             read = [at for at in range(0 if unread else first, first + count) if at not in unread]
@@ -376,16 +369,14 @@ class UCMConnectorScheduler:
     # Chunks (Blend)
 
     def _chunks(self, tracker: RequestTracker) -> Lookup | None:
-        """The lookup of the records of a request's chunks, begun if it is not yet; None without
-        any, and before its own keys are known."""
+        """The lookup of a request's chunks; None without any, and before its keys are known."""
         own, lookups = tracker.lookup, self._lookups
         if self._blend is None or lookups is None or own is None or own.keys is None:
             return None
         if tracker.policy.max_load_tokens is not None:
             return None
-        known = self._block_tracker.is_stored
-        prefix = next((at for at, key in enumerate(own.keys) if not known(key)), len(own.keys))
-        first = prefix * self._block_tokens
+        new = (at for at, key in enumerate(own.keys) if not self._block_tracker.is_stored(key))
+        first = next(new, len(own.keys)) * self._block_tokens
         return self._blend.look_up(tracker.request, lookups, self._extra_keys, self._clock, first)
 
     def _with_chunks(self, tracker: RequestTracker, exact: int) -> int | None:
@@ -397,20 +388,16 @@ class UCMConnectorScheduler:
         if not lookup.done and not self._worth_waiting(tracker):
             return exact
         if not lookup.settled(self._allowance):
-            self._postpone(tracker)
-            return None
-        return self._blend.claim(
-            tracker.request,
-            tracker.local,
-            tracker.keys[: exact // size],
-            self._block_tracker,
-            self.admission,
-            self.readiness.block_bytes,
-        )
+            return self._postpone(tracker)[0]
+        prefix, size = tracker.keys[: exact // size], self.readiness.block_bytes
+        known = self._block_tracker, self.admission, size
+        return self._blend.claim(tracker.request, tracker.local, prefix, *known)
 
-    def _load_chunks(self, tracker: RequestTracker, blocks: KVCacheBlocks, claim: Claim) -> None:
+    def _load_chunks(self, tracker: RequestTracker, blocks: KVCacheBlocks, claim: Claim) -> int:
         """Plan the load of an exact prefix, with the records of chunks one after the other behind
-        it."""
+        it; returns the blocks of the prefix. The connector has a load fail that is not planned."""
+        if not claim.hits:
+            return 0
         first, exact = tracker.local // self._block_tokens, claim.exact // self._block_tokens
         keys = [*tracker.keys[first:exact], *claim.keys]
         table = blocks.blocks[0][first : first + len(keys)]
@@ -425,10 +412,10 @@ class UCMConnectorScheduler:
         )
         self._loads.append(load)
         tracker.loading, tracker.failures = range(first, exact), {}
+        return exact - first
 
     def _remember_chunks(self, tracker: RequestTracker, stored: int) -> None:
-        """The first blocks of a request are in the store: those of its prompt have chunks for
-        others."""
+        """The first blocks of a request are stored: those of its prompt have chunks for others."""
         if self._blend is not None:
             stored = min(stored, tracker.request.num_prompt_tokens // self._block_tokens)
             self._blend.stored(tracker.request, tracker.keys[:stored], self._extra_keys)
@@ -877,12 +864,11 @@ class UCMConnectorScheduler:
         except Exception as error:
             self.readiness.off(f"the handshake with the workers failed: {error!r}")
         whys = (handshake.only_stores for handshake in handshakes if handshake.only_stores)
-        beside = any(handshake.beside for handshake in handshakes)
-        self._answers = not beside
-        for why in (handshake.no_blend for handshake in handshakes):
-            if self._blend is not None:
-                others = "it works alone, and not beside other connectors in a MultiConnector"
-                self._blend.refuse(why or (others if beside else ""))
+        self._answers = not any(handshake.beside for handshake in handshakes)
+        if self._blend is not None:
+            others = "it works alone, and not beside other connectors in a MultiConnector"
+            whys_not = [handshake.no_blend for handshake in handshakes]
+            self._blend.refuse(next(filter(None, whys_not), "" if self._answers else others))
         if why := next(whys, ""):
             self._may_load = False
             logger.warning("blocks are stored, and none are loaded: %s", why)
