@@ -345,6 +345,27 @@ def test_a_side_that_is_given_up_leaves_nothing_foreign(made: Any, when: str) ->
     engine.check()
 
 
+def test_blocks_that_others_computed_are_not_taken_for_loaded_chunks(made: Any) -> None:
+    """A load of chunks is lost with its side. By then another request has computed the same prompt,
+    so vLLM has as many tokens of it as were claimed: in blocks that both use."""
+    engine = made()
+    served(engine)
+    parts = [DOCS[1], DOCS[2]]
+    prompt = [*joined(parts), *QUESTION]
+    right = expected(prompt, 2 * COUNT, [SPEC, SPEC])
+    request = engine.add("left", prompt, ucm={"chunks": ranges(parts)})
+    engine.until(lambda: engine.loads and engine.loads[-1] == "left")
+    assert engine.claims[-1] == (len(prompt) - 1) // BLOCK * BLOCK
+    twin = engine.add("twin", prompt, 2 * COUNT, ucm={"load": False})
+    engine.step()
+    engine.connector._give_up("the test")
+    engine.until(lambda: request.is_finished() and twin.is_finished())
+    assert not engine.blends
+    assert list(request.output_token_ids) == right[:COUNT]
+    assert list(twin.output_token_ids) == right
+    engine.check()
+
+
 def test_an_abort_at_any_step_leaves_nothing(made: Any) -> None:
     from vllm.v1.request import RequestStatus
 
