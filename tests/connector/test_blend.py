@@ -179,8 +179,8 @@ def test_a_request_names_its_chunks_and_nothing_behind_them_is_claimed() -> None
 
 def test_wrong_chunks_are_no_reason_not_to_load_a_prefix() -> None:
     rig = rig_with()
-    for at, chunks in enumerate(([[5, 3]], "all", [[0, 10_000]], [["a", "b"]])):
-        params = {"ucm": {"chunks": chunks}}
+    odd: tuple[Any, ...] = ([[5, 3]], "all", [[0, 10_000]], [["a", "b"]])
+    for at, params in enumerate(["all", ["ucm"], *({"ucm": {"chunks": one}} for one in odd)]):
         request = rig.request(f"wrong {at}", 0, tokens=STORED + QUESTION, params=params)
         rig.later.run()
         assert asked(rig, request) == (12 * BLOCK, True)
@@ -192,6 +192,7 @@ def test_wrong_chunks_are_no_reason_not_to_load_a_prefix() -> None:
         {"salt": "another"},
         {"params": {"ucm": {"load": False}}},
         {"params": {"ucm": {"max_load_tokens": 8}}},
+        {"params": {"do_remote_decode": True}},  # whose KV is all that is wanted of it
         {"adapter": LoRARequest("a", 1, "/nowhere")},
     ],
 )
@@ -315,6 +316,19 @@ def test_a_failed_load_is_computed_and_not_tried_again() -> None:
     assert not rig.step(request).blends
     # Others claim what is left of the chunk: without the first of its four records.
     assert asked(rig, other(rig, "third")) == (6 * BLOCK, True)
+
+
+def test_a_load_that_fails_after_its_request_has_ended_is_forgotten() -> None:
+    rig = rig_with()
+    request = other(rig)
+    assert asked(rig, request) == (6 * BLOCK, True)
+    admitted(rig, request, 6 * BLOCK)
+    rig.step()
+    assert rig.blend is not None
+    rig.blend.finished(request)  # by the connector
+    rig.scheduler.request_finished(request)
+    rig.report(failed(rig, request), recved={"other"})
+    assert asked(rig, other(rig)) == (6 * BLOCK, True)
 
 
 def test_after_a_failed_load_vllm_goes_on_from_what_it_has() -> None:
@@ -443,6 +457,25 @@ def test_a_prompt_is_remembered_once_all_of_it_is_stored() -> None:
     rig.stored(first, 12)
     rig.report(rig.ended(plan))
     assert asked(rig, other(rig, "late")) == (6 * BLOCK, True)
+
+
+def test_a_prompt_is_hashed_once_however_long_its_answer_is() -> None:
+    """Its chunks stay the same while blocks of the answer are stored."""
+    rig = Rig(blend=planner())
+    first = rig.request("stored", 0, tokens=STORED + QUESTION)
+    rig.report(RankReport(0, ready=True, free_slots=64))
+    rig.admit(first)
+    plan, counts = rig.step(first), list[int]()
+    for _ in range(3):
+        rig.stored(first, first.num_tokens // BLOCK)
+        rig.report(rig.ended(plan))
+        assert rig.blend is not None
+        counts.append(rig.blend._finder._prompts)
+        first.num_computed_tokens = first.num_tokens
+        first.append_output_token_ids(list(range(2 * BLOCK)))
+        plan = rig.step(first)
+        assert plan.dumps
+    assert counts == [1, 1, 1]
 
 
 @pytest.mark.parametrize("why", [{"no_blend": "no rotary embedding"}, {"beside": True}])

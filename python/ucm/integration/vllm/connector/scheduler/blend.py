@@ -424,8 +424,10 @@ class BlendPlanner:
     def failed(self, name: str) -> None:
         """A rank lacks a record of a load: vLLM computes all tokens of the claim. If it should go
         on as if they were loaded, the workers do that."""
-        self._banned.add(name)
-        if (job := self._jobs.get(name)) is not None:
+        job = self._jobs.get(name)
+        if job is not None or name in self._chunks:  # it has not ended
+            self._banned.add(name)
+        if job is not None:
             job.failed = True
             self.exact_tokens[job.request] = job.local
 

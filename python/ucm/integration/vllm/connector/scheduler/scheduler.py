@@ -373,7 +373,8 @@ class UCMConnectorScheduler:
         own, lookups = tracker.lookup, self._lookups
         if self._blend is None or lookups is None or own is None or own.keys is None:
             return None
-        if tracker.policy.max_load_tokens is not None:
+        # Another engine is to go on with a producer's KV, and gets none that is approximate.
+        if tracker.policy.max_load_tokens is not None or tracker.policy.produces:
             return None
         new = (at for at, key in enumerate(own.keys) if not self._block_tracker.is_stored(key))
         first = next(new, len(own.keys)) * self._block_tokens
