@@ -390,6 +390,19 @@ def test_vllm_may_take_less_of_a_claim_than_its_chunks() -> None:
     assert rig.scheduler.stats()["hit_blocks"] == 0
 
 
+@pytest.mark.parametrize("local", [0, BLOCK])
+def test_vllm_may_take_nothing_of_a_claim(local: int) -> None:
+    """It waits for no load then, and computes the prompt in the same step."""
+    rig = rig_with()
+    request = other(rig)
+    assert rig.blend is not None
+    assert asked(rig, request, local) == (6 * BLOCK - local, True)
+    admitted(rig, request, 0, local)
+    plan = rig.step(request)
+    assert not plan.loads and not plan.blends
+    assert rig.blend.exact_tokens(request) == ALL_TOKENS
+
+
 def test_a_preempted_request_asks_anew() -> None:
     rig = rig_with()
     request = other(rig)

@@ -415,6 +415,9 @@ class BlendPlanner:
         name = request.request_id
         if (job := self._claims.pop(name, None)) is None:
             return None
+        if not external:  # it runs in this step, and computes all
+            del self.exact_tokens[request]
+            return None
         self._jobs[name], end = job, job.local + external
         if end != job.claim.end:
             job.claim = replace(job.claim, end=end, hits=())
