@@ -28,8 +28,9 @@ ROOT = Path(__file__).resolve().parents[1]
 #: 980 and 4 files. Several KV groups (their events, cuts of hits, blocks that leave a running
 #: request): 355. The times of stages, `ucm mode --url`, side shards in archives: 160, Rust 40.
 #: ReRoPE: 820 in 5 files, Rust 325; the training of its model and its bench: 400 of the benches.
-#: Device files in the table of platforms: Rust 15. Windows of requests with adapters: 40.
-BUDGETS = {"Rust": 56_875, "Python": 40_855, "Python files": 139, "benches": 7_900}
+#: Device files in the table of platforms: Rust 15. Windows of requests with adapters: 40. Blend in
+#: an engine: 1,500 and 2 files.
+BUDGETS = {"Rust": 56_875, "Python": 42_355, "Python files": 141, "benches": 7_900}
 #: Least share of comment lines, in percent.
 LEAST_COMMENTS = 13.0
 #: Longest file of Python that only re-exports.

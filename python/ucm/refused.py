@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from importlib.machinery import ModuleSpec
 
-_BLEND = "Blend has parts (docs/blend.md), and does not run in an engine yet"
 _PATCH = "no patch is needed: the connector works through vLLM's own interfaces"
 _STATE = "what a request needs is private to the connector and changes; write a store of your own"
 _MEASURED = "selection works on block tables through an attention backend, without this function"
@@ -19,8 +18,7 @@ _CONNECTOR = "ucm.integration.vllm.ucm_connector"
 
 #: Name -> why there is none.
 REFUSED = {
-    "ucm.integration.vllm.blend_connector": _BLEND,
-    "ucm.sparse.blend.blend": _BLEND,
+    "ucm.sparse.blend.blend": "its parts are ucm.sparse.blend.chunks, tokens and rotation",
     "ucm.integration.vllm.patch": _PATCH,
     "ucm.integration.vllm.tier": "no tier of vLLM's OffloadingConnector: UCMConnector has tiers",
     "ucm.shared": "shared code has its place below its users: ucm.store, ucm.trans, ucm.logger",

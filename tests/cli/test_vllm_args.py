@@ -92,7 +92,6 @@ RULE = '{"storage_path": "/data", "rerope": true}'
         (("--kv-connector-config", "nowhere.yaml"), "neither a file nor a JSON object"),
         (("--config", "nowhere.yaml"), "cannot be read"),
         (("--kv-connector", "NixlConnector", "--config", "my ucm.yaml"), "kv_connector"),
-        (("--kv-connector", "UCMBlendConnector"), "not built yet"),
         (
             ("--kv-connector-config", '{"storage_backend": "nfs", "nfs_path": "server:/kv_cache"}'),
             "mount",

@@ -7,7 +7,9 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,6 +38,7 @@ from ucm.integration.vllm.connector.metadata import (
     UCMConnectorMetadata,
     UCMConnectorWorkerMetadata,
 )
+from ucm.integration.vllm.connector.scheduler.blend import BlendPlanner
 from ucm.integration.vllm.connector.scheduler.readiness import Readiness, StoreSelection
 from ucm.integration.vllm.connector.scheduler.scheduler import UCMConnectorScheduler
 from ucm.integration.vllm.connector.stores import ConfiguredStore
@@ -181,6 +184,7 @@ class Tables:
         # Something is cached there, as on an engine that has computed before.
         self.block_pool.cached_block_hash_to_block.insert(b"of before", self.block_pool.null_block)
         self.tables: dict[str, list[Any]] = {}
+        self.coordinator = SimpleNamespace(single_type_managers=())
 
     def allocate(self, request: Request, blocks: int) -> KVCacheBlocks:
         """Give a request blocks."""
@@ -265,6 +269,9 @@ class Rig:
         self.rates = RateMemory(
             root, self.admission, self.later, lambda: "this machine", self.clock
         )
+        self.blend: BlendPlanner | None = settings.pop("blend", None)
+        if self.blend is not None:
+            self.blend.bind_kv_cache_manager(self.tables)
         self.scheduler = UCMConnectorScheduler(
             UcmConfig(
                 min_hit_tokens=settings.pop("min_hit_tokens", 0),
@@ -285,6 +292,7 @@ class Rig:
             rates=self.rates,
             may_load=settings.pop("may_load", True),
             groups=self.groups,
+            blend=self.blend,
             chance=settings.pop("chance", random.random),
             events=settings.pop("events", None),
             mode=settings.pop("mode", None),
@@ -356,10 +364,11 @@ class Rig:
         adapter: LoRARequest | None = None,
         salt: str | None = None,
         params: Any = None,
+        tokens: list[int] | None = None,
     ) -> Request:
-        """A new request of ``tokens`` tokens, of the tenant with this salt; ``params`` are its
-        ``kv_transfer_params``."""
-        tokens = [(seed * 131 + index) % 1000 for index in range(length)]
+        """A new request of ``length`` tokens, or of these, of the tenant with this salt; ``params``
+        are its ``kv_transfer_params``."""
+        tokens = tokens or [(seed * 131 + index) % 1000 for index in range(length)]
         request = Request(
             name,
             tokens,
@@ -405,6 +414,8 @@ class Rig:
             num_output_tokens=[request.num_output_tokens for request in requests],
         )
         plan = self.scheduler.build_connector_meta(output)
+        if self.blend is not None:
+            plan = replace(plan, blends=self.blend.plan(output))
         for request in requests:
             request.num_computed_tokens += missing[request.request_id]
         return plan

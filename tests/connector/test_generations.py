@@ -206,3 +206,34 @@ def test_requests_do_not_wait_for_ranks_that_do_not_answer() -> None:
     assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     rig.scheduler.update_state_after_alloc(request, rig.tables.allocate(request, 4), 0)
     assert rig.scheduler.miss_stats.total.missed == {"identity_pending": 3}
+
+
+def test_what_was_loaded_before_a_change_of_the_weights_is_never_offered() -> None:
+    """vLLM keeps the blocks of a request that waits for its load through a reset of its caches, and
+    names them again when the load has ended."""
+    rig = Rig()
+    stored, waits = rig.request("a", 4 * BLOCK), rig.request("w", 4 * BLOCK)
+    rig.stored(stored, 2)
+    rig.later.run()
+    assert rig.scheduler.get_num_new_matched_tokens(waits, 0) == (2 * BLOCK, True)
+    table = rig.tables.allocate(waits, 5)
+    rig.scheduler.update_state_after_alloc(waits, table, 2 * BLOCK)
+    waits.num_computed_tokens = 2 * BLOCK
+    assert rig.step().loads
+    rig.named.after = {A: B}
+    rig.scheduler.request_finished(stored)
+    rig.scheduler.reset_cache()
+    plan = asked(rig, "new", seed=9)
+    rig.report(RankReport(0, ready=True, free_slots=64), recved={"w"})
+    rig.weights_checked(plan, unchanged=False, named=WeightSource(B))
+    rig.step()
+    rig.later.run()
+    rig.ready(2)
+    assert rig.readiness.identity_text == B
+    rig.scheduler.update_state_after_alloc(waits, rig.tables.get_blocks("w"), 0)
+    plans = [rig.step(waits)]
+    waits.append_output_token_ids([1])
+    plans.append(rig.step(waits))
+    rig.scheduler.request_finished(waits)
+    plans.append(rig.step())
+    assert [dump for plan in plans for dump in plan.dumps if dump.request == "w"] == []

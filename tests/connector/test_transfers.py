@@ -520,6 +520,23 @@ def test_failed_rows_and_all_behind_them_are_bad_and_reported_with_the_request()
     assert worker.step() == (set(), set(), None)
 
 
+def test_a_load_of_chunks_that_lacks_a_block_is_bad_from_its_first_block_on() -> None:
+    """Its blocks are not at the places of their tokens: what lies before the missing one is no
+    prefix."""
+    worker = Worker()
+    store = worker.open()
+    worker.step(dumps=[dump(1, [1])])
+    store.end("staged", "published")
+    worker.step(loads=[replace(load("r", [3, 4, 5], first=7), whole=True)])
+    store.end("staged", "published")
+    ended, bad, report = worker.step()
+    assert (ended, bad) == ({"r"}, {3, 4, 5})
+    assert report is not None
+    (failure,) = report.ranks[0].load_failures
+    assert (failure.first, split_keys(failure.refused)) == (7, KEYS[1:3])
+    assert failure.reasons == ("load_failed", "bad_checksum", "bad_checksum")
+
+
 @pytest.mark.parametrize("error", [ClosedError("closed"), ValueError("a store's own bug")])
 def test_a_store_that_raises_ends_the_load(error: Exception) -> None:
     worker = Worker()

@@ -1,7 +1,7 @@
 """Blend on the recall model, by plain torch: prompts whose chunks were computed elsewhere, the
 rules of :mod:`ucm.sparse.blend.tokens`, and what they cost in answers.
 
-``python tests/sparse/blend_harness.py`` prints the table of ``docs/blend.md``.
+``python tests/sparse/blend_harness.py`` prints the table of ``docs/blend-rules.md``.
 """
 
 from __future__ import annotations

@@ -133,6 +133,7 @@ def test_a_score_is_the_mean_attention_of_the_last_two_thirds(layers: int, first
 def test_tokens_without_kv_are_not_seen() -> None:
     keys, values, query = random(9, 1, 8), random(9, 1, 8, seed=1), random(2, 4, 8, seed=2)
     known = torch.tensor([True, False, True, True, False, True, True])
+    keys[:7][~known], values[:7][~known] = torch.inf, torch.nan  # of a request before
     question, without = Question(1, 7), Question(1, 5)
     seen = question.attend(0, query, (keys[:7], keys[7:]), (values[:7], values[7:]), 1.0, known)
     alone = without.attend(

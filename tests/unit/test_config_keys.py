@@ -176,8 +176,6 @@ def test_there_is_one_way_of_reading_and_writing_files(key: str) -> None:
     ("extra", "environ", "sentence"),
     [
         ({"use_layerwise": True}, {}, "use_layerwise"),
-        ({"vllm": {"kv_connector": "UCMBlendConnector"}}, {}, "UCMBlendConnector is not built yet"),
-        ({}, {"UCM_SPARSE_TYPE": "blend"}, "sparse attention (Blend) is not built yet"),
         ({"sparse": {"enabled": True}}, {}, "sparse.enabled: true names no algorithm"),
     ],
 )

@@ -21,7 +21,7 @@ from config_cases import FIXTURES, REPOSITORY, shape
 from ucm.config import UcmConfig, parse
 from ucm.config.loading import algorithm_of
 from ucm.config.model import flatten
-from ucm.config.sparse import AlgorithmConfig
+from ucm.config.sparse import AlgorithmConfig, BlendConfig
 from ucm.errors import ConfigError, UcmError
 
 pytest.importorskip("ucm._core")
@@ -112,11 +112,14 @@ def judged(sample: Sample) -> Judgement:
 
 
 def selected(config: UcmConfig) -> Any:
-    """The selectors' host with the keys of the algorithm, for blocks of 16 tokens."""
+    """The selectors' host with the keys of the algorithm, for blocks of 16 tokens; the keys of
+    Blend, all of which it reads."""
     from ucm.sparse.policy import method_of
     from ucm.sparse.selector import Geometry
 
     settings = config.sparse.settings
+    if isinstance(settings, BlendConfig):
+        return settings
     if not isinstance(settings, AlgorithmConfig):
         return None
     method = method_of(settings, Geometry(block_size=16, kv_heads=2, head_dim=64))
@@ -314,7 +317,6 @@ def test_all_three_happen_and_a_key_that_nobody_reads_would_be_found() -> None:
 @pytest.mark.parametrize(
     ("config", "environment", "sentence"),
     [
-        ({"blend": {"compute_meta": {}}}, {}, "sparse attention (Blend) is not built yet"),
         ({"ReRoPE": {}}, {}, "sparse.type: ReRoPE chooses no blocks"),
     ],
 )

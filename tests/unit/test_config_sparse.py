@@ -231,17 +231,59 @@ def test_later_sources_win_key_by_key(tmp_path: Path) -> None:
     assert not any(".Quest." in line for line in lines)
 
 
-def test_blend_has_typed_keys_and_is_not_built() -> None:
+def test_blend_has_typed_keys_and_selects_no_blocks() -> None:
     meta = {"model.layers.1.self_attn.attn": {"ratio": 0.2}}
     config = parse(
         {"storage_path": "/d", "Blend": {"compute_meta": meta, "chunk_end_token_id": 7}}, {}
     )
-    assert isinstance(config.sparse.settings, BlendConfig)
-    assert config.sparse.settings.compute_meta["model.layers.1.self_attn.attn"].ratio == 0.2
-    assert "Blend" in config.problems[0]
+    blend = config.sparse.blend
+    assert isinstance(blend, BlendConfig) and config.sparse.enabled and not config.sparse.selects
+    assert blend.compute_meta["model.layers.1.self_attn.attn"].ratio == 0.2
+    assert blend.select == "hkvd"  # the only rule that reads it, and the only one of the original
+    assert not config.problems
     assert '"Blend.compute_meta"' in fails(
         {"storage_path": "/d", "Blend": {"compute_meta": {"layer": {"rate": 1}}}}
     )
+
+
+@pytest.mark.parametrize(
+    ("written", "found"),
+    [
+        ({"blend": {}}, BlendConfig()),
+        ({"enable_blending": True}, BlendConfig()),
+        ({"enable_blending": True, "blend": {"ratio": 0.3}}, BlendConfig(ratio=0.3)),
+        ({"enable_blending": False}, None),
+        ({"blend": {"ratio": 0.3}, "sparse": {"enabled": False}}, None),
+        (
+            {"ucm_sparse_config": {"Blend": {"min_blend_threshold": 4}}},
+            BlendConfig(min_hit_blocks=4),
+        ),
+        ({"blend": {"separators": ["<sep>", [1, 2]]}}, BlendConfig(separators=("<sep>", (1, 2)))),
+        (
+            {"blend": {"select": "epic", "chunk_size": 64}},
+            BlendConfig(select="epic", chunk_size=64),
+        ),
+    ],
+)
+def test_ways_to_write_blend(written: dict[str, Any], found: BlendConfig | None) -> None:
+    config = load({"storage_path": "/d", **written}, {})
+    assert config.sparse.blend == found and not config.sparse.selects
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"ratio": 1.5}, '"Blend.ratio"'),
+        ({"select": "all"}, '"Blend.select"'),
+        ({"select": "union", "hkvd_threshold": 0.1}, "hkvd_threshold is of the rule hkvd"),
+        ({"separators": [""]}, '"Blend.separators'),
+        ({"separators": [[]]}, '"Blend.separators'),
+        ({"separators": 7}, '"Blend.separators"'),
+        ({"chunk_alone": True}, 'unknown key "Blend.chunk_alone"'),
+    ],
+)
+def test_what_blend_refuses(keys: dict[str, Any], sentence: str) -> None:
+    assert sentence in fails({"storage_path": "/d", "Blend": keys})
 
 
 def test_the_switch_of_the_environment_keeps_the_keys_of_a_file_and_switches_off() -> None:

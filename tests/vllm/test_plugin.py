@@ -60,7 +60,7 @@ def test_a_core_that_cannot_be_imported_harms_no_engine_without_ucm(
 #: changes.
 CONNECTORS = {
     f"vllm.distributed.kv_transfer.kv_connector.factory.KVConnectorFactory._registry[{name}]"
-    for name in ("UCMConnector", "UCMDirectConnector")
+    for name in ("UCMConnector", "UCMDirectConnector", "UCMBlendConnector")
 }
 BACKENDS = {
     f"vllm.v1.attention.backends.registry._ATTN_OVERRIDES[{name}]"

@@ -292,7 +292,7 @@ def plan_of(metadata: Any, packing: Packing = FLOATS) -> Tensor:
     )
 
 
-def sparse_engine(engines: Any, tiny: Path, tmp_path: Path, **extra: Any) -> Any:
+def sparse_engine(engines: Any, tiny: Path, tmp_path: Path, args: Any = None, **extra: Any) -> Any:
     """vLLM's configuration with our connector in it."""
     from vllm.config import KVTransferConfig
 
@@ -302,7 +302,7 @@ def sparse_engine(engines: Any, tiny: Path, tmp_path: Path, **extra: Any) -> Any
         kv_connector_module_path="ucm.integration.vllm.connector",
         kv_connector_extra_config={"storage_path": str(tmp_path), **extra},
     )
-    return engines.engine_config(tiny, kv_transfer_config=transfer)
+    return engines.engine_config(tiny, kv_transfer_config=transfer, **(args or {}))
 
 
 class SparseEngine:

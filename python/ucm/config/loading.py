@@ -495,6 +495,11 @@ def _read_sparse_config(layer: Layer, value: Any, written: str) -> None:
             raise unknown_section(str(key), inner, layer.source)
 
 
+def _read_blending(layer: Layer, value: Any, written: str) -> None:
+    if str(value).lower() in ("true", "1"):
+        _choose(layer, "Blend", {}, written, written)
+
+
 def _choose(
     layer: Layer, algorithm: str, keys: Mapping[str, Any], written: str, where: str
 ) -> None:
@@ -581,6 +586,7 @@ _HANDLERS: dict[str, Callable[[Layer, Any, str], None]] = {
     "nfs_path": _read_nfs_path,
     "quarantine": _read_quarantine,
     "ucm_sparse_config": _read_sparse_config,
+    "enable_blending": _read_blending,
 }
 
 
@@ -865,8 +871,8 @@ def _ignore_unused(values: Values, ignored: Layer) -> None:
         name is not None and name.value not in KNOWN_STORES
     )
     for key, instead in UNUSED.items():
-        if key not in values or values[key].value in (False, "UCMBlendConnector"):
-            continue  # not wanted, or refused as a whole
+        if key not in values or values[key].value is False:
+            continue  # not wanted
         if not (own and key in StoreSettings.model_fields):  # a user's own store gets it
             ignored.ignore(instead, values[key].written)
     pipeline = values.get("store_pipeline")

@@ -44,7 +44,7 @@ from ucm.config.fields import (
     without_login,
     word,
 )
-from ucm.config.sparse import BUILT_IN, Sections, algorithm_of, folded, keys_of
+from ucm.config.sparse import BUILT_IN, BlendConfig, Sections, algorithm_of, folded, keys_of
 from ucm.config.words import (
     COMMON,
     DEFAULT_STORE,
@@ -157,6 +157,17 @@ class SparseConfig(Section):
     type: str | None = None
     module_path: str | None = None
     config: Sections = Field(default_factory=dict)
+
+    @property
+    def blend(self) -> BlendConfig | None:
+        """The keys of Blend where that is chosen, which is no block selection."""
+        found = self.settings
+        return found if isinstance(found, BlendConfig) else None
+
+    @property
+    def selects(self) -> bool:
+        """Whether blocks are selected."""
+        return self.enabled and self.blend is None
 
     @property
     def settings(self) -> Section | None:

@@ -391,14 +391,12 @@ def _store_problems(config: UcmConfig) -> Iterator[str]:
 def _connector_problems(config: UcmConfig) -> Iterator[str]:
     if config.use_layerwise:
         yield "use_layerwise: true is not built yet; leave it out, blocks are then moved whole"
-    if config.kv_connector == "UCMBlendConnector":
-        yield "UCMBlendConnector is not built yet; use UCMConnector"
     if config.sparse.enabled:
         yield from _sparse_problems(config)
     if config.rerope.enabled and config.sparse.enabled:
         yield (
-            "rerope and sparse attention do not work together: methods read rotated keys, and with"
-            " rerope the cache has unrotated ones; leave out one of the two"
+            "rerope and sparse attention or Blend do not work together: these read rotated keys,"
+            " and with rerope the cache has unrotated ones; leave out one of the two"
         )
     if config.rerope.enabled and config.rerope.log_scale and config.rerope.training_length < 2:
         yield "rerope.log_scale: rerope.training_length is 1; write the length of the training"
@@ -412,11 +410,6 @@ def _sparse_problems(config: UcmConfig) -> Iterator[str]:
         yield (
             "sparse.type: ReRoPE chooses no blocks; write rerope: {window: ..., training_length:"
             " ...} instead, or set VLLM_USE_REROPE=true"
-        )
-    elif config.sparse.type == "Blend":
-        yield (
-            "sparse attention (Blend) is not built yet; leave out its keys or set"
-            " ENABLE_SPARSE=false"
         )
     elif config.dump == "none" and getattr(config.sparse.settings, "offload", False):
         yield (

@@ -198,6 +198,10 @@ class UncheckedConfig(AlgorithmConfig):
 Threshold = Annotated[float, BeforeValidator(no_flag), Field(ge=0, allow_inf_nan=False)]
 
 
+_Text = Annotated[str, Field(min_length=1)]
+_Tokens = Annotated[tuple[int, ...], Field(min_length=1)]
+
+
 class BlendLayer(Section):
     """What one check layer of Blend recomputes."""
 
@@ -210,11 +214,28 @@ class BlendConfig(Section):
 
     algorithm: ClassVar[str] = "Blend"
 
+    select: Annotated[Literal["union", "query", "epic", "hkvd"], BeforeValidator(word)] = "union"
+    ratio: Annotated[float, BeforeValidator(no_flag), Field(ge=0, le=1, allow_inf_nan=False)] = 0.15
+    head_tokens: Number = 2
+    question_tokens: Count = 64
     compute_meta: dict[str, BlendLayer] = Field(default_factory=dict)
-    chunk_end_token_id: Number | None = None
-    min_hit_blocks: Number = 16
     criterion: Annotated[Literal["k_l1", "k_l2", "k+v"], BeforeValidator(word)] = "k_l1"
     hkvd_threshold: Threshold | None = None
+    separators: tuple[_Text | _Tokens, ...] = ()
+    chunk_end_token_id: Number | None = None
+    chunk_size: Count = 256
+    min_hit_blocks: Number = 16
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rule(cls, given: Any) -> Any:
+        """Keys of one rule name it, as in the original, which has no other."""
+        keys = [key for key in ("compute_meta", "criterion", "hkvd_threshold") if key in given]
+        if keys and given.get("select", "hkvd") != "hkvd":
+            raise ValueError(
+                f"{', '.join(keys)} is of the rule hkvd; write select: hkvd, or leave it out"
+            )
+        return {**given, "select": "hkvd"} if keys else given
 
 
 class ReropeAlgorithmConfig(Section):

@@ -369,12 +369,14 @@ MEANT_KEYS: dict[str, str] = {
 
 #: Keys of other caches that no key replaces -> what to do instead.
 INSTEAD: dict[str, str] = {
-    "chunk_size": "leave it out: a block has the tokens of vLLM's --block-size",
+    "chunk_size": (
+        "leave it out: a block has the tokens of vLLM's --block-size; with Blend write"
+        " `blend: {chunk_size: 256}`"
+    ),
     "save_decode_cache": "write `dump: all` (the default) to store answers too, or `dump: prompt`",
     "save_unfull_chunk": (
         "leave it out: full blocks are stored, and the rest of a prompt is computed"
     ),
-    "enable_blending": "leave it out: only prefixes are reused",
     "skip_save": (
         'write `dump: none`, or in one request kv_transfer_params {"ucm": {"dump": false}}'
     ),

@@ -35,6 +35,8 @@ ASKED_REQUESTS, HIT_REQUESTS = "asked_requests", "hit_requests"
 DECLINED_TOKENS = "declined_tokens"
 #: Estimated by the measured speed.
 SAVED_SECONDS = "saved_prefill_seconds"
+#: Counts of Blend, in tokens.
+BLEND_HIT, BLEND_COMPUTED, BLEND_MISSED = "blend_hit", "blend_computed", "blend_missed"
 #: Counters of the worker sides, in bytes on their rank.
 LOADED_BYTES, PUBLISHED_BYTES = "loaded_bytes", "published_bytes"
 
@@ -68,6 +70,9 @@ COUNTERS = {
         "Seconds of computing that loaded blocks replaced: their tokens by the measured speed of"
         " prefill. Blocks that were loaded before it was measured do not count.",
     ),
+    BLEND_HIT: Series("ucm_blend_hit_tokens", "Blend: loaded tokens of chunks."),
+    BLEND_COMPUTED: Series("ucm_blend_computed_tokens", "Of these, computed again."),
+    BLEND_MISSED: Series("ucm_blend_missed_tokens", "Blend: tokens between chunks."),
 }
 MISSED_BLOCKS = Series("ucm_missed_blocks", "Asked blocks that were computed, by reason.")
 #: Busy: a rank had no free slot, they are offered again. Ended: they had left their request before

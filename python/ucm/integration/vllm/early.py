@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from ucm.errors import ConfigError
 
 #: Our connectors, as vLLM's configuration names them.
-CONNECTORS = ("UCMConnector", "UCMDirectConnector")
+CONNECTORS = ("UCMConnector", "UCMDirectConnector", "UCMBlendConnector")
 #: Architecture of vLLM -> the model class of ucm that leaves keys unrotated, for ReRoPE.
 UNROTATED = {
     "LlamaForCausalLM": "UcmReRopeLlamaForCausalLM",

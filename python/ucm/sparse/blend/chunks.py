@@ -95,7 +95,8 @@ def check_ranges(ranges: Sequence[Range], tokens: int) -> None:
 def requested_chunks(kv_transfer_params: Mapping[str, Any] | None) -> list[Range] | None:
     """The ranges of tokens that a request names: ``{"ucm": {"chunks": [[start, end], ...]}}``;
     None where it names none. Raises :class:`~ucm.errors.InvalidInputError` for another form."""
-    ours = (kv_transfer_params or {}).get("ucm")
+    given = kv_transfer_params  # of any form, as a client sent it
+    ours = given.get("ucm") if isinstance(given, Mapping) else None
     chunks = ours.get("chunks") if isinstance(ours, Mapping) else None
     if chunks is None:
         return None

@@ -160,7 +160,9 @@ class Question:
         hidden = torch.zeros(count, len(every), dtype=torch.bool, device=query.device)
         hidden[:, tokens:] = torch.ones_like(hidden[:, tokens:]).triu(1)
         if known is not None:
-            hidden[:, :tokens] |= ~known.to(query.device)
+            absent = ~known.to(query.device)
+            hidden[:, :tokens] |= absent
+            content[:tokens].masked_fill_(absent[:, None, None], 0)  # whatever numbers are there
         grouped = query.float().view(count, kv_heads, heads // kv_heads, -1)
         output = torch.empty(*grouped.shape[:3], content.shape[-1], device=query.device)
         mass = torch.zeros(tokens, dtype=torch.float64, device=query.device)

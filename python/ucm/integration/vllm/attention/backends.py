@@ -12,6 +12,7 @@ that the host does not serve, they only call vLLM's own code.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ucm.integration.vllm.attention import rerope
 from ucm.integration.vllm.attention.host import LayerCall, SparseHost, active_host
-from ucm.integration.vllm.attention.setup import sparse_config
+from ucm.integration.vllm.attention.setup import blend_config, sparse_config
 from ucm.integration.vllm.attention.tables import HeadRows
 
 if TYPE_CHECKING:
@@ -40,20 +41,83 @@ def backend_for(
     if rerope.rule_of(vllm_config) is not None:
         rerope.refuse_unsupported(vllm_config)
         by_rule = name in rerope.SERVED
-    if not by_rule and sparse_config(vllm_config) is None:
+    blends = blend_config(vllm_config) is not None and not own.is_mla()
+    if not by_rule and not blends and sparse_config(vllm_config) is None:
         return own
     if name not in _made or _made[name][0] is not vllm_config:
-        made = rerope.derive(own) if by_rule else derive(own, vllm_config)
+        if by_rule:
+            made = rerope.derive(own)
+        else:
+            made = (derive_for_blend if blends else derive)(own, vllm_config)
         _made[name] = vllm_config, made
     return _made[name][1]
+
+
+def derive_for_blend(
+    base: type[AttentionBackend], vllm_config: VllmConfig
+) -> type[AttentionBackend]:
+    """A backend that computes as vLLM's, and whose attention a question can have for its own; its
+    KV cache spec has a manager that knows the exact tokens."""
+    impl = type(
+        f"Blend{base.get_impl_cls().__name__}",
+        (AsksApart, base.get_impl_cls()),
+        {"__module__": __name__, "__doc__": f"{base.get_impl_cls().__name__}, as it is."},
+    )
+    made: type[AttentionBackend] = type(
+        f"Blend{base.__name__}",
+        (base,),
+        {
+            "__module__": __name__,
+            "__doc__": f"{base.__name__} with an exact part of a request's KV.",
+            "ucm_packs_like": base,
+            "get_impl_cls": staticmethod(lambda: impl),
+            "customize_spec": _spec_of(base, vllm_config),
+        },
+    )
+    return made
+
+
+class OwnAttention(ABC):
+    """Stands for the attention metadata of layers that are called outside of a step, and computes
+    their attention."""
+
+    @abstractmethod
+    def attend(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, output: Tensor
+    ) -> None:
+        """Attention of a layer into ``output [t, heads, d]``, from ``query [t, heads, d]`` and
+        ``key`` and ``value [t, kv heads, d]`` of the same tokens."""
+
+
+class AsksApart:
+    """An implementation of vLLM's that leaves attention to an :class:`OwnAttention`."""
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attention of a layer."""
+        given = (layer, query, key, value, kv_cache)
+        if isinstance(attn_metadata, OwnAttention):
+            attn_metadata.attend(*given, output)
+            return output
+        compute = super().forward  # type: ignore[misc]
+        result: Tensor = compute(*given, attn_metadata, output, *args, **kwargs)
+        return result
 
 
 def derive(base: type[AttentionBackend], vllm_config: VllmConfig) -> type[AttentionBackend]:
     """A backend that selects blocks, over any backend whose metadata has a block table and lengths,
     in an engine with this configuration."""
     from vllm.v1.attention.backend import AttentionCGSupport
-
-    from ucm.integration.vllm.attention.spec import customize_spec
 
     impl = derive_impl(base.get_impl_cls(), latent=base.is_mla())
     builder_base = base.get_builder_cls()
@@ -79,11 +143,6 @@ def derive(base: type[AttentionBackend], vllm_config: VllmConfig) -> type[Attent
         },
     )
 
-    def spec_of(cls: type, spec: Any) -> Any:
-        """vLLM's spec for this backend, with a manager that knows the exact tokens."""
-        del cls
-        return customize_spec(base.customize_spec(spec), vllm_config)
-
     made: type[AttentionBackend] = type(
         f"Sparse{base.__name__}",
         (base,),
@@ -93,10 +152,22 @@ def derive(base: type[AttentionBackend], vllm_config: VllmConfig) -> type[Attent
             "ucm_packs_like": base,
             "get_impl_cls": staticmethod(lambda: impl),
             "get_builder_cls": staticmethod(lambda: builder),
-            "customize_spec": classmethod(spec_of),
+            "customize_spec": _spec_of(base, vllm_config),
         },
     )
     return made
+
+
+def _spec_of(base: type[AttentionBackend], vllm_config: VllmConfig) -> Any:
+    """The method ``customize_spec`` of a backend over ``base``: vLLM's spec, with a manager that
+    knows the exact tokens."""
+    from ucm.integration.vllm.attention.spec import customize_spec
+
+    def spec_of(cls: type, spec: Any) -> Any:
+        del cls
+        return customize_spec(base.customize_spec(spec), vllm_config)
+
+    return classmethod(spec_of)
 
 
 def derive_impl(base: type, *, latent: bool) -> type:

@@ -464,6 +464,11 @@ def _attends_backwards(impl: Any) -> bool:
     return str(getattr(impl, "attn_type", "decoder")).rsplit(".", 1)[-1].lower() == "decoder"
 
 
+def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The decoder layers of a model, in order."""
+    return [module for name, module in model.named_modules() if _LAYER.search(name)]
+
+
 class EagerHooks:
     """The hooks of one method in one model."""
 
@@ -497,7 +502,7 @@ class EagerHooks:
         """The first module of a step: the model itself."""
         self._first.remove()
         self._handles.remove(self._first)
-        layers = [module for name, module in model.named_modules() if _LAYER.search(name)]
+        layers = decoder_layers(model)
         for layer in layers:
             self._hang(layer)
         if not layers:

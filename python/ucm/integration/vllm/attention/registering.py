@@ -123,7 +123,8 @@ def _has_sparse_word(value: Any) -> bool:
         return False
     for key, inner in value.items():
         word = str(key).lower().replace("-", "").replace("_", "")
-        if "sparse" in word or word in ALGORITHMS or key in _FILES or _has_sparse_word(inner):
+        named = "sparse" in word or "blend" in word or word in ALGORITHMS
+        if named or key in _FILES or _has_sparse_word(inner):
             return True
     return False
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ucm.config import UcmConfig, load
-from ucm.config.sparse import AlgorithmConfig, algorithm_of
+from ucm.config.sparse import AlgorithmConfig, BlendConfig, algorithm_of
 from ucm.errors import ConfigError, UnsupportedError
 from ucm.integration.vllm.attention.host import SparseHost
 from ucm.integration.vllm.attention.offload import SPARE
@@ -57,8 +57,19 @@ _last: tuple[Any, UcmConfig | None] = (None, None)
 
 
 def sparse_config(vllm_config: Any) -> UcmConfig | None:
-    """Our configuration where it names sparse attention and this version of vLLM is served, else
-    None. Raises :class:`~ucm.errors.ConfigError` where it is wrong."""
+    """Our configuration where blocks are selected and this version of vLLM is served, else None.
+    Raises :class:`~ucm.errors.ConfigError` where it is wrong."""
+    config = _wanted(vllm_config)
+    return config if config is not None and config.sparse.selects else None
+
+
+def blend_config(vllm_config: Any) -> BlendConfig | None:
+    """The keys of Blend, under the same conditions."""
+    config = _wanted(vllm_config)
+    return None if config is None else config.sparse.blend
+
+
+def _wanted(vllm_config: Any) -> UcmConfig | None:
     global _last
     found = extra_config(vllm_config)
     if found is None:

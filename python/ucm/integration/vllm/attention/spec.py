@@ -23,7 +23,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from ucm.integration.vllm.attention.setup import bytes_beside, sparse_config
+from ucm.integration.vllm.attention.setup import blend_config, bytes_beside, sparse_config
 from ucm.integration.vllm.connector.guard import throttle
 from ucm.sparse.base import ALL_TOKENS, UcmSparseBase
 
@@ -141,13 +141,14 @@ _SPARSE: dict[type, type] = {
 
 
 def customize_spec(spec: KVCacheSpec, vllm_config: VllmConfig) -> KVCacheSpec:
-    """The spec of a layer in an engine with sparse attention; unchanged for one that is not
-    selected from."""
+    """The spec of a layer in an engine with sparse attention or Blend; unchanged for one that is
+    not selected from."""
     kind, config = _SPARSE.get(type(spec)), sparse_config(vllm_config)
-    if kind is None or config is None:
+    if kind is None or (config is None and blend_config(vllm_config) is None):
         return spec
     given = {field.name: getattr(spec, field.name) for field in fields(spec) if field.init}
-    made: KVCacheSpec = kind(**given, beside_bytes=bytes_beside(config, spec, vllm_config))
+    beside = 0 if config is None else bytes_beside(config, spec, vllm_config)
+    made: KVCacheSpec = kind(**given, beside_bytes=beside)
     return made
 
 

@@ -10,11 +10,15 @@ only parts above it:
 - ``metadata``: what the scheduler side and the workers send each other in every step
 - ``admission``: which hits are worth loading: ``rates``, ``admission``
 - ``scheduler`` and ``worker``: the two sides, which do not import each other. The scheduler side:
-  ``lookup``, ``requests``, ``readiness``, ``dumps``, ``hints``, ``offload``, ``sparse``,
-  ``scheduler``; the worker side: ``transfers``, ``sparse``, ``worker``
+  ``lookup``, ``requests``, ``readiness``, ``dumps``, ``hints``, ``offload``, ``sparse``, ``blend``,
+  ``scheduler``; the worker side: ``transfers``, ``sparse``, ``blend``, ``worker``
 - ``factory``: makes a side from the configuration; ``connector``: the class that vLLM calls
 """
 
-from ucm.integration.vllm.connector.connector import UCMConnector, UCMDirectConnector
+from ucm.integration.vllm.connector.connector import (
+    UCMBlendConnector,
+    UCMConnector,
+    UCMDirectConnector,
+)
 
-__all__ = ["UCMConnector", "UCMDirectConnector"]
+__all__ = ["UCMBlendConnector", "UCMConnector", "UCMDirectConnector"]

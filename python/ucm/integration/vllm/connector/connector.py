@@ -25,19 +25,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ucm.config import UcmConfig, load, parse
-from ucm.errors import ConfigError
+from ucm.errors import ConfigError, UnsupportedError
 from ucm.integration.vllm.attention.rerope import refuse_unsupported as refuse_unsupported_rule
 from ucm.integration.vllm.compat.versions import installed, why_unserved, why_untested
-from ucm.integration.vllm.connector.factory import make_scheduler, make_worker, why_off
+from ucm.integration.vllm.connector.factory import make_scheduler, make_worker, step_tokens, why_off
 from ucm.integration.vllm.connector.guard import Failures, P, R, harmless, logger, throttle
 from ucm.integration.vllm.connector.identity.engine_identity import block_tokens
 from ucm.integration.vllm.connector.identity.weights import models_of
 from ucm.integration.vllm.connector.metadata import (
+    Blended,
     Load,
     RankReport,
     UCMConnectorMetadata,
     UCMConnectorWorkerMetadata,
 )
+from ucm.integration.vllm.connector.scheduler import blend
 from ucm.integration.vllm.connector.scheduler.readiness import OFF, OPEN
 from ucm.integration.vllm.connector.scheduler.scheduler import NOTHING, UCMConnectorScheduler
 from ucm.integration.vllm.connector.stats import MissStats, UcmPromMetrics, UcmStats
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from ucm.integration.vllm.connector.scheduler.sparse import SparseScheduler
+    from ucm.integration.vllm.connector.worker.blend import BlendWorker
     from ucm.integration.vllm.connector.worker.sparse import SparseWorker
 
 
@@ -82,6 +85,10 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     # Sparse attention, where it is configured.
     _sparse_scheduler: SparseScheduler | None = None
     _sparse_worker: SparseWorker | None = None
+    # Blend, where it is configured.
+    _blend_planner: blend.BlendPlanner | None = None
+    _blend_worker: BlendWorker | None = None
+    _blended: tuple[Blended, ...] = ()  # since the last report
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -94,6 +101,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             profile.open(config.profile.output, role.name.lower())
         for store in (config, *config.alternatives):
             UcmConnectorFactoryV1.resolve(store.ucm_connector_name, store.ucm_connector_module_path)
+        if isinstance(self, UCMBlendConnector) and config.enabled and config.sparse.blend is None:
+            raise ConfigError('UCMBlendConnector needs Blend: write "blend": {} for its defaults')
         if config.enabled:
             refuse_model_directory(config, models_of(vllm_config))
             if config.require_store:
@@ -107,7 +116,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         self._unsent: dict[str, Load] = {}
         self._pending = PendingLoads()  # of this rank
         version = installed()
-        if config.enabled and config.sparse.enabled and not why_unserved(version):
+        if config.enabled and config.sparse.selects and not why_unserved(version):
             self._make_sparse(config, vllm_config, role, kv_cache_config)
         if config.enabled and config.rerope.enabled:
             refuse_unsupported_rule(vllm_config)
@@ -126,13 +135,25 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
                 logger.warning("the cache is off: %s", why)
         elif role == KVConnectorRole.WORKER:
             self._worker = make_worker(config, vllm_config, kv_cache_config, self._sparse_worker)
+            if (keys := config.sparse.blend) is not None:
+                from ucm.integration.vllm.connector.worker.blend import BlendWorker
+
+                self._blend_worker = BlendWorker(keys, vllm_config, kv_cache_config)
         else:
             self._recompute_failed_loads()
+            self._block_tokens = block_tokens(vllm_config, kv_cache_config)
+            if (keys := config.sparse.blend) is not None:
+                self._blend_planner = blend.BlendPlanner(
+                    keys,
+                    self._block_tokens,
+                    step_tokens=step_tokens(vllm_config),
+                    separators=blend.separators_in(keys, vllm_config),
+                    why_not=blend.why_not_blended(vllm_config, kv_cache_config),
+                )
             self._scheduler = make_scheduler(
-                config, vllm_config, kv_cache_config, self._sparse_scheduler
+                config, vllm_config, kv_cache_config, self._sparse_scheduler, self._blend_planner
             )
             self._miss_stats = self._scheduler.miss_stats
-            self._block_tokens = block_tokens(vllm_config, kv_cache_config)
             for line in config.describe():
                 logger.debug("configuration: %s", line)
 
@@ -225,11 +246,12 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     # -----------------------------------------------------------------------------------------
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """vLLM's block tables and pool. Sparse attention is not guarded here: without them vLLM's
-        own prefix cache would keep approximate KV, so the engine does not start."""
+        """vLLM's block tables and pool. Sparse attention and Blend are not guarded here: without
+        them vLLM's own prefix cache would keep approximate KV, so the engine does not start."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        if self._sparse_scheduler is not None:
-            self._sparse_scheduler.bind_kv_cache_manager(kv_cache_manager)
+        for approximate in (self._sparse_scheduler, self._blend_planner):
+            if approximate is not None:
+                approximate.bind_kv_cache_manager(kv_cache_manager)
         if self._scheduler is not None:
             bind = self._scheduler.bind_kv_cache_manager
             if self._call(True, bind, kv_cache_manager):
@@ -263,6 +285,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         """Tokens that can be loaded, None while they are looked up; loads are asynchronous."""
         if self._sparse_scheduler is not None:
             self._sparse(self._sparse_scheduler.found_on_device, request, num_computed_tokens)
+        if self._blend_planner is not None:
+            self._blend_planner.asked(request)
         self._found[request.request_id] = num_computed_tokens
         if self._scheduler is None:
             return 0, False
@@ -320,6 +344,10 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             if planned is None and self._call(True, self._scheduler.drop_unsent):
                 self._give_up("the dumps of a step could not be dropped")
         plan = self._with_unplanned_loads(planned)
+        # Also of a side that is given up: the blocks of these requests have foreign KV.
+        if self._blend_planner is not None:
+            blends = self._blend_planner.plan(scheduler_output)
+            plan = replace(plan, blends=blends) if blends else plan
         if self._sparse_scheduler is None:
             return plan
         settled = self._scheduler is None or self._scheduler.readiness.phase in (OPEN, OFF)
@@ -358,6 +386,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         """The request ended; its blocks may be freed, and are read before others write them."""
         self._found.pop(request.request_id, None)
         answer = None
+        if self._blend_planner is not None:
+            self._blend_planner.finished(request)
         if self._scheduler is not None:
             answer = self._call(None, self._scheduler.request_finished, request)
         if self._sparse_scheduler is not None:
@@ -401,6 +431,9 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         if self._sparse_worker is not None:
             self._sparse_worker.register_kv_caches(kv_caches)
         if self._worker is not None:
+            if self._blend_worker is not None:
+                self._blend_worker.register_kv_caches(kv_caches)
+                self._worker.no_blend = self._blend_worker.why_not
             self._worker.register_kv_caches(kv_caches)
 
     @classmethod
@@ -451,11 +484,19 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             self._give_up(f"a step could not be dropped: {error!r}")
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Begin the step's loads; before or after the forward pass, vLLM decides."""
-        if self._sparse_worker is not None and self.has_connector_metadata():
-            plan = self._get_connector_metadata()
-            if isinstance(plan, UCMConnectorMetadata) and plan.sparse is not None:
-                self._sparse(self._sparse_worker.begin_step, plan.sparse, forward_context)
+        """Begin the step's loads; before or after the forward pass, vLLM decides: before it where
+        there are chunks. Raises where their tokens cannot be computed: vLLM would go on with
+        foreign KV."""
+        plan = self._get_connector_metadata() if self.has_connector_metadata() else None
+        ours = plan if isinstance(plan, UCMConnectorMetadata) else NOTHING
+        if ours.blends:
+            if self._blend_worker is None:
+                raise UnsupportedError("chunks were loaded, and this rank has no Blend")
+            done = self._blend_worker.run(ours.blends)
+            if self._worker is not None and self._worker.rank.number == 0:
+                self._blended += tuple(done)
+        if self._sparse_worker is not None and ours.sparse is not None:
+            self._sparse(self._sparse_worker.begin_step, ours.sparse, forward_context)
         if self._worker is not None:
             self._call(None, self._worker.start_load_kv)
 
@@ -532,6 +573,9 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         if measured is not None or lost:
             news = news or UCMConnectorWorkerMetadata()
             news.break_even, news.lost = [] if measured is None else [measured], lost
+        if self._blended:
+            news = news or UCMConnectorWorkerMetadata()
+            news.blended, self._blended = list(self._blended), ()
         return news
 
     @staticmethod
@@ -587,7 +631,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         if not config.metrics.enabled:
             return None
         cls._serve_metrics(config)
-        sparse = config.sparse.enabled
+        sparse = config.sparse.selects
         return UcmPromMetrics(
             vllm_config, metric_types, labelnames, per_engine_labelvalues, sparse=sparse
         )
@@ -618,6 +662,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         for sparse in (self._sparse_worker, self._sparse_scheduler):
             if sparse is not None:
                 self._sparse(sparse.close)
+        self._blend_worker = None  # it holds the model
         self._close()
 
     @harmless(None, after=True)
@@ -631,3 +676,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
 class UCMDirectConnector(UCMConnector):
     """The direct mode by its own name: a block of all layers is one row of a load or dump."""
+
+
+class UCMBlendConnector(UCMConnector):
+    """The connector with Blend, which its configuration must have."""

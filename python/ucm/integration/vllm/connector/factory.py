@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from ucm.integration.vllm.connector.scheduler.blend import BlendPlanner
     from ucm.integration.vllm.connector.scheduler.sparse import SparseScheduler
     from ucm.integration.vllm.connector.worker.sparse import SparseWorker
 
@@ -120,7 +121,7 @@ def unmapped(config: UcmConfig, platform: Platform, vllm_config: VllmConfig) -> 
             "sleep mode unmaps the KV, and this version of vLLM does not notify connectors before:"
             " nothing is claimed or stored; start without enable_sleep_mode, or update vLLM"
         )
-    if config.sparse.enabled:
+    if config.sparse.selects:
         return (
             "sleep mode with sparse attention is not supported yet: nothing is claimed or stored;"
             " start without enable_sleep_mode, or set ENABLE_SPARSE=false"
@@ -242,7 +243,7 @@ def _only_stores(outer: Any | None) -> str:
 
 def _admission(config: UcmConfig, vllm_config: VllmConfig) -> Admission:
     deadlines, overlap = config.deadlines, max(1, getattr(vllm_config, "max_concurrent_batches", 2))
-    step, least_s = _step_tokens(vllm_config), deadlines.load_min_ms / 1000
+    step, least_s = step_tokens(vllm_config), deadlines.load_min_ms / 1000
     compute_rate = ComputeRate(least_s, deadlines.load_max_s, step, overlap)
     configured = config.origin("deadlines.load_unknown_s") != "default"
     unknown_load_s = deadlines.load_unknown_s if configured else UNKNOWN_LOAD_S
@@ -289,6 +290,7 @@ def make_scheduler(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     sparse: SparseScheduler | None = None,
+    blend: BlendPlanner | None = None,
 ) -> UCMConnectorScheduler:
     """The scheduler side of a supported engine; waits a few seconds at most for the weights'
     digest."""
@@ -312,7 +314,7 @@ def make_scheduler(
     origin = "configured" if config.platform else "what vLLM runs on"
     text = "ucm %s in vLLM %s: the KV lies on %s (%s)"
     logger.info(text, __version__, installed(), platform.word, origin)
-    stores = engine_stores(config, parallel, platform.word, _step_tokens(vllm_config))
+    stores = engine_stores(config, parallel, platform.word, step_tokens(vllm_config))
     readiness = Readiness(
         own_identity=identity_without_weights(own),
         identity=identity,
@@ -342,11 +344,12 @@ def make_scheduler(
         extra,
         background,
         tokens,
-        step_tokens=_step_tokens(vllm_config),
+        step_tokens=step_tokens(vllm_config),
         rates=rates,
         may_load=_may_load(vllm_config),
         groups=groups,
         sparse=sparse,
+        blend=blend,
         events=block_events(vllm_config, kv_cache_config, groups, time.monotonic),
         mode=mode,
         closers=(mode.close, rates.close, identity.close, adapters.close, background.close),
@@ -381,7 +384,7 @@ def _leave_the_bound_core() -> None:
         logger.debug("the threads of the store stay where vLLM bound this rank: %r", error)
 
 
-def _step_tokens(vllm_config: VllmConfig) -> int:
+def step_tokens(vllm_config: VllmConfig) -> int:
     """Most tokens that a step of the engine computes."""
     return int(getattr(vllm_config.scheduler_config, "max_num_batched_tokens", None) or 0)
 
@@ -438,7 +441,7 @@ def make_worker(
     return UCMConnectorWorker(
         rank,
         platform,
-        engine_stores(config, parallel, platform.word, _step_tokens(vllm_config)),
+        engine_stores(config, parallel, platform.word, step_tokens(vllm_config)),
         memory=ModelMemory(
             lambda: _layers(vllm_config, kv_cache_config), lambda: weight_source(vllm_config)
         ),

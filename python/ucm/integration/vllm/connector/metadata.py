@@ -27,7 +27,7 @@ from ucm.integration.vllm.connector.identity.weights import WeightsReport
 from ucm.store.ucmstore_v1 import Priority
 
 #: Changes with every change of meaning; a mismatch between the sides switches ucm off.
-VERSION = 14
+VERSION = 15
 
 #: Length of a block key in bytes.
 KEY = 16
@@ -67,6 +67,8 @@ class Load:
     #: loaded. The others are then those of the windows, on both sides of these.
     unread: bytes = b""
     rest: list[GroupBlocks] = field(default_factory=list)  # of the other KV groups
+    #: Its blocks are not those of its tokens yet (Blend): without any of them, none counts.
+    whole: bool = False
 
 
 @dataclass(slots=True)
@@ -84,6 +86,43 @@ class Dump:
     tenant: bytes = b""  # tag of the tenant of these blocks, empty for none
     group: int = 0  # number of the KV group
     compare: bool = False  # with the stored blocks; nothing is written
+
+
+@dataclass(frozen=True, slots=True)
+class BlendHit:
+    """A chunk of another prompt: tokens ``[start, end)`` of this one. ``source``: place of token
+    ``start`` in the prompt whose records were loaded. ``blocks``: device block numbers where the
+    records of its blocks ``source // block_tokens`` to ``(source + end - start - 1) //
+    block_tokens`` were loaded, in order."""
+
+    start: int
+    end: int
+    source: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Blend:
+    """The work of the first step of a request whose load had chunks (Blend)."""
+
+    request: str
+    #: Device block numbers of the request, from its first block on, through token ``end - 1``.
+    table: tuple[int, ...]
+    exact: int  # tokens before it are an exact prefix, in whole blocks: never written
+    end: int  # of the loaded tokens, in whole blocks
+    hits: tuple[BlendHit, ...]  # in order, without overlap, within [exact, end)
+    tokens: npt.NDArray[np.uint32]  # ids of the tokens [exact, end), then of those that ask
+    question: int  # tokens that ask, the last ones of the prompt; not written
+    asks_at: int  # place of the first of them, at ``end`` or behind it
+
+
+@dataclass(slots=True)
+class Blended:
+    """What a rank did for a request, in tokens: of hits, and of those between hits (missed)."""
+
+    reused: int = 0
+    computed: int = 0
+    missed: int = 0
 
 
 @dataclass(slots=True)
@@ -127,6 +166,8 @@ class UCMConnectorMetadata(KVConnectorMetadata):
     given_up: str = ""  # why the scheduler side does nothing any more; the workers end too
     check_weights: int | None = None  # compare the weights in memory, for this generation
     sparse: SparsePlan | None = None  # where sparse attention is configured
+    #: Requests that run for the first time since their chunks were loaded.
+    blends: list[Blend] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -173,6 +214,7 @@ class Handshake:
     only_stores: str = ""  # why nothing may be loaded, empty when it may
     prefix_caching: bool = True  # vLLM's flag there, once the layers are built
     beside: bool = False  # whether this is one connector of several
+    no_blend: str = ""  # why chunks cannot be reused on this rank, empty when they can
     #: Part and shapes of the other KV groups that have layers on this rank.
     rest: tuple[tuple[tuple[int, int, int], dict[str, Any]], ...] = ()
 
@@ -224,10 +266,16 @@ class UCMConnectorWorkerMetadata(KVConnectorWorkerMetadata):
     break_even: list[int] = field(default_factory=list)  # break-even length in tokens, by rank
     #: Blocks (request and ordinal) that are not on the device and whose records are lost.
     lost: list[tuple[str, int]] = field(default_factory=list)
+    blended: list[Blended] = field(default_factory=list)  # of the first rank
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> UCMConnectorWorkerMetadata:
         """Both sets of reports; vLLM merges the workers' answers with this."""
         if not isinstance(other, UCMConnectorWorkerMetadata):
             return self
-        ranks, measured = self.ranks + other.ranks, self.break_even + other.break_even
-        return UCMConnectorWorkerMetadata(self.version, ranks, measured, self.lost + other.lost)
+        return UCMConnectorWorkerMetadata(
+            self.version,
+            self.ranks + other.ranks,
+            self.break_even + other.break_even,
+            self.lost + other.lost,
+            self.blended + other.blended,
+        )

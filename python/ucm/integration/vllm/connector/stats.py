@@ -141,6 +141,12 @@ class MissStats:
         text = "the first load: %d blocks, %d tokens were not computed"
         self._log_first(names.LOADED, blocks, text)
 
+    def blended(self, reused: int, computed: int, missed: int) -> None:
+        """The workers put chunks of other prompts into a request, in tokens."""
+        self._news[names.BLEND_HIT] += reused + computed
+        self._news[names.BLEND_COMPUTED] += computed
+        self._news[names.BLEND_MISSED] += missed
+
     def looked_up(self, seconds: float) -> None:
         """The store answered a lookup after ``seconds``."""
         self._timed(names.LOOKUP_SECONDS, seconds)

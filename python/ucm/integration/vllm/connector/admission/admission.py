@@ -135,6 +135,11 @@ class Admission:
         self._seen = float("-inf")  # when the workers' reports were last processed
         self.learning_loads = 0
 
+    @property
+    def measures(self) -> bool:
+        """Whether hits are judged by measured speeds."""
+        return self._mode == "measured"
+
     # Judging
     # ----------------------------------------------------------------------------------------------
 

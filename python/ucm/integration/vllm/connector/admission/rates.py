@@ -66,8 +66,9 @@ class ComputeRate:
         tokens of one step; ``overlap``: most steps that are planned and have not ended."""
         self._min_s = min_s
         self._max_s, self._step_tokens = max_s, step_tokens
-        # planned at, prompts' tokens, all
-        self._in_flight: deque[tuple[float, int, int]] = deque(maxlen=overlap)
+        # planned at, prompts' tokens, all, and those that Blend computes before the step
+        self._in_flight: deque[tuple[float, int, int, int | None]] = deque(maxlen=overlap)
+        self._blends: deque[float] = deque(maxlen=STEPS)  # seconds for each of these
         self._small: deque[float] = deque(maxlen=STEPS)
         self._large: deque[tuple[float, int]] = deque(maxlen=STEPS)  # seconds, tokens
         self._shown: deque[float] = deque(maxlen=STEPS)  # seconds for each token, of any step
@@ -80,24 +81,32 @@ class ComputeRate:
     # Samples
     # -------------------------------------------------------------------------------------------
 
-    def planned(self, scheduled: Mapping[str, int], total: int, now: float) -> None:
+    def planned(
+        self, scheduled: Mapping[str, int], total: int, now: float, blended: int | None = None
+    ) -> None:
         """A step was planned at ``now`` (seconds) with these tokens of each request, ``total`` of
-        all."""
+        all. ``blended``: tokens that Blend computes before it, None where nothing is blended."""
         prompts = 0
         if total >= len(scheduled) + MIN_TOKENS:
             prompts = sum(tokens for tokens in scheduled.values() if tokens >= CHUNK_TOKENS)
-        self._in_flight.append((now, prompts, total))
+        self._in_flight.append((now, prompts, total, blended))
 
     def ended(self, now: float) -> None:
         """The oldest planned step has ended. Idle time does not count, overlapping steps share
         theirs."""
         if not self._in_flight:
             return
-        planned, prompts, total = self._in_flight.popleft()
+        planned, prompts, total, blended = self._in_flight.popleft()
         took = now - max(planned, self._ended_at)
         self._ended_at = now
         self._last = took if total else 0.0
         if took <= 0 or total == 0:
+            return
+        if blended is not None:  # it says nothing of other steps
+            if blended >= MIN_TOKENS:
+                overhead, cost = self._model() if self._large else (0.0, 0.0)
+                alone = max(took - overhead - total * cost, LEAST_PART * took)
+                self._blends.append(alone / blended)
             return
         self._shown.append(took / total)
         if total < MIN_TOKENS:
@@ -117,6 +126,11 @@ class ComputeRate:
         """Seconds of computing ``tokens`` more of a prompt, of which ``rest`` are computed anyway;
         None: not known."""
         return self._estimate(tokens, rest, *self._model()) if self._large else None
+
+    def blend_seconds(self, tokens: int) -> float | None:
+        """Seconds in which Blend computes so many tokens; None: not known. The first time, in which
+        it prepares the model, does not count alone."""
+        return tokens * _lower_quartile(self._blends) if len(self._blends) > 1 else None
 
     def _estimate(self, tokens: int, rest: int, overhead: float, cost: float) -> float:
         steps = 0

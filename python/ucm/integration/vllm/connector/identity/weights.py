@@ -786,7 +786,7 @@ class ModelMemory:
     def remember(self) -> None:
         """The weights have just been loaded: memory holds the content of the files."""
         try:
-            self._models = [weakref.ref(model) for model in _models_with(self._layers())]
+            self._models = [weakref.ref(model) for model in models_with(self._layers())]
             self._known, self._known_source = self._look(), self._source()
         except Exception as error:  # later changes cannot be detected, which compare() says
             logger.warning("the model's weights cannot be read in memory: %r", error)
@@ -816,7 +816,7 @@ class ModelMemory:
         return fingerprint([model for model in models if model is not None])
 
 
-def _models_with(layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+def models_with(layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     """The whole models that these layers are part of: modules that contain one of them and that no
     other module holds. vLLM passes its connector layers only, so all living modules are
     searched."""

@@ -81,7 +81,8 @@ class OtherConnectors:
         ``tables``: its tables in vLLM, one for each KV group."""
         self._waiting.add(tracker.request.request_id)
         tracker.ran_from = None
-        tracker.wrong_from = FAR
+        if not tracker.request.num_computed_tokens:  # else it has had them since before its load
+            tracker.wrong_from = FAR
         for chain in tracker.chains if self._invalid else ():
             table = chain.group.device_blocks(tables[chain.group.table])
             wrong = (at for at, block in enumerate(table) if self._is_invalid(block))

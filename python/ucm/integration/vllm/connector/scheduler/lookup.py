@@ -480,6 +480,7 @@ class Lookup:
         self._poll: Callable[[Lookup], None] | None = None  # polls the store for its answer
         self.limit = 1 << 62  # most blocks of a hit
         self.why = MissReason.LAST_TOKEN  # no more
+        self.each = False  # every block is looked up, not a prefix
         self.answered = False  # by the store
         self.tiers = b""  # that each of the hits would be loaded from, a byte each
         self.tables: tuple[bytes, ...] = ()  # the same by KV group, with absent ones; mostly none
@@ -603,11 +604,13 @@ class Lookups:
         at_once: bool = False,
         limit: int = 1 << 62,
         why: MissReason = MissReason.LAST_TOKEN,
+        each: bool = False,
     ) -> Lookup:
         """Begin; ``hash_tokens`` runs here if it is quick (``at_once``), else on the background
-        thread. ``limit``: most blocks of a hit, and ``why`` no more."""
+        thread. ``limit``: most blocks of a hit, and ``why`` no more. ``each``: the blocks are no
+        prefix; the answer is the tier of each, :data:`~..groups.ABSENT` for one that is none."""
         lookup = Lookup(clock)
-        lookup.limit, lookup.why = limit, why
+        lookup.limit, lookup.why, lookup.each = limit, why, each
         if not at_once:
             self._submit(lookup, lambda: self._run(lookup, hash_tokens))
         elif (keys := self._hashed(lookup, hash_tokens)) is not None:
@@ -675,7 +678,7 @@ class Lookups:
         """Wait for the store's answer."""
         if lookup.done:
             return  # the request went on without it
-        steps = self._steps(keys, lookup.limit, lookup.why)
+        steps = self._steps(keys, lookup)
         try:
             question = next(steps)
             while True:
@@ -693,7 +696,7 @@ class Lookups:
     def _follow(self, lookup: Lookup, keys: list[bytes]) -> bool:
         """The same on a thread of the store; the lookup polls for its answers. False without such a
         thread."""
-        return self._begin(self._steps(keys, lookup.limit, lookup.why), None, lookup.age(), lookup)
+        return self._begin(self._steps(keys, lookup), None, lookup.age(), lookup)
 
     def _begin(
         self, steps: Steps, answer: tuple[bytes, str] | None, took: float, lookup: Lookup
@@ -727,9 +730,23 @@ class Lookups:
             if not self._begin(steps, (tiers, reason), before + took, lookup):
                 lookup.give_up(MissReason.INTERNAL)
 
-    def _steps(self, keys: list[bytes], limit: int, why: MissReason) -> Steps:
-        """Mostly one question, with the parts of a block side by side. It has no reference to its
-        lookup: one that is dropped ends what it began."""
+    def _steps(self, keys: list[bytes], of: Lookup) -> Steps:
+        """What a lookup asks, without a reference to it: one that is dropped ends what it began."""
+        return self._each(keys) if of.each else self._of_hit(keys, of.limit, of.why)
+
+    def _each(self, keys: list[bytes]) -> Steps:
+        """The tier of each block, where one KV group is all that there is."""
+        own = self._parts[0]
+        ids = self._records(keys, own)
+        found, _ = yield Question(ids, prefix=False)
+        tiers = bytearray(found)
+        for at, tier in enumerate(tiers):
+            if tier >= UNKNOWN and self._locally_visible.has(ids[at], own[at % len(own)]):
+                tiers[at] = self._locally_visible_tier
+        return Found(0, MissReason.ABSENT, _of_blocks(tiers, len(keys), len(own)))
+
+    def _of_hit(self, keys: list[bytes], limit: int, why: MissReason) -> Steps:
+        """Mostly one question, with the parts of a block side by side."""
         if not keys:
             return Found(0, MissReason.ABSENT, b"")
         found = Found(len(keys), MissReason.LAST_TOKEN, bytes(len(keys)))

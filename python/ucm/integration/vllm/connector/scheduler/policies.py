@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -41,6 +41,7 @@ class RequestKeys(Section):
     wait_for: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")] | None = None
     tokens: Number | None = None
     identity: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    chunks: Any = None  # of Blend, which reads them itself
 
 
 @dataclass(frozen=True, slots=True)

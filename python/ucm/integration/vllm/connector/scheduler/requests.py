@@ -96,6 +96,7 @@ class RequestTracker:
         #: another connector was first.
         self.reason: MissReason | None = MissReason.NOT_TAKEN
         self.unanswered = False  # a hit was not worth waiting for the store's answer
+        self.may_blend = False  # vLLM's last question got to an answer, and may load
         self.tally = Tally()
         self.preemptions = request.num_preemptions
         #: Tokens at the beginning of its first step since it was admitted; None before.
@@ -412,15 +413,20 @@ class HitPolicy:
             tracker.load_end = first + (0 if cut is None else cut.tokens // self._block_tokens)
         return tracker.load_end, None if tracker.load_end == end else MissReason.DECLINED
 
-    def begin_load(self, tracker: RequestTracker, tokens: int) -> float:
-        """A load of ``tokens`` tokens is planned; returns the seconds it may take."""
-        request, rest = tracker.request, tracker.request.num_tokens - tracker.local - tokens
+    def begin_load(
+        self, tracker: RequestTracker, tokens: int, chunks: Cut | None = None, learns: bool = False
+    ) -> float:
+        """A load of ``tokens`` tokens of the prefix is planned, and of ``chunks`` behind it, to
+        measure (``learns``) or not; returns the seconds it may take."""
         first = tracker.local // self._block_tokens
         end = first + tokens // self._block_tokens
         whole = self._cut(tracker, first, end)
-        return self._admission.began(
-            request.request_id, whole, rest, learns=tracker.verdict == Verdict.LEARN
-        )
+        learns = learns or (tokens > 0 and tracker.verdict == Verdict.LEARN)
+        if chunks is not None:
+            sizes = Counter(whole.sizes) + Counter(chunks.sizes)
+            whole = Cut(whole.tokens + chunks.tokens, dict(sizes))
+        rest = tracker.request.num_tokens - tracker.local - whole.tokens
+        return self._admission.began(tracker.request.request_id, whole, rest, learns=learns)
 
     def _cuts(self, tracker: RequestTracker, first: int, end: int, tiers: bytes) -> list[Cut]:
         """The possible loads of a hit: up to the first block below each tier, or somewhat before

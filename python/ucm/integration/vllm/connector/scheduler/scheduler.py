@@ -18,7 +18,7 @@ import numpy as np
 
 from ucm.block_trace import BlockTrace
 from ucm.config import UcmConfig
-from ucm.integration.vllm.connector.admission.admission import Admission, RateMemory
+from ucm.integration.vllm.connector.admission.admission import Admission, Cut, RateMemory
 from ucm.integration.vllm.connector.groups import ONE_GROUP, Group, fails_whole
 from ucm.integration.vllm.connector.guard import Background, Failures, harmless, logger, throttle
 from ucm.integration.vllm.connector.identity.keys import ExtraKeys, KeyMaker, TenantTags
@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from ucm.integration.vllm.connector.scheduler.blend import BlendPlanner, Claim
     from ucm.integration.vllm.connector.scheduler.sparse import SparseScheduler
 
 #: Sent in every step with nothing to do.
@@ -114,6 +115,7 @@ class UCMConnectorScheduler:
         may_load: bool = True,
         groups: Sequence[Group] = ONE_GROUP,
         sparse: SparseScheduler | None = None,
+        blend: BlendPlanner | None = None,
         events: BlockEvents | None = None,
         mode: ModeWatch | None = None,
         closers: Sequence[Callable[[], None]] = (),
@@ -125,9 +127,9 @@ class UCMConnectorScheduler:
         lookups; ``block_tokens``: tokens of one device block; ``step_tokens``: most tokens of a
         step, 0 where that is not known; ``rates`` keeps the measured speeds; ``may_load``: whether
         vLLM allocates only blocks that no step under way writes; ``groups``: the KV groups of the
-        model; ``sparse``: sparse attention, where it is configured; ``events``: those of stored
-        blocks, where they are published; ``mode``: whether blocks are loaded and stored now;
-        ``closers`` are called at the end; ``chance`` draws numbers from [0, 1). Raises
+        model; ``sparse``: sparse attention, ``blend``: Blend, where that is configured; ``events``:
+        those of stored blocks, where they are published; ``mode``: whether blocks are loaded and
+        stored now; ``closers`` are called at the end; ``chance`` draws numbers from [0, 1). Raises
         :class:`~ucm.errors.ConfigError` for a key of tenants' tags that cannot be used."""
         self._config = config
         self.readiness = readiness
@@ -150,7 +152,8 @@ class UCMConnectorScheduler:
         # What vLLM may take away in the next step is offered first.
         self._order = sorted(range(len(groups)), key=lambda at: not groups[at].frees_early)
         self._forget_on_reset = config.on_reset == "forget"
-        self._exact_tokens = None if sparse is None else sparse.exact_tokens
+        approximate, self._blend = sparse or blend, blend
+        self._exact_tokens = None if approximate is None else approximate.exact_tokens
         self._offload = None if sparse is None else sparse.offload
         if self._offload is not None:
             self._offload.stored = self._stored_keys
@@ -241,6 +244,15 @@ class UCMConnectorScheduler:
     ) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond those on the device; vLLM calls this again at every
         step, before it allocates blocks for a request that does not run."""
+        tokens, loads = self._matched(request, num_computed_tokens)
+        tracker = self._live.get(request.request_id)
+        if self._blend is None or tokens is None or tracker is None or not tracker.may_blend:
+            return tokens, loads
+        end = self._with_chunks(tracker, num_computed_tokens + tokens)
+        return (None, False) if end is None else (end - tracker.local, end > tracker.local)
+
+    def _matched(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """The same of the prefix alone."""
         self._spare(request.num_tokens, 1, pins=self._computes)
         tracker = self._live.get(request.request_id)
         if self._offload is not None:
@@ -250,7 +262,7 @@ class UCMConnectorScheduler:
         if tracker.preemptions != request.num_preemptions:
             tracker.restart()
             self._due[request.request_id] = self._block_tokens
-        tracker.local, tracker.holds = num_computed_tokens, 0
+        tracker.local, tracker.holds, tracker.may_blend = num_computed_tokens, 0, False
         tracker.reason, tracker.unanswered = MissReason.INTERNAL, False  # unless this succeeds
         self._notice_reset()
         self.readiness.request_weights_check()
@@ -292,9 +304,11 @@ class UCMConnectorScheduler:
             span("lookup", lookup.began, ended, request=name, hits=lookup.hits)
             if self._trace is not None:
                 self._trace.add(self._clock(), lookup.keys or ())
+            self._remember_chunks(tracker, lookup.hits)
         size = self._block_tokens
         if not self._claim_is_known(tracker):
             return self._postpone(tracker)
+        tracker.may_blend = True
         tokens = tracker.claimable(self._block_tracker, size) * size - num_computed_tokens
         if tokens < max(self._min_hit_tokens, 1):
             tracker.reason = None
@@ -302,7 +316,7 @@ class UCMConnectorScheduler:
         first, end = num_computed_tokens // size, (num_computed_tokens + tokens) // size
         end, tracker.reason = self._hit_policy.taken(tracker, first, end)
         if end > first and self._compares(tracker, first, end):
-            tracker.reason = None
+            tracker.reason, tracker.may_blend = None, False
             return 0, False
         if end > first and not self._fits_beside_others(tracker, end):
             return self._postpone(tracker)
@@ -324,7 +338,10 @@ class UCMConnectorScheduler:
         self._rank_hints.prefetches.remove(request.request_id)
         size = self._block_tokens
         first, count = tracker.local // size, num_external_tokens // size
-        if num_external_tokens > 0:
+        claim = None if self._blend is None else self._blend.admitted(request, num_external_tokens)
+        if claim is not None:
+            count = self._load_chunks(tracker, blocks, claim)
+        elif num_external_tokens > 0:
             unread = range(0) if self._offload is None else self._offload.admitted(request)
             read = [at for at in range(0 if unread else first, first + count) if at not in unread]
             timeout = self._load_timeout(tracker, len(read) * size)
@@ -348,6 +365,61 @@ class UCMConnectorScheduler:
         # a declined hit is in use too
         declined = tracker.decided_hit.stop if tracker.reason == MissReason.DECLINED else 0
         self._touch(tracker, max((tracker.local + num_external_tokens) // size, declined))
+
+    # Chunks (Blend)
+
+    def _chunks(self, tracker: RequestTracker) -> Lookup | None:
+        """The lookup of a request's chunks; None without any, and before its keys are known."""
+        own, lookups = tracker.lookup, self._lookups
+        if self._blend is None or lookups is None or own is None or own.keys is None:
+            return None
+        # Another engine is to go on with a producer's KV, and gets none that is approximate.
+        if tracker.policy.max_load_tokens is not None or tracker.policy.produces:
+            return None
+        new = (at for at, key in enumerate(own.keys) if not self._block_tracker.is_stored(key))
+        first = next(new, len(own.keys)) * self._block_tokens
+        return self._blend.look_up(tracker.request, lookups, self._extra_keys, self._clock, first)
+
+    def _with_chunks(self, tracker: RequestTracker, exact: int) -> int | None:
+        """The end of what a request loads, chunks behind the ``exact`` tokens of its prefix
+        included; None while their records are looked up."""
+        lookup, size = self._chunks(tracker), self._block_tokens
+        if self._blend is None or lookup is None or len(tracker.keys) * size < exact:
+            return exact
+        if not lookup.done and not self._worth_waiting(tracker):
+            return exact
+        if not lookup.settled(self._allowance):
+            return self._postpone(tracker)[0]
+        prefix, size = tracker.keys[: exact // size], self.readiness.block_bytes
+        known = self._block_tracker, self.admission, size
+        return self._blend.claim(tracker.request, tracker.local, prefix, *known)
+
+    def _load_chunks(self, tracker: RequestTracker, blocks: KVCacheBlocks, claim: Claim) -> int:
+        """Plan the load of an exact prefix, with the records of chunks one after the other behind
+        it; returns the blocks of the prefix. The connector has a load fail that is not planned."""
+        if not claim.hits:
+            return 0
+        first, exact = tracker.local // self._block_tokens, claim.exact // self._block_tokens
+        keys = [*tracker.keys[first:exact], *claim.keys]
+        table = blocks.blocks[0][first : first + len(keys)]
+        name, prefix = tracker.request.request_id, claim.exact - tracker.local
+        load = Load(
+            request=name,
+            first=first,
+            keys=join_keys(keys),
+            blocks=np.array([block.block_id for block in table], dtype=np.int64),
+            timeout=self._load_timeout(tracker, prefix, claim.cut, claim.learns),
+            whole=True,
+        )
+        self._loads.append(load)
+        tracker.loading, tracker.failures = range(first, exact), {}
+        return exact - first
+
+    def _remember_chunks(self, tracker: RequestTracker, stored: int) -> None:
+        """The first blocks of a request are stored: those of its prompt have chunks for others."""
+        if self._blend is not None:
+            stored = min(stored, tracker.request.num_prompt_tokens // self._block_tokens)
+            self._blend.stored(tracker.request, tracker.keys[:stored], self._extra_keys)
 
     def hit_media(self, request: Request, tokens: int) -> Mapping[str, int]:
         """The tokens of a load that was just planned, by the medium of the tiers in which their
@@ -437,10 +509,12 @@ class UCMConnectorScheduler:
         return not whole.settled(self._allowance)
 
     @harmless(None)
-    def _load_timeout(self, tracker: RequestTracker, tokens: int) -> float | None:
+    def _load_timeout(
+        self, tracker: RequestTracker, tokens: int, chunks: Cut | None = None, learns: bool = False
+    ) -> float | None:
         """Seconds a load may take. vLLM waits for the load by now: it is sent whatever fails
         here."""
-        return self._hit_policy.begin_load(tracker, tokens)
+        return self._hit_policy.begin_load(tracker, tokens, chunks, learns)
 
     @harmless(None)
     def _count_asked(self, tracker: RequestTracker, hit: int) -> None:
@@ -561,7 +635,9 @@ class UCMConnectorScheduler:
         self._notice_reset()
         is_open, now, scheduled = self._open(), self._clock(), output.num_scheduled_tokens
         self._others.planned(output, self._live)
-        self.admission.compute_rate.planned(scheduled, output.total_num_scheduled_tokens, now)
+        blended = None if self._blend is None else self._blend.computed_in(scheduled)
+        total = output.total_num_scheduled_tokens
+        self.admission.compute_rate.planned(scheduled, total, now, blended)
         if now >= self.miss_stats.next_summary:
             self.miss_stats.summary(now, self.readiness.block_bytes)
         if self._rates is not None and now >= self._rates.due:
@@ -791,6 +867,10 @@ class UCMConnectorScheduler:
             self.readiness.off(f"the handshake with the workers failed: {error!r}")
         whys = (handshake.only_stores for handshake in handshakes if handshake.only_stores)
         self._answers = not any(handshake.beside for handshake in handshakes)
+        if self._blend is not None:
+            others = "it works alone, and not beside other connectors in a MultiConnector"
+            whys_not = [handshake.no_blend for handshake in handshakes]
+            self._blend.refuse(next(filter(None, whys_not), "" if self._answers else others))
         if why := next(whys, ""):
             self._may_load = False
             logger.warning("blocks are stored, and none are loaded: %s", why)
@@ -801,6 +881,8 @@ class UCMConnectorScheduler:
         published, failed = self.dumps.published_blocks, self.dumps.failed_blocks
         busy = self.dumps.busy_blocks
         self._on_lost_blocks(report.lost)
+        for done in report.blended:
+            self.miss_stats.blended(done.reused, done.computed, done.missed)
         for rank in report.ranks:
             self.readiness.report(rank)
             self.health.report(rank.rank, rank.healthy)
@@ -824,6 +906,8 @@ class UCMConnectorScheduler:
                     reasons = (named(name, MissReason.INTERNAL) for name in failure.reasons)
                     tracker.failed_because(failure.first, reasons)
                     self._rewound(tracker)
+                if self._blend is not None:
+                    self._blend.failed(failure.request)
                 text = "request %s: a load failed, computing instead"
                 throttle.warning("load failed", text, failure.request)
             self._report_stored(
@@ -850,9 +934,14 @@ class UCMConnectorScheduler:
 
     @harmless(None)
     def _report_stored(self, written: Sequence[Written]) -> None:
-        """Publish events of blocks that every rank has published; not of those that serve their own
-        request alone."""
+        """Publish events of blocks that every rank has published, not of those that serve their own
+        request alone, and remember chunks."""
         for tracker, group, blocks in written:
+            if self._blend is not None:  # all of its prompt is, or all that will ever be
+                stored = len(tracker.stored_keys(self._block_tracker))
+                whole = stored >= tracker.request.num_prompt_tokens // self._block_tokens
+                if whole or tracker.request.request_id not in self._live:
+                    self._remember_chunks(tracker, stored)
             last = FAR if tracker.private_at is None else tracker.private_at
             shared = {at: key for at, key in blocks.items() if at < last}
             self._events.stored(tracker.request, group, shared)
@@ -1006,6 +1095,8 @@ class UCMConnectorScheduler:
         opened = (self.readiness.store, self.readiness.identity_text)
         if self._opened != opened:  # the first, or another identity
             self._opened = opened
+            if self._blend is not None:
+                self._blend.forget()
             for tracker in self._live.values():
                 tracker.rekey()
             identity, method = self.readiness.identity_text, self._config.hash_method
@@ -1047,6 +1138,7 @@ class UCMConnectorScheduler:
             why=why,
         )
         self._events.follow(request, tracker.lookup)
+        self._chunks(tracker)
         return tracker.lookup
 
 

@@ -291,7 +291,7 @@ class Loads:
     def _report_failures(self, load: Load, failures: Mapping[int, BlockFailure]) -> None:
         """``failures`` by ordinal, in every group."""
         at = min(failures)
-        first = load.first if load.unread else at
+        first = load.first if load.unread or load.whole else at
         text = "request %s: block %d: %s"
         throttle.warning("load failed", text, load.request, first - load.first, failures[at].why)
         behind = range(first, max(load.first + len(load.blocks), max(failures) + 1))
@@ -338,7 +338,7 @@ class Loads:
             self.representations.failed(load.request)
         if self._whole:
             self._failed.add(load.request)
-        else:
+        else:  # from the first one on: that one ends what vLLM takes for loaded
             self._bad_blocks.update(load.blocks[first - load.first :].tolist())
         reasons = tuple(str(reason) for reason in why)
         refused, left = join_keys(bad), join_keys(newer)

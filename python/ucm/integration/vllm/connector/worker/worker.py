@@ -160,6 +160,8 @@ class UCMConnectorWorker:
         self._layouts: list[KVLayout] = []  # of the other groups
         self._views: dict[int, GroupStore] = {}  # the store, by KV group
         self._problem = "vLLM registered no KV cache"
+        #: Why chunks of other prompts cannot be reused here.
+        self.no_blend = ""
         self._store: UcmKVStoreBaseV1 | None = None
         # by the attempt it was opened for, with its views for the other groups
         self._opened: tuple[int, UcmKVStoreBaseV1, list[UcmKVStoreBaseV1]] | None = None
@@ -246,6 +248,7 @@ class UCMConnectorWorker:
             only_stores=rank.only_stores,
             prefix_caching=rank.prefix_caching,
             beside=rank.beside,
+            no_blend=self.no_blend,
             rest=tuple(rest),
         )
 
