@@ -9,7 +9,7 @@ the constructor, before the engine starts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -88,6 +88,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     # Blend, where it is configured.
     _blend_planner: blend.BlendPlanner | None = None
     _blend_worker: BlendWorker | None = None
+    _blended: Sequence[Blended] = ()  # since the last report
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -114,7 +115,6 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         # loads that vLLM waits for, until the workers are sent them
         self._unsent: dict[str, Load] = {}
         self._pending = PendingLoads()  # of this rank
-        self._blended: list[Blended] = []  # since the last report
         version = installed()
         if config.enabled and config.sparse.selects and not why_unserved(version):
             self._make_sparse(config, vllm_config, role, kv_cache_config)
@@ -494,7 +494,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
                 raise UnsupportedError("chunks were loaded, and this rank has no Blend")
             done = self._blend_worker.run(ours.blends)
             if self._worker is not None and self._worker.rank.number == 0:
-                self._blended += done
+                self._blended = [*self._blended, *done]
         if self._sparse_worker is not None and ours.sparse is not None:
             self._sparse(self._sparse_worker.begin_step, ours.sparse, forward_context)
         if self._worker is not None:
@@ -575,7 +575,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             news.break_even, news.lost = [] if measured is None else [measured], lost
         if self._blended:
             news = news or UCMConnectorWorkerMetadata()
-            news.blended, self._blended = self._blended, []
+            news.blended, self._blended = [*self._blended], ()
         return news
 
     @staticmethod
