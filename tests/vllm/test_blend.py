@@ -139,6 +139,7 @@ def test_chunks_in_another_order_are_reused(host: EngineHost, disk: Disk, runner
     assert disk.files() == before
 
 
+@pytest.mark.long
 def test_ranks_choose_the_same_tokens(host: EngineHost, work: Path) -> None:
     spec = spec_of(new_disk(work, "blend-ranks"), "v1", SHARE, "blend-ranks")
     engine = host.get(spec.but(tensor_parallel=2))
@@ -165,6 +166,7 @@ def test_requests_that_share_a_small_pool_are_answered_as_alone(
     engine.wait_idle()
 
 
+@pytest.mark.one_runner
 def test_after_a_restart_all_tokens_computed_are_dense(
     host: EngineHost, disk: Disk, runner: str
 ) -> None:
