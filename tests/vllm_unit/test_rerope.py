@@ -260,7 +260,9 @@ def test_a_selector_beside_it_is_refused_before_the_model_is_built(
 ) -> None:
     config = engine(engines, tiny, tmp_path, {"window": 64})
     config.kv_transfer_config.kv_connector_extra_config["ucm_sparse_method"] = "Quest"
-    with pytest.raises(ConfigError, match="rerope and sparse attention do not work together"):
+    with pytest.raises(
+        ConfigError, match="rerope and sparse attention or Blend do not work together"
+    ):
         backend(config)
 
 
