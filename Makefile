@@ -82,13 +82,15 @@ help: ## list the targets
 	@echo "  demo and test-py take WHEEL=<file> and then run from that wheel instead of the source tree"
 
 .PHONY: demo
-demo: $(RUN_ENV) $(DEMO_SERVER_$(STORE)) ## run the demo: one prompt, three engines: cold, warm, a damaged block (DEVICE=softcuda, STORE=nfs, redis, s3, mooncake, MODEL=hybrid, PD=1, SPARSE=NAME, or REROPE=1)
+demo: $(RUN_ENV) $(DEMO_SERVER_$(STORE)) ## run the demo: one prompt, three engines: cold, warm, a damaged block (DEVICE=softcuda, STORE=nfs, redis, s3, mooncake, MODEL=hybrid, PD=1, SPARSE=NAME, BLEND=1, or REROPE=1)
 ifneq ($(PD),)
 	@$(RUN_BIN)/python demo/pd.py
 else ifneq ($(SPARSE),)
 	@$(RUN_BIN)/python demo/sparse.py $(SPARSE)
 else ifneq ($(REROPE),)
 	@$(RUN_BIN)/python demo/rerope.py
+else ifneq ($(BLEND),)
+	@$(RUN_BIN)/python demo/blend.py
 else
 ifeq ($(DEVICE),softcuda)
 	@$(STAGE) "build the software driver" cargo build --locked --quiet --release -p softcuda
@@ -251,6 +253,7 @@ test-long-engines: $(RUN_ENV) ## part of test-long: tests with vLLM engines, one
 	@$(MAKE) e2e
 	@$(foreach name,$(SPARSE_NAMES),$(STAGE) "demo of $(name)" $(RUN_BIN)/python demo/sparse.py $(name);)
 	@$(STAGE) "demo of ReRoPE" $(RUN_BIN)/python demo/rerope.py
+	@$(STAGE) "demo of Blend" $(RUN_BIN)/python demo/blend.py
 	@$(MAKE) test-versions
 	@$(MAKE) test-readme
 
@@ -330,7 +333,7 @@ lint: $(VENV)/.stamp-dev $(TYPES)/.stamp $(VENV)/.stamp-core ## check formatting
 	@$(STAGE) "ruff" bash -c '$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .'
 	@$(STAGE) "mypy" $(MYPY)
 	@$(STAGE) "mypy demo" env MYPYPATH=python:demo:benches/quality $(MYPY) demo/run.py demo/engine.py demo/sparse.py demo/pd.py \
-		demo/rerope.py demo/sparse_engine.py examples/*.py
+		demo/rerope.py demo/blend.py demo/sparse_engine.py examples/*.py
 	@$(STAGE) "mypy benches" env MYPYPATH=python:tests/vllm:tests/mooncake:demo:tests/gpu:benches/peers:benches/python:benches/quality \
 		$(MYPY) benches/peers/*.py benches/python/*.py benches/quality/*.py
 	@$(STAGE) "stubtest" env MYPYPATH=python $(BIN)/python -m mypy.stubtest --concise ucm._core

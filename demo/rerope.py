@@ -1,4 +1,4 @@
-"""``make demo REROPE=1``: the recall model, trained with 1,024 tokens, in vLLM with prompts of
+"""``make demo REROPE=1``: a recall model trained with 2,048 tokens, in vLLM with prompts of
 4,096: by RoPE, by ReRoPE, and by ReRoPE again with the KV that the engine before it stored.
 
 Each question is a haystack of 64 records and the beginning of a query of two hops; both answers
@@ -18,7 +18,7 @@ from typing import Any
 from process import DemoError, Progress, run_engine
 from sparse import BLOCK, QUALITY, questions
 
-LENGTH, TRAINED, WINDOW, TIMED = 4096, 1024, 512, 24
+LENGTH, TRAINED, WINDOW, TIMED = 4096, 2048, 1024, 24
 POSITIONS = {"max_position_embeddings": 2 * LENGTH}
 BY_RULE = POSITIONS | {"architectures": ["UcmReRopeQwen2ForCausalLM"]}
 #: Engines: name, ReRoPE or not.
@@ -49,7 +49,7 @@ def main() -> int:
     try:
         for name, by_rule in ENGINES.items():
             job = {
-                "model": str(QUALITY / "weights"),
+                "model": str(QUALITY / "weights-2048"),
                 "block_size": BLOCK,
                 "max_tokens": TIMED,
                 "max_model_len": LENGTH + 1024,

@@ -1,5 +1,5 @@
-"""One vLLM engine of ``sparse.py`` or ``rerope.py``, alone in its process: start, answer the
-questions, stop, leave a result file.
+"""One vLLM engine of ``sparse.py``, ``rerope.py`` or ``blend.py``, alone in its process: start,
+answer the questions, stop, leave a result file.
 
 Scheduler and worker live in this process, so that the counters of sparse attention can be read
 where they are kept.
@@ -51,6 +51,7 @@ def main(job_file: pathlib.Path) -> None:
     )
     tell("ready")
 
+    store(llm, job.get("documents", []), job["block_size"], job["store"])
     # One after the other: questions about one haystack share its KV.
     answers = [ask(llm, question["tokens"], 2) for question in questions]
     result = {
@@ -58,6 +59,10 @@ def main(job_file: pathlib.Path) -> None:
         # of each haystack the first question
         "reused": sum(answer.num_cached_tokens for answer in answers[::3]),
         "sparse": counters(),
+        "counters": totals(),
+        "first_token_s": statistics.median(
+            answer.metrics.first_token_latency for answer in answers[::3]
+        ),
         "token_ms": token_ms(llm, questions[:8], job["max_tokens"]),
     }
     tell("decoded", **result)
@@ -71,6 +76,30 @@ def counters() -> dict[str, float]:
 
     found: dict[str, float] = get_kv_transfer_group().stats().get("sparse", {})
     return found
+
+
+def store(llm: Any, documents: list[list[int]], block: int, keys: dict[str, Any]) -> None:
+    """Ask for these prompts, and wait, for a minute at most, until all their blocks are stored."""
+    for tokens in documents:
+        ask(llm, tokens, 1)
+    blocks = sum(len(tokens) // block for tokens in documents) if keys.get("enabled", True) else 0
+    until = time.monotonic() + 60
+    while totals().get("ucm_published_blocks_total", 0) < blocks:
+        if time.monotonic() > until:
+            raise RuntimeError(f"{blocks} blocks were not stored within a minute: {totals()}")
+        ask(llm, documents[0][: block - 1], 1)  # a step, in which vLLM asks what was stored
+
+
+def totals() -> dict[str, float]:
+    """ucm's counters in this process, by their names."""
+    from prometheus_client import REGISTRY
+
+    return {
+        sample.name: sample.value
+        for metric in REGISTRY.collect()
+        for sample in metric.samples
+        if sample.name.startswith("ucm_") and sample.name.endswith("_total")
+    }
 
 
 def token_ms(llm: Any, questions: list[dict[str, Any]], tokens: int) -> float:

@@ -16,8 +16,12 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 LAYERS, HEADS, KV_HEADS, SIZE, THETA = 3, 4, 2, 32, 10_000.0
-#: The committed weights.
-WEIGHTS = Path(__file__).parent / "weights"
+#: The committed weights, by the tokens of the longest sequences that they were trained with.
+TRAINED = {
+    length: Path(__file__).parent / name
+    for length, name in [(1024, "weights"), (2048, "weights-2048")]
+}
+WEIGHTS = TRAINED[1024]
 
 
 def rotated(x: Tensor, places: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Recall beyond the trained length: the committed model, trained with 1,024 tokens, by RoPE and by
-ReRoPE. ``python benches/quality/rerope_suite.py [--prompts N]`` prints the table of docs/rerope.md.
+"""Recall beyond the trained length: a committed model by RoPE and by ReRoPE. ``python
+benches/quality/rerope_suite.py [--trained 2048] [--prompts N]`` prints a table of docs/rerope.md.
 
 Right is the likeliest token at the place of an answer, in one pass over haystack and queries."""
 
@@ -8,15 +8,15 @@ from __future__ import annotations
 import argparse
 
 import torch
-from recall_model import SIZE, THETA, Recall, after_attention
+from recall_model import SIZE, THETA, TRAINED, Recall, after_attention
 from recall_task import recall
 from torch import Tensor
 
 from ucm.sparse.rerope.rule import RotationTable, Rule, attention
 
-TRAINED, RECORDS = 1024, 64
+RECORDS = 64
 LENGTHS = (1024, 2048, 4096, 8192)
-WINDOWS = (None, 512, 256)  # None: RoPE
+WINDOWS = (None, 1024, 512, 256)  # None: RoPE
 
 
 def answers(model: Recall, tokens: Tensor, rule: Rule) -> Tensor:
@@ -50,11 +50,13 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=12)
-    prompts, model = parser.parse_args().prompts, Recall()
+    parser.add_argument("--trained", type=int, choices=[*TRAINED], default=1024)
+    given = parser.parse_args()
+    prompts, model = given.prompts, Recall(TRAINED[given.trained])
     print("| positions |", " | ".join(f"{length} tokens" for length in LENGTHS), "|")
     for window in WINDOWS:
         for log_scale in (False, True) if window else (False,):
-            rule = Rule(window or 1 << 20, TRAINED, log_scale)
+            rule = Rule(window or 1 << 20, given.trained, log_scale)
             name = f"window {window}{', log scale' if log_scale else ''}" if window else "RoPE"
             shares = [f"{right(model, length, rule, prompts):.3f}" for length in LENGTHS]
             print(f"| {name} |", " | ".join(shares), "|", flush=True)
