@@ -27,10 +27,11 @@ ROOT = Path(__file__).resolve().parents[1]
 #: What an engine says, names, archives, traces of blocks: 1,270; `ucm mode`: 190. Parts of Blend:
 #: 980 and 4 files. Several KV groups (their events, cuts of hits, blocks that leave a running
 #: request): 355. The times of stages, `ucm mode --url`, side shards in archives: 160, Rust 40.
-#: ReRoPE: 820 in 5 files, Rust 325; the training of its model and its bench: 400 of the benches.
+#: ReRoPE: 820 in 5 files, Rust 325; the training of its model and its bench: 400 of the benches,
+#: the bench of Blend: 155.
 #: Device files in the table of platforms: Rust 15. Windows of requests with adapters: 40. Blend in
 #: an engine: 1,500 and 2 files.
-BUDGETS = {"Rust": 56_875, "Python": 42_355, "Python files": 141, "benches": 7_900}
+BUDGETS = {"Rust": 56_875, "Python": 42_355, "Python files": 141, "benches": 8_055}
 #: Least share of comment lines, in percent.
 LEAST_COMMENTS = 13.0
 #: Longest file of Python that only re-exports.
