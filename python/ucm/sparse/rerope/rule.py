@@ -1,4 +1,4 @@
-"""The position rule of ReRoPE and its attention in torch, over whole tensors or pages of a CPU.
+"""The position rule of ReRoPE and its attention: of whole tensors in torch, of CPU pages by kernel.
 
 A token attends by the distance to another one, as with RoPE, but distances end at a window::
 
@@ -122,8 +122,8 @@ def paged_attention(
     ``kv_cache [n, h, b, 2 * d]`` are pages as vLLM's CPU backend packs them for "vec" and "vec16":
     of each head the keys as ``[d, b]``, then the values as ``[b, d]``. ``b`` and ``d`` are
     multiples of 16. ``table [r, N]`` and ``tokens [r]`` are the blocks and the tokens of each row,
-    the last ones those of its queries, which are ``query[starts[r]:starts[r + 1]]``. Each query is
-    a row of the kernel of :func:`ucm.sparse.retrieval.paged_attention`.
+    the last ones those of its queries, ``query[starts[r]:starts[r + 1]]`` with ``starts[0]`` 0.
+    Each query is a row of the kernel of :func:`ucm.sparse.retrieval.paged_attention`.
     """
     _check(int(tokens.max()), rotation)
     counts = starts.diff()
