@@ -8,16 +8,14 @@ in a new process. Ends with one table, and exit code 0 only if everything was as
 
 from __future__ import annotations
 
-import argparse
 import json
 import pathlib
-import shutil
 import sys
 from itertools import pairwise
 from typing import Any
 
 from process import DemoError, Progress, run_engine
-from rerope import share
+from rerope import arguments, share
 from sparse import BLOCK, LENGTH, QUALITY, questions
 
 DOCUMENT, RATIO, TIMED = LENGTH // 8, 0.15, 2
@@ -33,24 +31,9 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 def main() -> int:
     """Run the demo; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--out", type=pathlib.Path, default=pathlib.Path("demo-out"), help="where files go"
-    )
-    parser.add_argument(
-        "--prompts",
-        type=int,
-        default=12,
-        help="haystacks, of each of which three questions are asked",
-    )
-    given = parser.parse_args()
-    out = given.out / "blend"
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
-    asked, progress = permuted(given.prompts), Progress()
-    documents = [question["tokens"][:LENGTH] for question in questions(given.prompts)[::3]]
+    prompts, out = arguments(__doc__, "blend", prompts=12)
+    asked, progress = permuted(prompts), Progress()
+    documents = [question["tokens"][:LENGTH] for question in questions(prompts)[::3]]
     print(f"{len(asked)} questions about {len(ORDER)} documents of {DOCUMENT} tokens each")
     found: dict[str, dict[str, Any]] = {}
     try:

@@ -27,23 +27,8 @@ ENGINES = {"RoPE": False, "ReRoPE": True, "ReRoPE again": True}
 
 def main() -> int:
     """Run the demo; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--out", type=pathlib.Path, default=pathlib.Path("demo-out"), help="where files go"
-    )
-    parser.add_argument(
-        "--prompts",
-        type=int,
-        default=8,
-        help="haystacks, of each of which three questions are asked",
-    )
-    given = parser.parse_args()
-    out = given.out / "rerope"
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
-    asked, progress = questions(given.prompts, LENGTH), Progress()
+    prompts, out = arguments(__doc__, "rerope", prompts=8)
+    asked, progress = questions(prompts, LENGTH), Progress()
     print(f"{len(asked)} questions about prompts of {LENGTH} tokens; trained with {TRAINED}")
     found: dict[str, dict[str, Any]] = {}
     try:
@@ -83,6 +68,27 @@ def main() -> int:
         print(f"  [{'ok' if kept else 'BROKEN'}] {text}")
     print(f"\n  logs and figures: {out}")
     return 0 if all(kept for _, kept in checks) else 1
+
+
+def arguments(text: str, name: str, prompts: int) -> tuple[int, pathlib.Path]:
+    """The number of haystacks, by default ``prompts``, and an empty directory of this name."""
+    parser = argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=pathlib.Path("demo-out"), help="where files go"
+    )
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        default=prompts,
+        help="haystacks, of each of which three questions are asked",
+    )
+    given = parser.parse_args()
+    out: pathlib.Path = given.out / name
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    return given.prompts, out
 
 
 def config(by_rule: bool, out: pathlib.Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import statistics
 import time
 from typing import Any
 
-from retrieval import BLOCK, DIM, HEADS, KV_HEADS, with_openmp_in_front
+from retrieval import BLOCK, DIM, HEADS, KV_HEADS, vllms, with_openmp_in_front
 
 WINDOW, LAYERS = 512, 2
 #: Tokens, queries.
@@ -43,40 +43,8 @@ class Case:
         self.rule = Rule(WINDOW, tokens)
 
     def plain(self, cache: Any) -> None:
-        """vLLM's attention, with the plan that it needs."""
-        from vllm import _custom_ops as ops
-
-        same: dict[str, Any] = {
-            "query_start_loc": self.starts,
-            "seq_lens": self.tokens,
-            "causal": True,
-        }
-        plan = ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=1,
-            num_heads=HEADS,
-            num_kv_heads=KV_HEADS,
-            head_dim=DIM,
-            dtype=self.query.dtype,
-            sliding_window_size=-1,
-            isa="vec",
-            enable_kv_split=True,
-            **same,
-        )
-        keys, values = cache.view(len(cache), KV_HEADS, 2 * BLOCK, DIM).chunk(2, dim=2)
-        ops.cpu_attention_with_kv_cache(
-            query=self.query,
-            key_cache=keys,
-            value_cache=values,
-            output=self.out,
-            scale=DIM**-0.5,
-            alibi_slopes=None,
-            sliding_window=-1,
-            block_table=self.table,
-            softcap=0,
-            scheduler_metadata=plan,
-            s_aux=None,
-            **same,
-        )
+        """vLLM's attention."""
+        vllms(self.query, cache, self.table, self.starts, self.tokens, self.out)
 
     def by_rule(self, cache: Any) -> None:
         """ReRoPE's attention."""

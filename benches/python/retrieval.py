@@ -47,6 +47,39 @@ def with_openmp_in_front() -> None:
         os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
+def vllms(query: Any, cache: Any, table: Any, starts: Any, tokens: Any, out: Any) -> None:
+    """vLLM's causal attention of the last queries of rows, with the plan that it needs."""
+    from vllm import _custom_ops as ops
+
+    keys, values = cache.view(len(cache), KV_HEADS, 2 * BLOCK, DIM).chunk(2, dim=2)
+    same: dict[str, Any] = {"query_start_loc": starts, "seq_lens": tokens, "causal": True}
+    plan = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(tokens),
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=DIM,
+        dtype=query.dtype,
+        sliding_window_size=-1,
+        isa="vec",
+        enable_kv_split=True,
+        **same,
+    )
+    ops.cpu_attention_with_kv_cache(
+        query=query,
+        key_cache=keys,
+        value_cache=values,
+        output=out,
+        scale=DIM**-0.5,
+        alibi_slopes=None,
+        sliding_window=-1,
+        block_table=table,
+        softcap=0,
+        scheduler_metadata=plan,
+        s_aux=None,
+        **same,
+    )
+
+
 class Case:
     """Requests of some length in several layers."""
 
@@ -85,36 +118,8 @@ class Case:
         )
 
     def vllms(self, cache: Any, table: Any, tokens: Any) -> None:
-        """vLLM's attention over a table, with the plan that it needs."""
-        from vllm import _custom_ops as ops
-
-        keys, values = cache.view(len(cache), KV_HEADS, 2 * BLOCK, DIM).chunk(2, dim=2)
-        same: dict[str, Any] = {"query_start_loc": self.starts, "seq_lens": tokens, "causal": True}
-        plan = ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=self.rows,
-            num_heads=HEADS,
-            num_kv_heads=KV_HEADS,
-            head_dim=DIM,
-            dtype=self.query.dtype,
-            sliding_window_size=-1,
-            isa="vec",
-            enable_kv_split=True,
-            **same,
-        )
-        ops.cpu_attention_with_kv_cache(
-            query=self.query,
-            key_cache=keys,
-            value_cache=values,
-            output=self.out,
-            scale=DIM**-0.5,
-            alibi_slopes=None,
-            sliding_window=-1,
-            block_table=table,
-            softcap=0,
-            scheduler_metadata=plan,
-            s_aux=None,
-            **same,
-        )
+        """vLLM's attention over a table."""
+        vllms(self.query, cache, table, self.starts, tokens, self.out)
 
     def ours(self, cache: Any, table: Any, tokens: Any) -> None:
         """Our attention over a table."""

@@ -534,7 +534,7 @@ def test_what_the_workers_did_is_counted() -> None:
 
 
 def measured(rig: Rig, load_rate: float) -> Rig:
-    """Computing takes 1 ms a token, loads move so many bytes a second."""
+    """Computing takes 1 ms a token; loads have this speed in bytes a second."""
     rig.readiness.block_bytes = 1 << 20
     rig.admission.recall(
         ComputeSpeed(0.0, 0.001, 256), {0: LoadSpeed(0.0, 1 / load_rate, 1 << 20, 1 << 24, 0.0)}

@@ -79,7 +79,7 @@ def test_blocks_are_offered_after_a_look_that_began_when_they_were_computed() ->
     rig.look()
     assert offered(rig.step(request)) == [], "this step computes them"
     request.append_output_token_ids([1] * BLOCK)
-    assert offered(rig.step(request)) == [], "nobody has looked since"
+    assert offered(rig.step(request)) == [], "no check of the files since"
     rig.look()
     request.append_output_token_ids([1] * BLOCK)
     assert offered(rig.step(request)) == [(0, 4)], (
@@ -188,7 +188,7 @@ def test_blocks_that_leave_a_window_before_a_look_are_offered_after_one() -> Non
     request = rig.request("a", 7 * BLOCK)
     rig.admit(request)
     for _ in range(3):
-        assert offered(slide(rig, request)) == [], "nobody has looked"
+        assert offered(slide(rig, request)) == [], "no check of the files"
     found = set[int]()
     for _ in range(4):
         rig.look()
@@ -226,7 +226,7 @@ def test_a_look_before_the_step_has_ended_does_not_count_for_what_leaves_a_windo
         assert not rig.scheduler._deferred
         return
     request.num_in_flight_tokens = 0
-    assert offered(slide(rig, request)) == [], "nobody has looked since"
+    assert offered(slide(rig, request)) == [], "no check of the files since"
     rig.looks.changed = then == "changed"
     rig.look()
     assert ((0, 1) in offered(slide(rig, request))) is (then == "looked")
@@ -507,7 +507,7 @@ def test_a_look_before_the_step_of_another_request_has_ended_does_not_count_for_
     first.num_in_flight_tokens = 0
     second.num_in_flight_tokens = 1
     second.append_output_token_ids([1])
-    assert offered(rig.step(second)) == [], "nobody has looked since"
+    assert offered(rig.step(second)) == [], "no check of the files since"
     rig.look()
     second.append_output_token_ids([1])
     second.num_in_flight_tokens = 1

@@ -128,8 +128,8 @@ class ComputeRate:
         return self._estimate(tokens, rest, *self._model()) if self._large else None
 
     def blend_seconds(self, tokens: int) -> float | None:
-        """Seconds in which Blend computes so many tokens; None: not known. The first time, in which
-        it prepares the model, does not count alone."""
+        """Seconds in which Blend computes this many tokens; None: not known. The first time alone
+        does not count: the model is prepared in it."""
         return tokens * _lower_quartile(self._blends) if len(self._blends) > 1 else None
 
     def _estimate(self, tokens: int, rest: int, overhead: float, cost: float) -> float:

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-#: Of so many claims that would be slower than computing, one is made, to measure again; so many
-#: lengths of a claim are tried.
+#: One in this number of claims that would be slower than computing is made, to measure again; at
+#: most this number of lengths of a claim are tried.
 TRIED = 32
 #: Prompts that are not added to the table again when they are found again.
 REMEMBERED = 1024
@@ -154,7 +154,7 @@ def claim_of(
 
 
 def _share(ratio: float, tokens: int) -> int:
-    """Of so many tokens of hits, those that are computed again."""
+    """The number of tokens that are computed again, of this many tokens of hits."""
     return int(ratio * tokens + 1e-9)
 
 
