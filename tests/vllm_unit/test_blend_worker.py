@@ -78,6 +78,18 @@ KEYS["qwen3_moe"] = KEYS["qwen3"] | {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+KEYS["qwen2_moe"] = {name: key for name, key in KEYS["qwen3_moe"].items() if name != "head_dim"} | {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "model_type": "qwen2_moe",
+    "shared_expert_intermediate_size": 256,
+}
+KEYS["mixtral"] = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_hidden_layers": 3,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 
 
 def write_model(directory: Path, config: dict[str, Any]) -> None:
@@ -89,6 +101,10 @@ def write_model(directory: Path, config: dict[str, Any]) -> None:
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator) * 0.15
 
+    kind = config["model_type"]
+    mlp, gate, up, down = "mlp.", "gate_proj", "up_proj", "down_proj"
+    if kind == "mixtral":
+        mlp, gate, up, down = "block_sparse_moe.", "w1", "w3", "w2"
     weights = {"model.norm.weight": torch.ones(width)}
     for name in ("model.embed_tokens", "lm_head"):
         weights[f"{name}.weight"] = random(config["vocab_size"], width)
@@ -101,13 +117,19 @@ def write_model(directory: Path, config: dict[str, Any]) -> None:
         if "head_dim" in config:
             for name in ("q_norm", "k_norm"):
                 weights[f"{base}self_attn.{name}.weight"] = torch.full((head,), 1.5)
-        experts = [f"experts.{number}." for number in range(config.get("num_experts", 0))]
+        count = config.get("num_experts", config.get("num_local_experts", 0))
+        experts = [f"experts.{number}." for number in range(count)]
         if experts:
-            weights[f"{base}mlp.gate.weight"] = random(len(experts), width)
+            weights[f"{base}{mlp}gate.weight"] = random(count, width)
+        if kind == "qwen2_moe":
+            weights |= {f"{base}self_attn.{name}_proj.bias": random(width) for name in "q"}
+            weights |= {f"{base}self_attn.{name}_proj.bias": random(kv) for name in "kv"}
+            weights[f"{base}mlp.shared_expert_gate.weight"] = random(1, width)
+            experts.append("shared_expert.")
         for part in experts or [""]:
-            for name in ("gate", "up"):
-                weights[f"{base}mlp.{part}{name}_proj.weight"] = random(wide, width)
-            weights[f"{base}mlp.{part}down_proj.weight"] = random(width, wide)
+            for name in (gate, up):
+                weights[f"{base}{mlp}{part}{name}.weight"] = random(wide, width)
+            weights[f"{base}{mlp}{part}{down}.weight"] = random(width, wide)
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     save_file(weights, str(directory / "model.safetensors"))
@@ -321,9 +343,9 @@ def test_all_tokens_computed_are_the_full_prefill(rig: Rig, select: str) -> None
     assert made.done == Blended(0, ALL["reused"], ALL["missed"])
 
 
-@pytest.mark.parametrize("rig", ["qwen3", "qwen3_moe"], indirect=True)
+@pytest.mark.parametrize("rig", ["qwen3", "qwen3_moe", "qwen2_moe", "mixtral"], indirect=True)
 def test_other_models_are_computed_as_by_vllm(rig: Rig) -> None:
-    """Whose keys are normed, or whose layers have experts."""
+    """Whose keys are normed, or whose layers have experts, of which all tokens may share one."""
     for select in ("union", "hkvd"):
         blended(rig, rig.worker(select=select, ratio=1.0)).is_dense()
     made = blended(rig, rig.worker(ratio=0.3))
