@@ -67,8 +67,8 @@ class Site:
         server.at = self.serve(server)
         return server
 
-    def proxy(self, **options: Any) -> httpx.Client:
-        """A client of a new proxy."""
+    def proxy(self, around: Callable[[Any], Any] = lambda app: app, **options: Any) -> httpx.Client:
+        """A client of a new proxy, of its application as ``around`` returns it."""
         settings = Settings(
             **{
                 "health_interval": 0.05,
@@ -79,7 +79,7 @@ class Site:
                 },
             }
         )
-        at = self.serve(application(settings), "on")
+        at = self.serve(around(application(settings)), "on")
         return httpx.Client(base_url=at, trust_env=False, timeout=30)
 
     def close(self) -> None:

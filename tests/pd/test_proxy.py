@@ -428,6 +428,30 @@ def test_too_many_requests(site: Site, event: Callable[[], asyncio.Event]) -> No
         wait_until(lambda: metric(client, "ucm_pd_requests_total", status="429") == 1, "it counts")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_whole_answer_makes_room(
+    site: Site, event: Callable[[], asyncio.Event], stream: bool
+) -> None:
+    """A client may ask again before the proxy goes on behind the last bytes of its answer."""
+    end = event()
+
+    def around(app: Any) -> Any:
+        async def held(scope: Any, receive: Any, send: Any) -> None:
+            async def last_waits(message: Any) -> None:
+                await send(message)
+                if message["type"] == "http.response.body" and not message["more_body"]:
+                    await end.wait()
+
+            await app(scope, receive, last_waits if scope["type"] == "http" else send)
+
+        return held
+
+    with site.proxy(around, mixed=[site.stand_in()], max_requests=1) as client:
+        for _ in range(3):
+            assert ask(client, stream=stream).status_code == 200
+        site.loop.call_soon_threadsafe(end.set)
+
+
 def test_requests_wait_for_their_turn_at_a_server(
     site: Site, event: Callable[[], asyncio.Event]
 ) -> None:

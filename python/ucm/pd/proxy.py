@@ -133,6 +133,8 @@ class Exchange:
     headers: list[tuple[bytes, bytes]]
     id: str
     raw: bytes = b""
+    #: Requests and bytes by which it counts at this moment.
+    counted: int = 0
     length: int = 0
     generation: Generation | None = None
     status: int = 0
@@ -177,6 +179,7 @@ class Proxy:
 
     async def _admitted(self, exchange: Exchange, receive: Receive, send: Send) -> None:
         self._requests += 1
+        exchange.counted = 1
         try:
             if self._requests > self.settings.max_requests:
                 raise RefusedError(429, "the proxy has too many requests; try again later")
@@ -188,8 +191,14 @@ class Proxy:
         except DisconnectedError:
             self._disconnected(exchange)
         finally:
-            self._requests -= 1
-            self._body_bytes -= exchange.length
+            self._leave(exchange)
+
+    def _leave(self, exchange: Exchange) -> None:
+        """Makes room for another request: before the last bytes are sent, because the client may
+        ask again as soon as it has them."""
+        self._requests -= exchange.counted
+        self._body_bytes -= exchange.length
+        exchange.counted, exchange.length = 0, 0
 
     async def _unless_disconnected(self, exchange: Exchange, receive: Receive, send: Send) -> None:
         """Serves the request, unless the client disconnects: then the requests to servers are
@@ -390,9 +399,10 @@ class Proxy:
         headers = [*answer.headers, (b"x-request-id", exchange.id.encode())]
         start = {"type": "http.response.start", "status": answer.status, "headers": headers}
         await self._send(send, start)
-        await self._send_body(send, answer.body, answer.rest is not None)
         if answer.rest is None:
-            return
+            self._leave(exchange)
+            return await self._send_body(send, answer.body, False)
+        await self._send_body(send, answer.body, True)
         try:
             async for part in answer.rest:
                 await self._send_body(send, part, True)
@@ -403,6 +413,7 @@ class Proxy:
             if not answer.stream:
                 return  # incomplete, so that the connection to the client is closed
             await self._send_body(send, error_event(exchange.path, text), True)
+        self._leave(exchange)
         await self._send_body(send, b"", False)
 
     async def _send_body(self, send: Send, body: bytes, more: bool) -> None:
@@ -416,6 +427,7 @@ class Proxy:
             raise DisconnectedError from None
 
     async def _refuse(self, exchange: Exchange, refused: RefusedError, send: Send) -> None:
+        self._leave(exchange)
         exchange.status = refused.status
         exchange.notes.append(f"refused: {refused.text}")
         headers = {"x-request-id": exchange.id}
