@@ -42,7 +42,7 @@ class _Task(Task):
 
 
 class LateStore(UcmKVStoreBaseV1):
-    """Blocks in the memory of this process."""
+    """Blocks in the memory of this process. A record that is there stays, as in every store."""
 
     blocks: ClassVar[dict[bytes, bytes]] = {}
     has_staged_level = True
@@ -83,9 +83,8 @@ class LateStore(UcmKVStoreBaseV1):
                 else self.config["tensor_size"]
             )
             if task.handle == "dump":
-                self.blocks[block] = b"".join(
-                    ctypes.string_at(address, size) for address in addresses
-                )
+                content = b"".join(ctypes.string_at(address, size) for address in addresses)
+                self.blocks.setdefault(block, content)
             elif block in self.blocks:
                 for at, address in enumerate(addresses):
                     ctypes.memmove(address, self.blocks[block][at * size : (at + 1) * size], size)
