@@ -398,8 +398,11 @@ bench-sparse: $(RUN_ENV) ## measure decoding over long prompts on a CPU, dense a
 	@$(RUN_BIN)/python benches/python/sparse.py --json build/bench-sparse/steps.json $(SPARSE_ARGS)
 
 .PHONY: bench-quality
-bench-quality: $(RUN_ENV) ## measure answers of the recall model under every selector, into docs/sparse-quality.md (QUALITY_ARGS=--quick)
+bench-quality: $(RUN_ENV) ## measure answers of the recall model under every selector, and under every rule of Blend, into docs (QUALITY_ARGS=--quick)
 	@$(RUN_BIN)/python benches/quality/recall_suite.py $(or $(QUALITY_ARGS),--write docs/sparse-quality.md)
+ifeq ($(QUALITY_ARGS),)
+	@$(RUN_BIN)/python tests/sparse/blend_harness.py --write docs/blend-rules.md
+endif
 
 .PHONY: bench-beside
 bench-beside: $(VENV)/.stamp-vllm ## compare this tree with another revision, in turns (REV=<revision> BESIDE_ARGS=--quick)

@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 #: ReRoPE: 820 in 5 files, Rust 325; the training of its model and its bench: 400 of the benches,
 #: the bench of Blend: 155.
 #: Device files in the table of platforms: Rust 15. Windows of requests with adapters: 40. Blend in
-#: an engine: 1,500 and 2 files.
-BUDGETS = {"Rust": 56_875, "Python": 42_355, "Python files": 141, "benches": 8_055}
+#: an engine: 1,500 and 2 files; its chunks alone: 20. Room in the proxy before an answer ends: 15.
+BUDGETS = {"Rust": 56_875, "Python": 42_390, "Python files": 141, "benches": 8_055}
 #: Least share of comment lines, in percent.
 LEAST_COMMENTS = 13.0
 #: Longest file of Python that only re-exports.

@@ -6,7 +6,7 @@ prompt; then each turn asks about them in another order. Three engines answer, o
 one without a cache, one with prefixes alone, one with Blend (15 % of the chunks' tokens are
 computed again). The model is a Llama of 113 million random parameters in bfloat16: times and counts
 mean something, its answers do not. Prints the medians, and the share of prompt tokens that each
-engine did not compute; ``--json`` writes every time.
+engine did not compute; ``--json`` writes every time, ``--svg`` a plot of them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from variants import BLOCK, transfer  # isort: split
 
 from harness import Engine
 from specs import Ask, EngineSpec
+
+from ucm.bench.plot import svg
 
 DOCUMENTS, LENGTH, QUESTION, VOCABULARY = 10, 400, 32, 16_384
 #: What ends a document.
@@ -95,6 +97,7 @@ def main() -> None:
     )
     words.add_argument("--turns", type=int, default=7)
     words.add_argument("--json", type=Path)
+    words.add_argument("--svg", type=Path)
     given = words.parse_args()
     times: dict[str, list[float]] = {name: [] for name in ENGINES}
     skipped: dict[str, list[float]] = {name: [] for name in ENGINES}
@@ -121,6 +124,9 @@ def main() -> None:
         ratio = statistics.median(prefixes / own for prefixes, own in pairs)
         row = f"{statistics.median(times[name]):.2f} s | {ratio:.2f} x"
         print(f"| {name} | {row} | {statistics.median(skipped[name]):.1%} |")
+    if given.svg:
+        title = f"A question about {DOCUMENTS} documents, {len(asked(1))} tokens"
+        given.svg.write_text(svg(title, {"first token, s": times}))
     if given.json:
         given.json.write_text(json.dumps({"seconds": times, "skipped": skipped}, indent=1) + "\n")
 

@@ -320,6 +320,16 @@ def _share(found: Outcome, *kinds: int) -> str:
     return f"{found.share(*kinds):.3f} ± {found.error(*kinds):.3f}"
 
 
+def write_into(document: Path, lines: Sequence[str]) -> None:
+    """Puts lines between the marks ``<!-- quality -->`` and ``<!-- end -->`` of a document."""
+    marks = re.compile(r"(<!-- quality[^>]*-->\n).*?(<!-- end -->)", re.DOTALL)
+    written = "\n".join(lines)
+    text, done = marks.subn(lambda m: f"{m[1]}{written}\n{m[2]}", document.read_text())
+    if done != 1:
+        raise SystemExit(f"{document} has no <!-- quality --> ... <!-- end --> to write between")
+    document.write_text(text)
+
+
 def main() -> None:
     """Print the tables, and optionally write them into a document."""
     parser = argparse.ArgumentParser(
@@ -361,15 +371,7 @@ def main() -> None:
         f" {HEADS} query heads"
     )
     if given.write is not None:
-        marks = re.compile(r"(<!-- quality[^>]*-->\n).*?(<!-- end -->)", re.DOTALL)
-        text, done = marks.subn(
-            lambda m: m[1] + "\n".join(lines) + "\n" + m[2], given.write.read_text()
-        )
-        if done != 1:
-            raise SystemExit(
-                f"{given.write} has no <!-- quality --> ... <!-- end --> to write between"
-            )
-        given.write.write_text(text)
+        write_into(given.write, lines)
 
 
 if __name__ == "__main__":

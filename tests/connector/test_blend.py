@@ -177,6 +177,16 @@ def test_a_request_names_its_chunks_and_nothing_behind_them_is_claimed() -> None
     assert rig.blend is not None and rig.blend.exact_tokens(request) == ALL_TOKENS
 
 
+def test_chunks_alone_are_those_with_which_a_stored_prompt_began() -> None:
+    rig = rig_with(planner(chunk_alone=True))
+    assert asked(rig, other(rig)) == (0, False)
+    tokens = [500, 501, *STORED[: 6 * BLOCK], *QUESTION]
+    request = rig.request("begin", 0, tokens=tokens)
+    assert asked(rig, request)[0] is None
+    assert asked(rig, request) == (2 * BLOCK, True)  # a chunk, up to its last whole block
+    assert rig.blend is not None and not rig.blend.exact_tokens(request)
+
+
 def test_wrong_chunks_are_no_reason_not_to_load_a_prefix() -> None:
     rig = rig_with()
     odd: tuple[Any, ...] = ([[5, 3]], "all", [[0, 10_000]], [["a", "b"]])

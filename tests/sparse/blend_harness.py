@@ -1,7 +1,8 @@
 """Blend on the recall model, by plain torch: prompts whose chunks were computed elsewhere, the
 rules of :mod:`ucm.sparse.blend.tokens`, and what they cost in answers.
 
-``python tests/sparse/blend_harness.py`` prints the table of ``docs/blend-rules.md``.
+``python tests/sparse/blend_harness.py`` prints the table of ``docs/blend-rules.md``, which ``make
+bench-quality`` writes there.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2] / "benches" / "quality"))
 
 from recall_model import HEADS, KV_HEADS, LAYERS, SIZE, Recall, after_attention, projected, rotated
+from recall_suite import write_into
 from recall_task import STOP, recall
 
 from ucm.sparse.blend.chunks import Hit
@@ -379,5 +381,10 @@ def dozens(model: Recall) -> Iterator[str]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dozens", action="store_true", help="instead, more prompts at 15 %%")
+    parser.add_argument("--write", type=Path, help="document in which the table goes between marks")
+    words = parser.parse_args()
     torch.set_num_threads(1)
-    print(*(dozens if parser.parse_args().dozens else table)(Recall()), sep="\n")
+    found = list((dozens if words.dozens else table)(Recall()))
+    print(*found, sep="\n")
+    if words.write is not None:
+        write_into(words.write, ["", *found, ""])

@@ -85,17 +85,20 @@ def covered(hits: Sequence[Hit]) -> set[int]:
     st.lists(TOKEN, max_size=80),
     st.integers(0, 20),
     st.booleans(),
+    st.booleans(),
 )
 def test_every_aligned_chunk_is_found_at_any_offset(
-    prompts: list[list[int]], prompt: list[int], first: int, copied: bool
+    prompts: list[list[int]], prompt: list[int], first: int, copied: bool, alone: bool
 ) -> None:
+    """Of chunks alone the first one of each prompt."""
     if copied and prompts:  # a new prompt with parts of stored ones
         prompt = [*prompt[:5], *prompts[0][8:32], *prompt[5:9], *prompts[-1]]
     first = min(first, len(prompt))
-    stored = Stored(prompts)
+    stored = Stored(prompts, alone=alone)
     hits = stored.finder.find(prompt, first=first)
     stored.check(prompt, hits)
-    known, at, expected = aligned(prompts), first, set[int]()
+    known = aligned([prompt[:CHUNK] for prompt in prompts] if alone else prompts)
+    at, expected = first, set[int]()
     while at + CHUNK <= len(prompt):  # from the left
         if tuple(prompt[at : at + CHUNK]) in known:
             expected |= set(range(at, at + CHUNK))

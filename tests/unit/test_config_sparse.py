@@ -260,8 +260,8 @@ def test_blend_has_typed_keys_and_selects_no_blocks() -> None:
         ),
         ({"blend": {"separators": ["<sep>", [1, 2]]}}, BlendConfig(separators=("<sep>", (1, 2)))),
         (
-            {"blend": {"select": "epic", "chunk_size": 64}},
-            BlendConfig(select="epic", chunk_size=64),
+            {"blend": {"select": "epic", "chunk_size": 64, "chunk_alone": True}},
+            BlendConfig(select="epic", chunk_size=64, chunk_alone=True),
         ),
     ],
 )
@@ -279,7 +279,7 @@ def test_ways_to_write_blend(written: dict[str, Any], found: BlendConfig | None)
         ({"separators": [""]}, '"Blend.separators'),
         ({"separators": [[]]}, '"Blend.separators'),
         ({"separators": 7}, '"Blend.separators"'),
-        ({"chunk_alone": True}, 'unknown key "Blend.chunk_alone"'),
+        ({"chunk_alone": 7}, '"Blend.chunk_alone"'),
     ],
 )
 def test_what_blend_refuses(keys: dict[str, Any], sentence: str) -> None:

@@ -12,7 +12,7 @@ from html import escape
 from ucm.bench.metrics import percentile
 
 WIDTH, HEIGHT, LEFT, TOP, GAP = 320, 200, 70, 50, 110
-COLOURS = ("#2a6fbb", "#d1495b")
+COLOURS = ("#2a6fbb", "#d1495b", "#3a9d5d")
 #: Lines across a panel, and points of a curve.
 GRID, POINTS = 4, 100
 

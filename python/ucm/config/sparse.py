@@ -224,6 +224,7 @@ class BlendConfig(Section):
     separators: tuple[_Text | _Tokens, ...] = ()
     chunk_end_token_id: Number | None = None
     chunk_size: Count = 256
+    chunk_alone: bool = False
     min_hit_blocks: Number = 16
 
     @model_validator(mode="before")

@@ -399,24 +399,24 @@ class Proxy:
         headers = [*answer.headers, (b"x-request-id", exchange.id.encode())]
         start = {"type": "http.response.start", "status": answer.status, "headers": headers}
         await self._send(send, start)
+        await self._send_body(exchange, send, answer.body, answer.rest is not None)
         if answer.rest is None:
-            self._leave(exchange)
-            return await self._send_body(send, answer.body, False)
-        await self._send_body(send, answer.body, True)
+            return
         try:
             async for part in answer.rest:
-                await self._send_body(send, part, True)
+                await self._send_body(exchange, send, part, True)
         except (httpx.HTTPError, TimeoutError) as error:
             self.metrics.broken.inc()
             text = f"the {server.role} server failed during the answer: {describe(error)}"
             exchange.notes.append(text)
             if not answer.stream:
                 return  # incomplete, so that the connection to the client is closed
-            await self._send_body(send, error_event(exchange.path, text), True)
-        self._leave(exchange)
-        await self._send_body(send, b"", False)
+            await self._send_body(exchange, send, error_event(exchange.path, text), True)
+        await self._send_body(exchange, send, b"", False)
 
-    async def _send_body(self, send: Send, body: bytes, more: bool) -> None:
+    async def _send_body(self, exchange: Exchange, send: Send, body: bytes, more: bool) -> None:
+        if not more:
+            self._leave(exchange)
         await self._send(send, {"type": "http.response.body", "body": body, "more_body": more})
 
     async def _send(self, send: Send, message: Message) -> None:

@@ -30,6 +30,8 @@ from ucm.errors import InvalidInputError
 CHUNK_TOKENS, ENTRIES = 256, 1 << 16
 #: Bytes of a block's key.
 KEY = 16
+#: Bits of a rolling hash by which most windows of a prompt are told to be no chunk.
+_BITS = 20
 #: Most pieces of a prompt, and most equal rolling hashes of other tokens that are checked in it.
 PIECES, FALSE_MATCHES = 4096, 64
 
@@ -182,20 +184,26 @@ class ChunkFinder:
     thread-safe."""
 
     def __init__(
-        self, block_tokens: int, chunk_tokens: int = CHUNK_TOKENS, entries: int = ENTRIES
+        self,
+        block_tokens: int,
+        chunk_tokens: int = CHUNK_TOKENS,
+        entries: int = ENTRIES,
+        alone: bool = False,
     ) -> None:
         """``block_tokens`` of a stored block; ``chunk_tokens`` of an aligned chunk, rounded up to
         blocks; ``entries``: most chunks that are remembered, fewer where pieces are longer than
-        aligned chunks: the number of their blocks is bounded too."""
+        aligned chunks: the number of their blocks is bounded too; ``alone``: only chunks with which
+        a stored prompt began are remembered, since nothing before them shaped their KV."""
         if min(block_tokens, chunk_tokens, entries) < 1:
             raise InvalidInputError("block_tokens, chunk_tokens and entries are above 0")
         self.block_tokens = block_tokens
         self.chunk_tokens = -(-chunk_tokens // block_tokens) * block_tokens
-        self._limit = entries
+        self._limit, self._alone = entries, alone
         self._most_bytes = entries * KEY * (self.chunk_tokens // block_tokens + 1)
         self._bytes = 0  # of the keys of all entries
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # by digest
         self._aligned: dict[int, bytes] = {}  # rolling hash -> digest
+        self._begins = np.zeros(1 << _BITS, dtype=np.uint32)  # of these hashes, by their first bits
         self._prompts = 0
 
     def __len__(self) -> int:
@@ -221,6 +229,8 @@ class ChunkFinder:
         barred = _counts(without, len(row))
         self._prompts += 1
         whole = stored // size * size
+        if self._alone:
+            whole, pieces = min(whole, size), [piece for piece in pieces if piece[0] == 0]
         rolled = _rolled(row[:whole].reshape(-1, size)) ^ np.uint64(_salt(extra))
         for at, rolling in enumerate(rolled.tolist()):
             self._enter(row, keys, (at * size, (at + 1) * size), stored, extra, barred, rolling)
@@ -279,6 +289,7 @@ class ChunkFinder:
         self._entries[digest], rolling = entry, entry.rolling
         self._bytes += len(entry.keys) - (len(known.keys) if known else 0)
         if rolling is not None:
+            self._begins[rolling >> 64 - _BITS] += rolling not in self._aligned
             self._aligned[rolling] = digest
         while len(self._entries) > self._limit or self._bytes > self._most_bytes:
             self._forget(*self._entries.popitem(last=False))
@@ -287,6 +298,7 @@ class ChunkFinder:
         self._bytes -= len(entry.keys)
         if entry.rolling is not None and self._aligned.get(entry.rolling) == digest:
             del self._aligned[entry.rolling]
+            self._begins[entry.rolling >> 64 - _BITS] -= 1
 
     def _piece(
         self, row: _Tokens, place: Range, extra: bytes, barred: npt.NDArray[np.int64]
@@ -310,9 +322,10 @@ class ChunkFinder:
         if end - start < size or not self._aligned:
             return found
         windows = _windows(row[start:end], size) ^ np.uint64(_salt(extra))
+        likely = np.flatnonzero(self._begins[windows >> np.uint64(64 - _BITS)])
         at, wrong = start, 0
-        for offset, rolling in enumerate(windows.tolist(), start):
-            if offset < at or rolling not in self._aligned:
+        for behind, rolling in zip(likely.tolist(), windows[likely].tolist(), strict=True):
+            if (offset := start + behind) < at or rolling not in self._aligned:
                 continue
             hit = self._piece(row, (offset, offset + size), extra, barred)
             if hit is not None:

@@ -224,7 +224,7 @@ class BlendPlanner:
         self._config, self._block_tokens, self._separators = config, block_tokens, separators
         # of a claim, beside the question
         self._most_computed = step_tokens - config.question_tokens if step_tokens else math.inf
-        self._finder = ChunkFinder(block_tokens, config.chunk_size)
+        self._finder = self._empty()
         self.exact_tokens = ExactPrefixes()
         self._remembered = deque[bytes](maxlen=REMEMBERED)  # last keys of prompts that were added
         self._chunks: dict[str, _Chunks] = {}
@@ -257,6 +257,10 @@ class BlendPlanner:
     # Chunks
     # ----------------------------------------------------------------------------------------------
 
+    def _empty(self) -> ChunkFinder:
+        config = self._config
+        return ChunkFinder(self._block_tokens, config.chunk_size, alone=config.chunk_alone)
+
     def _described(
         self, request: Request, extra_keys: ExtraKeys
     ) -> tuple[Sequence[int], list[Range], bytes] | None:
@@ -281,7 +285,7 @@ class BlendPlanner:
 
     def forget(self) -> None:
         """Keys of before name other KV, or none: another identity."""
-        self._finder = ChunkFinder(self._block_tokens, self._config.chunk_size)
+        self._finder = self._empty()
         self._chunks.clear()
         self._remembered.clear()
 
