@@ -34,8 +34,9 @@ PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Cache|Pc": ("UcmPipelineStore", {"store_pipeline": "Cache|Pc", "cache_size": "256MiB"}),
     "Cache|Empty": ("UcmPipelineStore", {"store_pipeline": "Cache|Empty", "cache_size": "256MiB"}),
 }
-#: Time before the measurement: the first count of the root is over, segments are sealed.
-SETTLE_S = 2.5
+#: Time before the measurement: segments are sealed, and the root was counted, also once more 5 s after
+#: the last write if that fell into the first count.
+SETTLE_S = 8.0
 
 
 def status(path: str) -> dict[str, str]:
