@@ -445,8 +445,12 @@ def test_an_error_in_the_middle_computes_all_tokens(rig: Rig, call: int) -> None
 
 
 @pytest.mark.parametrize("write", [0, 2])
-def test_an_error_while_keys_are_turned_computes_all_tokens(rig: Rig, write: int) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_error_while_keys_are_turned_computes_all_tokens(
+    rig: Rig, write: int, ranks: int
+) -> None:
     worker, writes = rig.worker(), []
+    worker._total = (lambda own: own) if ranks == 2 else None
 
     class Failing:
         def __init__(self, pages: Any) -> None:
@@ -492,12 +496,23 @@ def test_ranks_that_compute_together_do_not_go_on_alone(rig: Rig) -> None:
         worker.run([work(hits)])
 
 
+def test_if_another_rank_cannot_turn_its_keys_all_compute_all_tokens(rig: Rig) -> None:
+    worker = rig.worker()
+    worker._total = lambda own: own + 1
+    made = blended(rig, worker)
+    made.is_dense()
+    assert made.done == Blended(0, ALL["reused"], ALL["missed"])
+
+
 def test_scores_are_those_of_all_ranks(rig: Rig) -> None:
     """A second rank that gives all its attention to the end of a chunk."""
     other = torch.zeros(END, dtype=torch.int64)
     other[196:230] = 1 << 60
     worker = BlendWorker(
-        settings(select="query"), rig.config, rig.kv_cache, lambda scores: scores + other
+        settings(select="query"),
+        rig.config,
+        rig.kv_cache,
+        lambda own: own + other if len(own) == END else own,  # the second one has not failed
     )
     worker.register_kv_caches(rig.caches)
     made = blended(rig, worker)

@@ -52,7 +52,7 @@ pub(crate) struct Roots {
 #[derive(Debug, Default)]
 pub(crate) struct Plain {
     pub(crate) above: Option<FileMeta>,
-    names: HashSet<OsString>,
+    names: Arc<HashSet<OsString>>,
 }
 
 /// The root last used by an append to a segment or a read of one.
@@ -85,6 +85,8 @@ impl Roots {
             roots: self,
             root: None,
             dir: None,
+            known: None,
+            seen: HashSet::new(),
         }
     }
 
@@ -279,6 +281,15 @@ pub(crate) struct Walk<'r> {
     root: Option<(Arc<Path>, Arc<OwnedFd>)>,
     /// With its metadata if names in its directories are looked up and it has rested.
     dir: Option<(PathBuf, Arc<OwnedFd>, Option<FileMeta>)>,
+    /// Directories in it that are no links, as known before and as found by this walk.
+    known: Option<Arc<HashSet<OsString>>>,
+    seen: HashSet<OsString>,
+}
+
+impl Drop for Walk<'_> {
+    fn drop(&mut self) {
+        self.remember();
+    }
 }
 
 /// A name in an open directory below a root, or a path that lies below none.
@@ -325,34 +336,49 @@ impl Walk<'_> {
         #[cfg(test)]
         self.roots.opened.fetch_add(1, Ordering::Relaxed);
         let dir = (self.roots).open_from(root.as_fd(), parent, DIRECTORY, Mode::empty())?;
+        self.remember();
         let mut above = None;
         if parts > 1 {
             above = Some(to_meta(&retry(|| rustix::fs::fstat(&dir))?)).filter(has_rested);
+            let plain = self.roots.plain.read();
+            let names = (above.is_some() && plain.above == above).then_some(&plain.names);
+            self.known = names.map(Arc::clone);
         }
         let (_, dir, _) = self.dir.insert((whole.to_owned(), Arc::new(dir), above));
         at(Some(Arc::clone(dir)), name)
     }
 
     /// True if the directory in this name, made by [`Self::above`], is a link.
-    pub(crate) fn is_by_link(&self, at: &At<'_>) -> bool {
-        let above = self.dir.as_ref().and_then(|(.., above)| *above);
+    pub(crate) fn is_by_link(&mut self, at: &At<'_>) -> bool {
         let between = at.name.parent().filter(|_| at.is_below());
         let name = between.unwrap_or(Path::new("")).as_os_str();
-        let plain = self.roots.plain.read();
-        let known = above.is_some() && plain.above == above && plain.names.contains(name);
-        if known || name.is_empty() {
+        let known = self
+            .known
+            .as_ref()
+            .is_some_and(|known| known.contains(name));
+        if known || name.is_empty() || self.seen.contains(name) {
             return false;
         }
-        drop(plain); // no lock is held over a system call
-        if is_link(at.dir(), name.as_ref()) {
-            return true;
+        let link = is_link(at.dir(), name.as_ref());
+        if !link {
+            self.seen.insert(name.into());
+        }
+        link
+    }
+
+    /// Later walks know what this one has found in its directory, if that has rested.
+    fn remember(&mut self) {
+        self.known = None;
+        let seen = std::mem::take(&mut self.seen);
+        let above = self.dir.as_ref().and_then(|(.., above)| *above);
+        if above.is_none() || seen.is_empty() {
+            return;
         }
         let mut plain = self.roots.plain.write();
         if plain.above != above {
-            (plain.above, plain.names) = (above, HashSet::new());
+            (plain.above, plain.names) = (above, Arc::default());
         }
-        plain.names.insert(name.into());
-        false
+        Arc::make_mut(&mut plain.names).extend(seen);
     }
 
     /// Opens this path. Below a root no link is followed, on the way or at the end.

@@ -341,6 +341,13 @@ mod tests {
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
             std::fs::write(path, vec![0; number]).unwrap();
         }
+        let above = place.path().join("ns");
+        let set_changed = |time| {
+            let above = std::fs::File::open(&above).unwrap();
+            above.set_modified(time).unwrap();
+        };
+        // Just now, however long the following takes.
+        set_changed(std::time::SystemTime::now() + std::time::Duration::from_secs(3600));
         let opened = || roots.opened.swap(0, std::sync::atomic::Ordering::Relaxed);
         for stop in [false, true] {
             let found = stat(&roots, &paths, stop, &|| true).unwrap();
@@ -365,12 +372,7 @@ mod tests {
             roots.plain.read().above.is_none(),
             "it has just been changed"
         );
-        let above = place.path().join("ns");
-        let old = std::time::SystemTime::UNIX_EPOCH;
-        std::fs::File::open(&above)
-            .unwrap()
-            .set_modified(old)
-            .unwrap();
+        set_changed(std::time::SystemTime::UNIX_EPOCH);
         assert_eq!(stat(&roots, &paths, false, &|| true).unwrap().len(), 64);
         assert!(roots.plain.read().above.is_some());
         // The first missing name ends the result, and the first failure is the error.

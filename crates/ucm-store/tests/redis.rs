@@ -456,6 +456,9 @@ fn a_server_is_believed_by_its_certificate() {
     let Some(_server) = redis(dir.path(), &tls) else {
         return;
     };
+    eventually("it listens with TLS too", || {
+        TcpStream::connect(("127.0.0.1", port)).is_ok()
+    });
     let address = format!("rediss://localhost:{port}");
     let trusting = Setup {
         options: vec![

@@ -58,27 +58,27 @@ fn the_space_of_another_root_is_left_alone() {
     let setup = small(64);
     place.tmpfs("theirs", 4096);
     let clock = ManualClock::new();
-    let theirs = on(&clock, &place.path("theirs"), &small(16));
+    let their_root = place.path("theirs");
+    let theirs = on(&clock, &their_root, &small(16));
     clock.advance(Duration::from_secs(1));
+    turns(&theirs, &clock); // its documents are there
     place.bind("root", "share");
     let ours = on(&clock, &place.path("share"), &setup);
     place.unmount("share");
     place.bind("theirs", "share");
-    let before = files(&place.path("theirs"));
+    // A document is written as a private file first.
+    let is_named = |path: &&PathBuf| path.extension().is_none_or(|end| end != "tmp");
+    let before = files(&their_root).iter().filter(is_named).count();
     turns(&ours, &clock);
-    assert_eq!(
-        files(&place.path("theirs")).len(),
-        before.len(),
-        "nothing of ours was written there"
-    );
+    eventually("nothing of ours was written there", || {
+        files(&their_root).len() == before
+    });
     assert_eq!(theirs.stat("storage_collector"), 1);
     assert_eq!(theirs.stat("storage_capacity_bytes"), 16 * RECORD);
     drop(ours);
-    assert_eq!(
-        files(&place.path("theirs")).len(),
-        before.len(),
-        "nor are its last words"
-    );
+    eventually("nor are its last words", || {
+        files(&their_root).len() == before
+    });
 }
 
 #[test]
@@ -233,6 +233,7 @@ fn a_floor_is_not_chased_while_the_medium_keeps_what_was_removed() {
         free_floor: NonZeroU64::new(free + 3 * RECORD).map(Capacity::Bytes),
         ..Rules::default()
     };
+    let begun = clock.now();
     let store = on(
         &clock,
         &root,
@@ -247,11 +248,10 @@ fn a_floor_is_not_chased_while_the_medium_keeps_what_was_removed() {
     for _ in 0..5 {
         turns(&store, &clock);
     }
-    assert!(
-        store.stat("records_removed") < 20,
-        "{}",
-        store.stat("records_removed")
-    );
+    // It waits thirty seconds for what it removed to be free; how often depends on the machine.
+    let rounds = 2 + clock.now().since(begun).as_secs() / 30;
+    let removed = store.stat("records_removed");
+    assert!(removed <= 7 * rounds, "{removed} in {rounds} rounds");
     drop(open);
 }
 

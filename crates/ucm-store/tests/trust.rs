@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ucm_core::{BlockId, ErrorKind, MissReason, Part, crc32c};
-use ucm_infra::{Clock, LANE_LOAD, ManualClock};
+use ucm_infra::{Clock, LANE_LOAD, ManualClock, MonotonicTime, Notify, SystemClock};
 use ucm_store::breaker::BreakerConfig;
 use ucm_store::engine::Pieces;
 use ucm_testkit::{Fault, OpKind, Rule};
@@ -474,6 +474,24 @@ fn the_limit_holds_and_the_oldest_use_goes_first() {
     });
 }
 
+/// The real clock, in a minute that does not end: times of use are cut to it.
+#[derive(Debug)]
+struct OneMinute;
+
+impl Clock for OneMinute {
+    fn now(&self) -> MonotonicTime {
+        SystemClock.now()
+    }
+
+    fn wall_ns(&self) -> u64 {
+        1_600_000_000_000_000_000
+    }
+
+    fn sleep(&self, notify: &Notify, seen: u64, until: Option<MonotonicTime>) {
+        SystemClock.sleep(notify, seen, until);
+    }
+}
+
 #[test]
 fn removal_takes_the_deepest_of_a_chain_first() {
     only_over!(Files, "its limit is a number of block files");
@@ -483,7 +501,7 @@ fn removal_takes_the_deepest_of_a_chain_first() {
         capacity: Some(40 * record),
         ..Setup::default()
     };
-    let store = Store::open(dir.path(), setup.clone());
+    let store = Store::with_clock(dir.path(), setup.clone().unhurried(), Arc::new(OneMinute));
     let chain = ids(30);
     let device = Device::filled(&setup, &chain);
     let hint = |(ordinal, &id): (usize, &BlockId)| {

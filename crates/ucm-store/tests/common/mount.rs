@@ -78,10 +78,13 @@ impl Place {
         self.mounted.remove(last);
     }
 
-    /// Makes what is mounted at `name` read-only, or writable again.
+    /// Makes what is mounted at `name` read-only, or writable again. It is refused while a store
+    /// writes a document there.
     pub(crate) fn read_only(&self, name: &str, on: bool) {
         let how = if on { "remount,ro" } else { "remount,rw" };
-        run(Command::new("mount").args(["-o", how]).arg(self.path(name))).unwrap();
+        super::eventually("it is mounted so", || {
+            run(Command::new("mount").args(["-o", how]).arg(self.path(name))).is_ok()
+        });
     }
 }
 
@@ -93,9 +96,12 @@ impl Drop for Place {
     }
 }
 
-/// Copies everything below one directory to another.
+/// Copies everything below one directory to another; once more where a store that is open has
+/// renamed a file meanwhile.
 pub(crate) fn copy_all(from: &Path, to: &Path) {
-    run(Command::new("cp").arg("-a").arg(from.join(".")).arg(to)).unwrap();
+    super::eventually("it is copied", || {
+        run(Command::new("cp").arg("-a").arg(from.join(".")).arg(to)).is_ok()
+    });
 }
 
 fn run(command: &mut Command) -> Result<(), String> {

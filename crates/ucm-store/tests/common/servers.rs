@@ -8,6 +8,7 @@ use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -84,10 +85,18 @@ impl Drop for Server {
     }
 }
 
-/// A port without a listener.
+/// A port without a listener. The system gives it to no connection before a server listens there,
+/// or while one is started again: those have higher numbers.
 pub(crate) fn free_port() -> u16 {
-    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
-    listener.local_addr().unwrap().port()
+    const EACH: u16 = 20;
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    let first = 10_000 + EACH * (std::process::id() % 1000) as u16;
+    loop {
+        let port = first + NEXT.fetch_add(1, Ordering::Relaxed) % EACH;
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
 }
 
 /// A Redis server that keeps nothing on disk, with these further arguments; none where the machine

@@ -7,10 +7,10 @@ those, and all tokens between the chunks, by the model's own layers. Each layer 
 model calls it, with attention metadata from vLLM's builder in which tokens that follow each other
 are one row: each token sees exactly the tokens before it.
 
-Whatever fails, all tokens behind the exact prefix are computed in place, so no token is wrong. If
-this fails too, or ranks compute together and could wait for each other, the error ends the engine:
-vLLM counts the tokens as computed. Blocks of the exact prefix are never written: other requests
-share them.
+Whatever fails, all tokens behind the exact prefix are computed in place, so no token is wrong. Ranks
+that compute together agree on this before the first layer. If a layer fails where others of its
+ranks wait in it, or if computing all tokens fails too, the error ends the engine: vLLM counts the
+tokens as computed. Blocks of the exact prefix are never written: other requests share them.
 
 Only models whose layers are known to be called like this are served (:func:`parts_of`): others
 scale or shift what goes into their layers, and would be computed wrongly without an error.
@@ -285,23 +285,31 @@ class BlendWorker:
     def _one(self, blend: Blend) -> Blended:
         if self._parts is None:
             raise UnsupportedError(f"Blend was planned, and this rank cannot: {self.why_not}")
-        request = _Request(blend, self._parts)
+        request, error = _Request(blend, self._parts), None
         try:
-            return self._blend(request)
-        except Exception as error:
-            if self._total is not None:  # the other ranks compute something else
+            request.check_hits()
+            self._turn(request)
+        except Exception as own:
+            error = own
+        if self._total is not None and self._total(torch.tensor([int(error is not None)])).any():
+            error = error or RuntimeError("another rank has failed")
+        try:
+            if error is None:
+                return self._choose(request)
+        except Exception as own:
+            if self._total is not None:  # the other ranks wait in a layer
                 raise
-            text = "Blend: all %d tokens of request %s are computed, after an error: %r"
-            throttle.warning("blend", text, blend.end - blend.exact, blend.request, error)
-            self._in_pieces(request, torch.arange(blend.exact, blend.end))
-            of_hits = sum(hit.end - hit.start for hit in blend.hits)
-            return Blended(computed=of_hits, missed=blend.end - blend.exact - of_hits)
+            error = own
+        text = "Blend: all %d tokens of request %s are computed, after an error: %r"
+        throttle.warning("blend", text, blend.end - blend.exact, blend.request, error)
+        self._in_pieces(request, torch.arange(blend.exact, blend.end))
+        of_hits = sum(hit.end - hit.start for hit in blend.hits)
+        return Blended(computed=of_hits, missed=blend.end - blend.exact - of_hits)
 
-    def _blend(self, request: _Request) -> Blended:
+    def _choose(self, request: _Request) -> Blended:
+        """Compute the tokens that matter, and those between the hits."""
         settings, hits = self._settings, request.hits
-        request.check_hits()
         new, _ = positions_of(hits)
-        self._turn(request)
         if self._checks is not None:
             kept = self._by_deviation(request, self._checks)
             chosen = int(torch.isin(kept, new).sum())
