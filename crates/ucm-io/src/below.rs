@@ -274,6 +274,12 @@ fn below<'p>(dir: &Path, path: &'p Path) -> Option<&'p Path> {
     ((ends || slashes > 0) && !rest.is_empty()).then(|| Path::new(OsStr::from_bytes(rest)))
 }
 
+/// Slashes in a name. As [`below`], it runs for every name.
+fn slashes(name: &Path) -> usize {
+    let bytes = name.as_os_str().as_bytes().iter();
+    bytes.filter(|&&byte| byte == b'/').count()
+}
+
 /// Resolution of the names of one operation. The root and the last directory stay open until it
 /// ends.
 pub(crate) struct Walk<'r> {
@@ -317,7 +323,7 @@ impl Walk<'_> {
     fn from<'p>(&mut self, path: &'p Path, parts: usize) -> rustix::io::Result<At<'p>> {
         let at = |dir, name| Ok(At { dir, name, path });
         if let Some((known, dir, _)) = &self.dir
-            && let Some(name) = below(known, path).filter(|name| name.iter().count() == parts)
+            && let Some(name) = below(known, path).filter(|name| slashes(name) + 1 == parts)
         {
             return at(Some(Arc::clone(dir)), name);
         }
@@ -350,13 +356,14 @@ impl Walk<'_> {
 
     /// True if the directory in this name, made by [`Self::above`], is a link.
     pub(crate) fn is_by_link(&mut self, at: &At<'_>) -> bool {
-        let between = at.name.parent().filter(|_| at.is_below());
-        let name = between.unwrap_or(Path::new("")).as_os_str();
-        let known = self
-            .known
-            .as_ref()
-            .is_some_and(|known| known.contains(name));
-        if known || name.is_empty() || self.seen.contains(name) {
+        let bytes = at.name.as_os_str().as_bytes();
+        let end = bytes.iter().rposition(|&byte| byte == b'/');
+        let Some(between) = end.filter(|_| at.is_below()) else {
+            return false;
+        };
+        let name = OsStr::from_bytes(&bytes[..between]);
+        let is_in = |names: &HashSet<OsString>| names.contains(name);
+        if self.known.as_deref().is_some_and(is_in) || is_in(&self.seen) {
             return false;
         }
         let link = is_link(at.dir(), name.as_ref());
