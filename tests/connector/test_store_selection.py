@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from blocks import PATIENT  # noqa: E402
-from parts import Memory, Rig, configured_store  # noqa: E402
+from parts import Memory, Rig, configured_store, eventually  # noqa: E402
 from test_transfers import Worker  # noqa: E402
 
 from ucm.config import load  # noqa: E402
@@ -324,7 +324,7 @@ def test_a_worker_says_what_it_could_not_open_and_opens_the_next() -> None:
     )
     said = answer(worker, StoreSetup("{}", {}, 1, 8, True))
     assert (said.attempt, said.ready, said.unavailable) == (8, False, "the share is gone")
-    assert made[0]._closed
+    eventually("it is closed", lambda: made[0]._closed)
     said = answer(worker, StoreSetup("{}", {}, 2, 9, True))
     assert (said.attempt, said.ready, said.unavailable, said.broken) == (9, True, "", "")
     assert worker.step()[2] is None, "said once"

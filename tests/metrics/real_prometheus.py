@@ -83,11 +83,19 @@ class Prometheus:
             Event().wait(0.05)
 
 
+def until(so: Callable[[], bool], what: str) -> None:
+    """Wait until something is so. An endpoint that answers late has no series until its next
+    answer."""
+    end = time.monotonic() + DEADLINE
+    while not so():
+        assert time.monotonic() < end, f"never: {what}"
+        Event().wait(0.05)
+
+
 @contextmanager
 def prometheus(directory: Path, *targets: str, every: str = "200ms") -> Iterator[Prometheus]:
     """Prometheus, scraping ``host:port`` this often, with the rules of the wheel."""
     command = program("prometheus")
-    port = free_port()
     directory.mkdir(parents=True, exist_ok=True)
     often = {"scrape_interval": every, "evaluation_interval": every}
     config = {
@@ -97,28 +105,35 @@ def prometheus(directory: Path, *targets: str, every: str = "200ms") -> Iterator
     }
     path = directory / "prometheus.yml"
     path.write_text(yaml.safe_dump(config))
-    with (directory / "prometheus.log").open("wb") as log:
+    with held_port() as port:
         words = [
             command,
             f"--config.file={path}",
             f"--storage.tsdb.path={directory / 'data'}",
             f"--web.listen-address=127.0.0.1:{port}",
         ]
-        group = Group(words, stdout=log, stderr=log)
-    with group:
-        made, end = Prometheus(f"http://127.0.0.1:{port}"), time.monotonic() + DEADLINE
-        while True:
-            assert group.process.poll() is None, (directory / "prometheus.log").read_text()[-3000:]
-            assert time.monotonic() < end, "Prometheus does not answer"
-            with suppress(httpx.HTTPError):
-                made.get("status/buildinfo")
-                break
-            Event().wait(0.05)
-        yield made
+        with (directory / "prometheus.log").open("wb") as log:
+            group = Group(words, stdout=log, stderr=log)
+        with group:
+            made = Prometheus(f"http://127.0.0.1:{port}")
+
+            def answers() -> bool:
+                text = (directory / "prometheus.log").read_text()
+                assert group.process.poll() is None, text[-3000:]
+                with suppress(httpx.HTTPError):
+                    made.get("status/buildinfo")
+                    return True
+                return False
+
+            until(answers, "Prometheus answers")
+            yield made
 
 
-def free_port() -> int:
-    """A port on which no server listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A port on which nobody listens. No other process is given it, and a server may listen there
+    that shares its address (``SO_REUSEADDR``), as nearly all do."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield int(held.getsockname()[1])

@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 
 import panels
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
-from real_prometheus import Prometheus, of_dashboard, of_rules, panels_of, prometheus
+from real_prometheus import Prometheus, of_dashboard, of_rules, panels_of, prometheus, until
 
 from ucm.integration.vllm.connector import UCMConnector
 from ucm.pd.proxy import Metrics
@@ -128,17 +128,28 @@ def test_every_expression_of_the_dashboard_returns_a_series(
     running.wait_for(expressions, step)
     for expression, panel in expressions.items():
         if panel in EXPECTED:
-            assert {round(value, 3) for value in running.values(expression)} == EXPECTED[panel]
+            shows(running, expression, EXPECTED[panel])
+
+
+def shows(running: Prometheus, expression: str, values: set[float]) -> None:
+    """Wait until an expression has these values."""
+    until(
+        lambda: {round(value, 3) for value in running.values(expression)} == values,
+        f"{expression} has the values {values}",
+    )
 
 
 def test_every_rule_is_evaluated_and_returns_a_series(site: tuple[Prometheus, Any]) -> None:
     running, step = site
     running.wait_for({name: rule for rule, name in of_rules()}, step)
-    rules = [rule for group in running.get("rules")["groups"] for rule in group["rules"]]
-    assert len(rules) == len(of_rules())
-    assert [rule for rule in rules if rule["health"] != "ok"] == []
-    assert running.values("ucm:tier_used:ratio") == [0.1]
-    alerts = {rule["name"]: rule["state"] for rule in rules if rule["type"] == "alerting"}
+
+    def rules() -> list[Any]:
+        return [rule for group in running.get("rules")["groups"] for rule in group["rules"]]
+
+    assert len(rules()) == len(of_rules())
+    until(lambda: {rule["health"] for rule in rules()} == {"ok"}, "every rule is evaluated")
+    shows(running, "ucm:tier_used:ratio", {0.1})
+    alerts = {rule["name"]: rule["state"] for rule in rules() if rule["type"] == "alerting"}
     assert set(alerts.values()) == {"inactive"}, alerts
 
 
@@ -148,8 +159,12 @@ def test_the_tool_draws_every_panel_from_the_answers(
     running, step = site
     running.wait_for({expression: panel for panel, expression in of_dashboard()}, step)
     path = tmp_path / "panels.svg"
-    assert panels.main([running.url, str(path), "--minutes", "0.2"]) == 0
-    assert capsys.readouterr().out == f"{path}: 23 panels, without data: none\n"
+
+    def draws() -> bool:
+        assert panels.main([running.url, str(path), "--minutes", "0.2"]) == 0
+        return capsys.readouterr().out == f"{path}: 23 panels, without data: none\n"
+
+    until(draws, "every panel has data")
     drawn = panels_of(path)
     lines = {panel for panel, text in drawn.items() if 'stroke-width="1.5"' in text}
     values = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,10 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from blocks import PATIENT
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
-from real_prometheus import free_port
+from real_prometheus import held_port, until
 
 from ucm.config import parse
 from ucm.metrics import UCMMetrics
@@ -23,6 +25,13 @@ from ucm.store import UcmConnectorFactoryV1
 
 SIZE = 4096
 SHAPE = {"tensor_size": SIZE, "shard_size": SIZE, "block_size": SIZE, "identity": "x"}
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that is free."""
+    with held_port() as port:
+        yield port
 
 
 def samples(port: int, path: str = "/metrics") -> dict[str, list[tuple[dict[str, str], float]]]:
@@ -36,23 +45,24 @@ def samples(port: int, path: str = "/metrics") -> dict[str, list[tuple[dict[str,
 
 
 def test_a_program_without_vllm_has_the_counters_of_its_stores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: int
 ) -> None:
-    port = free_port()
     monkeypatch.setenv("UCM_METRICS_PORT", str(port))
     block = np.arange(SIZE, dtype=np.uint8).reshape(1, SIZE)
-    config = SHAPE | {"storage_backends": str(tmp_path), "layout": "file"}
+    config = SHAPE | {"storage_backends": str(tmp_path), "layout": "file", "deadlines": PATIENT}
     with UcmConnectorFactoryV1.create_connector("UcmPosixStore", config) as store:
         store.wait(store.dump_data([bytes(16)], [0], [[block.ctypes.data]]))
         assert store.lookup([bytes(16), b"1" * 16]) == [True, False]
         store.wait(store.load_data([bytes(16)], [0], [[block.ctypes.data]]))
+        counted = "ucm_load_seconds_count"  # when the load has ended and its caller goes on
+        until(lambda: samples(port)[counted][0][1] == 1, "the time of the load is counted")
         found = samples(port, "/any/path")
         ((labels, loaded),) = found["ucm_loaded_blocks_total"]
         number = {"store": labels["store"]}
         assert loaded == 1
         ((_, size),) = found["ucm_published_bytes_total"]
         assert size >= SIZE, "those of a whole record"
-        assert found["ucm_load_seconds_count"] == [(number, 1)]
+        assert found[counted] == [(number, 1)]
         buckets = [value for _, value in found["ucm_load_seconds_bucket"]]
         assert buckets == sorted(buckets)
         assert buckets[-1] == 1
@@ -69,14 +79,13 @@ def test_a_program_without_vllm_has_the_counters_of_its_stores(
     assert not samples(port).get("ucm_tier_healthy"), "a closed store has no state"
 
 
-def test_what_a_program_records_is_served() -> None:
+def test_what_a_program_records_is_served(port: int) -> None:
     UCMMetrics.record_load(0.5, 10**9)
     UCMMetrics.record_load(0.0, 1)
     UCMMetrics.record_dump(0.25, 10**9)
     UCMMetrics.record_hit_rate(3, 4, "prefix")
     UCMMetrics.record_hit_rate(0, 0, "block")
     UCMMetrics.requests_total.labels("success").inc()
-    port = free_port()
     assert serve(port)
     assert serve(port), "it is served already"
     found = samples(port)
@@ -118,13 +127,12 @@ def test_the_port_is_the_configured_one_else_that_of_the_metrics_file(
     assert "prometheus.port" in caplog.text
 
 
-def test_an_engine_without_an_api_server_has_a_port_too(tmp_path: Path) -> None:
+def test_an_engine_without_an_api_server_has_a_port_too(tmp_path: Path, port: int) -> None:
     pytest.importorskip("vllm")
     from prometheus_client import Counter, Gauge, Histogram
 
     from ucm.integration.vllm.connector import UCMConnector
 
-    port = free_port()
     path = tmp_path / "metrics_configs.yaml"
     path.write_text(f"prometheus: {{port: {port}}}")
     extra = {"storage_path": "/d", "metrics_config_path": str(path)}

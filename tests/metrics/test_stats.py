@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
-from real_prometheus import free_port
+from real_prometheus import held_port
 
 from ucm.cli import main
 from ucm.store import UcmConnectorFactoryV1
@@ -147,7 +147,8 @@ def test_an_address_without_an_engine_is_one_sentence() -> None:
     server.server_close()
     thread.join()
     assert (done.exit_code, "has no metrics of ucm" in done.stderr) == (2, True)
-    done = run("--url", f"127.0.0.1:{free_port()}")
+    with held_port() as port:
+        done = run("--url", f"127.0.0.1:{port}")
     assert (done.exit_code, "Connection refused" in done.stderr) == (2, True)
     assert run("--url", "a", "--root", "b").exit_code == 2
     assert run("--times", "2").exit_code == 2

@@ -36,6 +36,8 @@ class Site:
         self._thread = threading.Thread(target=self.loop.run_forever)
         self._thread.start()
         self._running: dict[str, tuple[uvicorn.Server, Any]] = {}
+        #: The ports of all servers, so that no other process gets that of a stopped one.
+        self._held: dict[int, socket.socket] = {}
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine there."""
@@ -43,9 +45,9 @@ class Site:
 
     def serve(self, app: Any, lifespan: str = "off", at: str = "") -> str:
         """Serves an application; its address."""
-        port = int(at.rpartition(":")[2]) if at else 0
+        port = int(at.rpartition(":")[2]) if at else self._hold()
         listening = socket.create_server(("127.0.0.1", port))
-        at = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        at = f"http://127.0.0.1:{port}"
         config = uvicorn.Config(
             app, log_config=None, lifespan=lifespan, timeout_graceful_shutdown=1
         )
@@ -54,6 +56,15 @@ class Site:
         wait_until(lambda: server.started or running.done(), f"{at} listens")
         self._running[at] = (server, running)
         return at
+
+    def _hold(self) -> int:
+        """A port on which nobody listens; a server here may."""
+        held = socket.socket()
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        port = int(held.getsockname()[1])
+        self._held[port] = held
+        return port
 
     def stop(self, at: str) -> None:
         """Ends a server and its connections at once."""
@@ -92,3 +103,5 @@ class Site:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
+        for held in self._held.values():
+            held.close()

@@ -16,7 +16,8 @@ from ucm.store.nfsstore.nfsstore_connector import UcmNfsStore
 from ucm.store.posix import UcmPosixStore
 
 Open = Callable[..., UcmPosixStore]
-COUNT = 24
+#: So many that each of three roots has some, however they are spread.
+COUNT = 64
 
 
 @pytest.fixture
