@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +16,7 @@ from typing import Any
 import httpx
 import yaml
 from ends_with_us import Group
+from ports import free_port
 from required_servers import missing_server
 
 from ucm.metrics.file import OVERVIEW, RULES, read
@@ -67,7 +67,8 @@ class Prometheus:
 
     def get(self, path: str, **parameters: str) -> Any:
         """The data of an answer of its API."""
-        answer = httpx.get(f"{self.url}/api/v1/{path}", params=parameters, trust_env=False)
+        url = f"{self.url}/api/v1/{path}"
+        answer = httpx.get(url, params=parameters, trust_env=False, timeout=DEADLINE)
         return answer.raise_for_status().json()["data"]
 
     def values(self, expression: str) -> list[float]:
@@ -115,10 +116,3 @@ def prometheus(directory: Path, *targets: str, every: str = "200ms") -> Iterator
                 break
             Event().wait(0.05)
         yield made
-
-
-def free_port() -> int:
-    """A port on which no server listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

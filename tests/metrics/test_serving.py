@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from ports import free_port
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
-from real_prometheus import free_port
 
 from ucm.config import parse
 from ucm.metrics import UCMMetrics

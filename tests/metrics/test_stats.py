@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from ports import free_port
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
-from real_prometheus import free_port
 
 from ucm.cli import main
 from ucm.store import UcmConnectorFactoryV1
