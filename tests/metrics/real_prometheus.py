@@ -75,9 +75,11 @@ class Prometheus:
         """The values of an expression now, one for each series."""
         return [float(one["value"][1]) for one in self.get("query", query=expression)["result"]]
 
-    def wait_for(self, expressions: dict[str, str], work: Callable[[], object]) -> None:
+    def wait_for(
+        self, expressions: dict[str, str], work: Callable[[], object], deadline: float = DEADLINE
+    ) -> None:
         """Wait until each expression returns a series; ``work`` is done again and again."""
-        missing, end = dict(expressions), time.monotonic() + DEADLINE
+        missing, end = dict(expressions), time.monotonic() + deadline
         while missing := {one: name for one, name in missing.items() if not self.values(one)}:
             assert time.monotonic() < end, f"without a series: {missing}"
             work()
