@@ -306,10 +306,9 @@ class Readiness:
         why_not_reusable: Callable[[bool], str] = lambda _workers: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``own_identity`` is without weights; ``open_allowance`` (seconds) is how long requests
-        may wait for the workers' first answer, for *opening* and for the ranks' report about their
-        weights; ``why_not_reusable``: why no request may continue from stored blocks, given whether
-        every worker caches prefixes."""
+        """``own_identity`` is without weights; ``open_allowance``: seconds that requests may wait
+        for the workers, for their weights' check and for *opening*; ``why_not_reusable``: why no
+        request may continue from stored blocks, given whether every worker caches prefixes."""
         self._own_identity = own_identity
         self._identity = identity
         self._checked = clock()
