@@ -247,9 +247,9 @@ def test_a_root_with_another_clock(
     found = examine("--config", config())
     assert found["exit"] == 1
     text = only(found, "warning")["text"]
-    told = re.search(rf"is (\d+) seconds {where} this machine's", text)
-    assert told, text
-    assert 540 < int(told[1]) <= 600, "less what the write took"
+    shown = re.search(rf"is (\d+) seconds {where} this machine's", text)
+    assert shown, text
+    assert 540 < int(shown[1]) <= 600, "less what the write took"
     assert "synchronise" in only(found, "warning")["remedy"]
 
 
