@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from harness import EngineHost
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 #: and kinds of layers (test_forms.py); three those of ReRoPE.
 ENGINE_LIMIT = 57
 _hosts: list[EngineHost] = []
+
+# No property is about the time of an example, which on a busy machine may be any.
+settings.register_profile("ucm", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ucm")
 
 
 # The second reader of records, for tests and for the programs that they start.

@@ -55,9 +55,10 @@ class StubServer(ThreadingHTTPServer):
         return [r["prompt"] for r in self.requests if output in (None, r["max_tokens"])]
 
     def begin(self, body: dict[str, Any]) -> int:
-        """Counts a request; its cached tokens."""
+        """Counts a request; its cached tokens, or -1 where it is to fail."""
         with self.changed:
             self.requests.append(body)
+            fails = self.fails_after is not None and len(self.requests) > self.fails_after
             self._running += 1
             self.most_at_once = max(self.most_at_once, self._running)
             self.changed.notify_all()
@@ -70,7 +71,7 @@ class StubServer(ThreadingHTTPServer):
             self.asked += len(prompt)
             self.hit += cached
             self.loads.append(0.25)
-            return cached
+            return -1 if fails else cached
 
     def end(self) -> None:
         with self.changed:
@@ -130,8 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _complete(self, body: dict[str, Any]) -> None:
         cached = self.server.begin(body)
         try:
-            after = self.server.fails_after
-            if after is not None and len(self.server.requests) > after:
+            if cached < 0:
                 self._answer('{"error": {"message": "no room"}}', 503)
                 return
             self.send_response(200)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -228,7 +229,9 @@ def test_a_root_that_does_not_answer(
     found = examine("--config", config())
     hangs.set()
     assert found["exit"] == 2
-    assert "does not answer" in only(found, "error")["text"]
+    # once for each check; on a busy machine the second one may be late too
+    (text,) = {one["text"] for one in found["findings"] if one["level"] == "error"}
+    assert "does not answer" in text
 
 
 @pytest.mark.parametrize(("seconds", "where"), [(600, "behind"), (-600, "ahead of")])
@@ -243,7 +246,10 @@ def test_a_root_with_another_clock(
     monkeypatch.setattr(machine, "wall_ns", lambda: now() + seconds * 10**9)
     found = examine("--config", config())
     assert found["exit"] == 1
-    assert f"600 seconds {where} this machine's" in only(found, "warning")["text"]
+    text = only(found, "warning")["text"]
+    shown = re.search(rf"is (\d+) seconds {where} this machine's", text)
+    assert shown, text
+    assert 540 < int(shown[1]) <= 600, "less what the write took"
     assert "synchronise" in only(found, "warning")["remedy"]
 
 

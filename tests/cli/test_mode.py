@@ -92,6 +92,7 @@ def test_an_engine_does_what_all_modes_allow(one: Mode, other: Mode) -> None:
 def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Waits until the thread of a watch has read once more."""
     monkeypatch.setattr(ucm.mode, "PERIOD_S", 0.001)
+    monkeypatch.setattr(ucm.mode, "FIRST_S", 30)
     began = threading.Semaphore(0)
 
     def counted(directory: str) -> Mode:
@@ -120,7 +121,10 @@ def test_a_watch_follows_its_directories(tmp_path: Path, reads: Callable[[], Non
     watch.close()
 
 
-def test_a_directory_that_cannot_be_read_keeps_its_mode(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_read_keeps_its_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ucm.mode, "FIRST_S", 30)
     root = tmp_path / "root"
     root.mkdir()
     write_mode(str(root), Mode.READ_ONLY)

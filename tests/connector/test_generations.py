@@ -202,7 +202,7 @@ def test_requests_do_not_wait_for_ranks_that_do_not_answer() -> None:
     empty(rig)
     request = rig.request("a", 3 * BLOCK)
     assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
-    rig.clock.now += 2.1
+    rig.clock.now += 5.1
     assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     rig.scheduler.update_state_after_alloc(request, rig.tables.allocate(request, 4), 0)
     assert rig.scheduler.miss_stats.total.missed == {"identity_pending": 3}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +16,7 @@ from typing import Any
 import httpx
 import yaml
 from ends_with_us import Group
+from ports import free_port
 from required_servers import missing_server
 
 from ucm.metrics.file import OVERVIEW, RULES, read
@@ -67,16 +67,19 @@ class Prometheus:
 
     def get(self, path: str, **parameters: str) -> Any:
         """The data of an answer of its API."""
-        answer = httpx.get(f"{self.url}/api/v1/{path}", params=parameters, trust_env=False)
+        url = f"{self.url}/api/v1/{path}"
+        answer = httpx.get(url, params=parameters, trust_env=False, timeout=DEADLINE)
         return answer.raise_for_status().json()["data"]
 
     def values(self, expression: str) -> list[float]:
         """The values of an expression now, one for each series."""
         return [float(one["value"][1]) for one in self.get("query", query=expression)["result"]]
 
-    def wait_for(self, expressions: dict[str, str], work: Callable[[], object]) -> None:
+    def wait_for(
+        self, expressions: dict[str, str], work: Callable[[], object], deadline: float = DEADLINE
+    ) -> None:
         """Wait until each expression returns a series; ``work`` is done again and again."""
-        missing, end = dict(expressions), time.monotonic() + DEADLINE
+        missing, end = dict(expressions), time.monotonic() + deadline
         while missing := {one: name for one, name in missing.items() if not self.values(one)}:
             assert time.monotonic() < end, f"without a series: {missing}"
             work()
@@ -105,35 +108,25 @@ def prometheus(directory: Path, *targets: str, every: str = "200ms") -> Iterator
     }
     path = directory / "prometheus.yml"
     path.write_text(yaml.safe_dump(config))
-    with held_port() as port:
-        words = [
-            command,
-            f"--config.file={path}",
-            f"--storage.tsdb.path={directory / 'data'}",
-            f"--web.listen-address=127.0.0.1:{port}",
-        ]
-        with (directory / "prometheus.log").open("wb") as log:
-            group = Group(words, stdout=log, stderr=log)
-        with group:
-            made = Prometheus(f"http://127.0.0.1:{port}")
+    port = free_port()
+    words = [
+        command,
+        f"--config.file={path}",
+        f"--storage.tsdb.path={directory / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
+    with (directory / "prometheus.log").open("wb") as log:
+        group = Group(words, stdout=log, stderr=log)
+    with group:
+        made = Prometheus(f"http://127.0.0.1:{port}")
 
-            def answers() -> bool:
-                text = (directory / "prometheus.log").read_text()
-                assert group.process.poll() is None, text[-3000:]
-                with suppress(httpx.HTTPError):
-                    made.get("status/buildinfo")
-                    return True
-                return False
+        def answers() -> bool:
+            text = (directory / "prometheus.log").read_text()
+            assert group.process.poll() is None, text[-3000:]
+            with suppress(httpx.HTTPError):
+                made.get("status/buildinfo")
+                return True
+            return False
 
-            until(answers, "Prometheus answers")
-            yield made
-
-
-@contextmanager
-def held_port() -> Iterator[int]:
-    """A port on which nobody listens. No other process is given it, and a server may listen there
-    that shares its address (``SO_REUSEADDR``), as nearly all do."""
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        yield int(held.getsockname()[1])
+        until(answers, "Prometheus answers")
+        yield made

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +12,10 @@ import httpx
 import numpy as np
 import pytest
 from blocks import PATIENT
+from ports import free_port
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
-from real_prometheus import held_port, until
+from real_prometheus import until
 
 from ucm.config import parse
 from ucm.metrics import UCMMetrics
@@ -28,10 +28,9 @@ SHAPE = {"tensor_size": SIZE, "shard_size": SIZE, "block_size": SIZE, "identity"
 
 
 @pytest.fixture
-def port() -> Iterator[int]:
+def port() -> int:
     """A port that is free."""
-    with held_port() as port:
-        yield port
+    return free_port()
 
 
 def samples(port: int, path: str = "/metrics") -> dict[str, list[tuple[dict[str, str], float]]]:

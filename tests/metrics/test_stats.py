@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from ports import free_port
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
-from real_prometheus import held_port
 
 from ucm.cli import main
 from ucm.store import UcmConnectorFactoryV1
@@ -147,8 +147,7 @@ def test_an_address_without_an_engine_is_one_sentence() -> None:
     server.server_close()
     thread.join()
     assert (done.exit_code, "has no metrics of ucm" in done.stderr) == (2, True)
-    with held_port() as port:
-        done = run("--url", f"127.0.0.1:{port}")
+    done = run("--url", f"127.0.0.1:{free_port()}")
     assert (done.exit_code, "Connection refused" in done.stderr) == (2, True)
     assert run("--url", "a", "--root", "b").exit_code == 2
     assert run("--times", "2").exit_code == 2

@@ -37,7 +37,7 @@ IMPORTED = [
 #: Most servers kept. Each uses half a GiB for the imported vLLM.
 KEPT = 2
 #: Most seconds of importing vLLM, or of ending a server, to end hangs.
-DEADLINE = 300.0
+DEADLINE = 600.0
 #: Seconds between two polls of an engine's process for another's message.
 PAUSE = 0.0003
 

@@ -28,7 +28,7 @@ from fork_server import ForkServer
 from specs import Ask, EngineSpec, Result
 
 #: Seconds, to end hangs; on a slow machine no test depends on them.
-START_DEADLINE = 300.0
+START_DEADLINE = 600.0
 CALL_DEADLINE = 240.0
 STOP_DEADLINE = 90.0
 

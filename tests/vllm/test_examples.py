@@ -21,7 +21,8 @@ import yaml
 from ends_with_us import Group
 from harness import EngineHost, machine_lock, run_program
 from models import llama_config, write_model
-from served import free_port, write_tokenizer
+from ports import free_port
+from served import write_tokenizer
 from specs import PATIENT
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -10,6 +10,7 @@ files.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ from specs import EngineSpec, Result
 pytestmark = pytest.mark.one_runner
 
 CASE, LATE = STORED["middle"], STORED["shared_b"]
+#: Whether the store has ended every dump that the worker has begun.
+ENDED = "all(one.store.check(one.task) for one in connector._worker.dumps._running)"
 
 
 def test_weights_replaced(
@@ -65,6 +68,11 @@ class _Life:
         if not self.in_process:
             self.engine.wait_idle()
         return answer
+
+    def stored(self) -> None:
+        """The store has what was dumped; no step is needed for that."""
+        ended = partial(self.engine.rpc, "probe_worker_eval", ENDED)
+        wait_until(lambda: ended() == ["True"], "the store has the blocks")
 
     def empty(self) -> None:
         """Empties vLLM's cache at once: no block is held."""
@@ -138,6 +146,7 @@ class _Life:
         assert written.tokens != right.tokens
         assert written.cached == 0
         self.ask(LATE)
+        self.stored()
         self.empty()
         self.hits(CASE, written)
         assert "their KV is kept for this process alone" in engine.log_text()

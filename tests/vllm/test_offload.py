@@ -34,6 +34,8 @@ RATIO, WINDOWS = 0.3, 3
 QUEST = {"ratio": RATIO, "min_tokens": 330}
 #: Blocks of a long prompt, and of the pool: two of them do not fit into it.
 LONG, POOL = 200, 340
+#: Whether the store has ended every dump that the worker has begun.
+STORED = "all(one.store.check(one.task) for one in connector._worker.dumps._running)"
 #: Of every running request: its id, tokens with KV, tokens of its answer, blocks of the device that
 #: it holds.
 RUNNING = """[
@@ -99,6 +101,18 @@ def torch_answer(model: Path, case: Case, forced: Sequence[int] | None = None) -
     return Llama(model, BLOCK).answer(case.tokens, case.max_tokens, keep(), forced=forced)
 
 
+def worker(engine: Engine, expression: str) -> Any:
+    """An expression over the worker side."""
+    return ast.literal_eval(engine.rpc("probe_worker_eval", expression)[0])
+
+
+def step(engine: Engine) -> None:
+    """One step, once the store has what the steps before gave it: a block leaves the device only
+    then, and the steps of a small model are quicker than a busy disk."""
+    wait_until(lambda: worker(engine, STORED), "the store has the blocks")
+    engine.step(1)
+
+
 def run(engine: Engine, *cases: Case) -> tuple[list[Result], list[list[Held]]]:
     """Runs them together; returns the answers, and the blocks of each request after each step."""
     ids = engine.submit(*(case.ask() for case in cases))
@@ -107,7 +121,7 @@ def run(engine: Engine, *cases: Case) -> tuple[list[Result], list[list[Held]]]:
         answered == case.max_tokens
         for (answered, _), case in zip(engine.progress(*ids), cases, strict=True)
     ):
-        engine.step(1)
+        step(engine)
         steps.append([Held(*each) for each in ast.literal_eval(engine.scheduler_eval(RUNNING))])
     return engine.collect(ids), steps
 
@@ -140,7 +154,7 @@ def test_a_preempted_request_frees_its_blocks_and_continues(
     (name,) = engine.submit(case.ask())
     held = Held("", 0, 0, POOL)
     while held.blocks > held.bound or held.answered < 20:
-        engine.step(1)
+        step(engine)
         # none while the store is asked
         for each in ast.literal_eval(engine.scheduler_eval(RUNNING)):
             held = Held(*each)
@@ -158,7 +172,7 @@ def test_a_preempted_request_frees_its_blocks_and_continues(
 
 def test_what_was_answered_is_stored_for_its_own_request_alone(engine: Engine) -> None:
     case = Case(prompt(91, 500), 80)
-    first = engine.ask(case.tokens, case.max_tokens)
+    (first,), _ = run(engine, case)
     engine.reset()
     again = engine.ask(case.tokens + first.tokens + prompt(92, 20), 1)
     assert again.cached == case.full_blocks * BLOCK
@@ -217,11 +231,6 @@ def deep(runner: str, work: Path, host: EngineHost) -> Engine:
     engine = host.get(spec)
     engine.rpc("probe_record_choices")
     return engine
-
-
-def worker(engine: Engine, expression: str) -> Any:
-    """An expression over the worker side."""
-    return ast.literal_eval(engine.rpc("probe_worker_eval", expression)[0])
 
 
 @pytest.fixture(scope="module")

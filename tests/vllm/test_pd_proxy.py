@@ -24,7 +24,8 @@ import pytest
 from harness import machine_lock, wait_until
 from lives import LAYERS, new_disk
 from models import MAX_LEN, llama_config, write_model
-from served import NAME, PATIENCE, Server, free_port, vllm_server, write_tokenizer
+from ports import free_port
+from served import NAME, PATIENCE, Server, vllm_server, write_tokenizer
 from specs import BLOCK, EngineSpec, prompt
 
 pytestmark = pytest.mark.long

@@ -3,6 +3,7 @@ blocks to others, with the warm engine."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,6 +100,7 @@ class Router:
         self._decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
         self.stored: dict[str | None, set[Any]] = {MEDIUM_GPU: set(), MEDIUM_STORAGE: set()}
         self.removed: set[Any] = set()  # of the stored ones
+        self.newest: list[int] = []  # tokens of the last stored blocks
 
     def read(self) -> bool:
         """Process the next message; False if there is none."""
@@ -109,6 +111,8 @@ class Router:
         for event in self._decoder.decode(payload).events:
             if isinstance(event, BlockStored):
                 self.stored[event.medium].update(event.block_hashes)
+                if event.medium == MEDIUM_STORAGE:
+                    self.newest = list(event.token_ids)
             elif isinstance(event, BlockRemoved) and event.medium == MEDIUM_STORAGE:
                 assert event.group_idx == 0
                 self.stored[MEDIUM_STORAGE].difference_update(event.block_hashes)
@@ -121,16 +125,19 @@ class Router:
 
 @pytest.fixture
 def router(warm: Engine, cold: Life) -> Iterator[Router]:
-    """A router that gets every event from now on."""
-    router, seeds = Router(cold.events), iter(range(700, 800))
+    """A router that gets every event from now on, and has read all of before."""
+    router, seeds = Router(cold.events), itertools.count(700)
 
     def connected() -> bool:
-        warm.generate(Case(prompt(next(seeds), BLOCK + 1), 1).ask())
-        return router.read()
+        """The event of a stored block comes with the steps of :meth:`Engine.wait_idle`; none is
+        behind it."""
+        tokens = prompt(next(seeds), BLOCK + 1)
+        ask(warm, Case(tokens, 1))
+        while router.read():
+            pass
+        return router.newest == tokens[:BLOCK]
 
-    wait_until(connected, "the first event arrives", CALL_DEADLINE)
-    while router.read():
-        pass
+    wait_until(connected, "an event of the last prompt arrives", CALL_DEADLINE)
     yield router
     router.close()
 

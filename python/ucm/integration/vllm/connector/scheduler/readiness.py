@@ -274,8 +274,6 @@ PENDING, OPENING, OPEN, OFF = "pending", "opening", "open", "off"
 
 #: Seconds between two checks of the files of the identity.
 RECHECK_S = 10.0
-#: Seconds that requests may wait for the ranks' report about their weights.
-WEIGHTS_CHECK_S = 2.0
 
 
 class Identity(Protocol):
@@ -308,8 +306,8 @@ class Readiness:
         why_not_reusable: Callable[[bool], str] = lambda _workers: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``own_identity`` is without weights; ``open_allowance`` (seconds) is how long requests
-        may wait for the workers' first answer and for *opening*; ``why_not_reusable``: why no
+        """``own_identity`` is without weights; ``open_allowance``: seconds that requests may wait
+        for the workers, for their weights' check and for *opening*; ``why_not_reusable``: why no
         request may continue from stored blocks, given whether every worker caches prefixes."""
         self._own_identity = own_identity
         self._identity = identity
@@ -527,7 +525,7 @@ class Readiness:
         by_check = self.phase == PENDING and self.generation > 0
         checking = by_check or (self.phase == OPEN and not self.weights_confirmed)
         began = self._check_asked_at
-        return checking and began is not None and now - began < WEIGHTS_CHECK_S
+        return checking and began is not None and now - began < self._allowance
 
     def busy(self) -> bool:
         """Whether an idle engine should go on stepping: workers answer in steps, and stores are
