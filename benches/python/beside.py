@@ -1,4 +1,4 @@
-"""Compares this tree with another revision, in turns: ``python benches/python/beside.py 69ca9d4
+"""Compares this tree with another revision, in turns: ``python benches/python/beside.py b12cd8ba
 --json beside.json``.
 
 Both are built the same way in the same run (``builds.py``) and measured by the same programs
