@@ -34,8 +34,8 @@ PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Cache|Pc": ("UcmPipelineStore", {"store_pipeline": "Cache|Pc", "cache_size": "256MiB"}),
     "Cache|Empty": ("UcmPipelineStore", {"store_pipeline": "Cache|Empty", "cache_size": "256MiB"}),
 }
-#: Time before the measurement: segments are sealed, and the root was counted, also once more 5 s after
-#: the last write if that fell into the first count.
+#: Time before the measurement: segments are sealed, and the root was counted, also once more 5 s
+#: after the last write if that fell into the first count.
 SETTLE_S = 8.0
 
 

@@ -7,10 +7,10 @@ those, and all tokens between the chunks, by the model's own layers. Each layer 
 model calls it, with attention metadata from vLLM's builder in which tokens that follow each other
 are one row: each token sees exactly the tokens before it.
 
-Whatever fails, all tokens behind the exact prefix are computed in place, so no token is wrong. Ranks
-that compute together agree on this before the first layer. If a layer fails where others of its
-ranks wait in it, or if computing all tokens fails too, the error ends the engine: vLLM counts the
-tokens as computed. Blocks of the exact prefix are never written: other requests share them.
+Whatever fails, all tokens behind the exact prefix are computed in place, so no token is wrong.
+Ranks that compute together agree on this before the first layer. If a layer fails where other ranks
+wait in it, or if computing all tokens fails too, the error ends the engine: vLLM counts the tokens
+as computed. Blocks of the exact prefix are never written: other requests share them.
 
 Only models whose layers are known to be called like this are served (:func:`parts_of`): others
 scale or shift what goes into their layers, and would be computed wrongly without an error.
