@@ -126,7 +126,7 @@ def main() -> None:
         print(f"| {name} | {row} | {statistics.median(skipped[name]):.1%} |")
     if given.svg:
         title = f"A question about {DOCUMENTS} documents, {len(asked(1))} tokens"
-        given.svg.write_text(svg(title, {"first token, s": times}))
+        given.svg.write_text(svg(title, {"first token": times}))
     if given.json:
         given.json.write_text(json.dumps({"seconds": times, "skipped": skipped}, indent=1) + "\n")
 

@@ -337,6 +337,8 @@ impl Walk<'_> {
         let parents = path.ancestors().nth(parts).zip(rest.ancestors().nth(parts));
         let named = parents.and_then(|(whole, parent)| Some((whole, parent, below(parent, rest)?)));
         let Some((whole, parent, name)) = named.filter(|(.., name)| *name != rest) else {
+            self.remember(); // of another directory
+            self.dir = None;
             return at(Some(root), rest);
         };
         #[cfg(test)]
@@ -366,7 +368,7 @@ impl Walk<'_> {
         if self.known.as_deref().is_some_and(is_in) || is_in(&self.seen) {
             return false;
         }
-        let link = is_link(at.dir(), name.as_ref());
+        let link = at.name.parent().is_some_and(|dir| is_link(at.dir(), dir));
         if !link {
             self.seen.insert(name.into());
         }
@@ -472,6 +474,30 @@ mod tests {
         assert_eq!(roots.roots.read().len(), 2);
         let (root, rest) = roots.split(Path::new("/r/inner/a")).unwrap();
         assert_eq!((&*root, rest), (Path::new("/r/inner"), Path::new("a")));
+    }
+
+    /// What one operation sees to be no link counts for the directory in which it was seen.
+    #[test]
+    fn a_link_is_seen_in_each_root() {
+        let place = tempfile::tempdir().unwrap();
+        let (one, other) = (place.path().join("one"), place.path().join("other"));
+        std::fs::create_dir_all(one.join("ns/d")).unwrap();
+        std::fs::create_dir_all(one.join("d")).unwrap();
+        std::fs::create_dir_all(&other).unwrap();
+        std::os::unix::fs::symlink(one.join("d"), other.join("d")).unwrap();
+        let roots = Roots::default();
+        roots.add(&one);
+        roots.add(&other);
+        let mut walk = roots.walk();
+        for (path, link) in [
+            (one.join("ns/d/f"), false),
+            (one.join("d/f"), false),
+            (other.join("d/f"), true),
+            (one.join("ns/d/f"), false),
+        ] {
+            let at = walk.above(&path).unwrap();
+            assert_eq!(walk.is_by_link(&at), link, "{}", path.display());
+        }
     }
 
     #[test]

@@ -290,7 +290,7 @@ class BlendWorker:
             request.check_hits()
             self._turn(request)
         except Exception as own:
-            error = own
+            error = own.with_traceback(None)  # which would keep a layer's tensors
         if self._total is not None and self._total(torch.tensor([int(error is not None)])).any():
             error = error or RuntimeError("another rank has failed")
         try:
@@ -299,7 +299,7 @@ class BlendWorker:
         except Exception as own:
             if self._total is not None:  # the other ranks wait in a layer
                 raise
-            error = own
+            error = own.with_traceback(None)
         text = "Blend: all %d tokens of request %s are computed, after an error: %r"
         throttle.warning("blend", text, blend.end - blend.exact, blend.request, error)
         self._in_pieces(request, torch.arange(blend.exact, blend.end))
