@@ -43,17 +43,27 @@ class Server:
     def __init__(self, command: Callable[[int], Sequence[str]], directory: pathlib.Path) -> None:
         """``command``: the command line for a port. ``directory``: where it runs, made if need
         be."""
-        self.port = free_port()
+        directory.mkdir(parents=True, exist_ok=True)
         self._command, self._directory = command, directory
         self._process: subprocess.Popen[bytes] | None = None
-        directory.mkdir(parents=True, exist_ok=True)
-        self.start()
+        # Bound until the end, and not listening: nobody else is given the port of a server that
+        # starts, or is down for a while; the server itself may listen on it (SO_REUSEADDR).
+        self._held = socket.socket()
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._held.bind(("127.0.0.1", 0))
+        self.port = int(self._held.getsockname()[1])
+        try:
+            self.start()
+        except MissingError:
+            self._held.close()
+            raise
 
     def __enter__(self) -> Server:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+        self._held.close()
 
     @property
     def at(self) -> str:

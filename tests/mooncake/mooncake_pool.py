@@ -41,13 +41,13 @@ def why_not() -> str:
     return ""
 
 
-def ports(count: int) -> list[int]:
-    """Free ports."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind((HOST, 0))
-        return [probe.getsockname()[1] for probe in probes]
+def held_port() -> socket.socket:
+    """Bound to a port that nobody is given until it is closed; a server may listen there that
+    shares its address (``SO_REUSEADDR``)."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((HOST, 0))
+    return held
 
 
 def _end_with_parent() -> None:
@@ -72,7 +72,8 @@ class Pool:
         directory.mkdir(exist_ok=True)
         self.directory = directory
         self.flags = flags
-        self.rpc, self.metrics = ports(2)
+        self._held = [held_port(), held_port()]
+        self.rpc, self.metrics = (held.getsockname()[1] for held in self._held)
         self.master: subprocess.Popen[str] | None = None
         self.lenders: list[subprocess.Popen[str]] = []
 
@@ -132,6 +133,8 @@ class Pool:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for held in self._held:
+            held.close()
         for process in (*self.lenders, self.master):
             if process is not None:
                 process.kill()
