@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from blocks import Memory, ids
+from blocks import PATIENT, Memory, ids
 from remote_columns import MOTO, PREFIX, started
 from server_contents import Objects
 from test_matrix import dumped, loaded, opened, soon
@@ -37,10 +37,10 @@ def test_a_damaged_document_ends_writing_and_not_reading(
     moto: Server, damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     source, contents = Memory(8), Objects(moto)
-    with opened(MOTO, moto.at) as store:
+    with opened(MOTO, moto.at, deadlines=PATIENT) as store:
         assert dumped(store, source, 0, 4)
     contents.put(SPACE, damage(contents.get(SPACE)))
-    with opened(MOTO, moto.at) as store:
+    with opened(MOTO, moto.at, deadlines=PATIENT) as store:
         assert all(store.lookup(ids(4)))
         for _ in range(3):
             assert loaded(store, source, 0, 4)
