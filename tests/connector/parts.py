@@ -25,7 +25,11 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from ucm.config import UcmConfig
-from ucm.integration.vllm.connector.admission.admission import Admission, RateMemory
+from ucm.integration.vllm.connector.admission.admission import (
+    UNKNOWN_LOAD_S,
+    Admission,
+    RateMemory,
+)
 from ucm.integration.vllm.connector.admission.rates import ComputeRate
 from ucm.integration.vllm.connector.groups import Group
 from ucm.integration.vllm.connector.guard import URGENT, Background
@@ -264,6 +268,7 @@ class Rig:
             0.8,
             ComputeRate(0.2, 30.0, settings.pop("step_tokens", 0)),
             self.clock,
+            settings.pop("unknown_load_s", UNKNOWN_LOAD_S),
         )
         root = settings.pop("root", None)
         self.rates = RateMemory(

@@ -17,6 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from blocks import PATIENT  # noqa: E402
 from parts import BLOCK, Rig, eventually  # noqa: E402
 from software_driver import driver, ok, use_device  # noqa: E402
 
@@ -96,11 +97,18 @@ class Engine:
             "processes": 1,
             "scheduler_elsewhere": False,
             "step_tokens": STEP_TOKENS,
+            "deadlines": PATIENT,
             **store["keys"],
         }
         stores = [ConfiguredStore("Store", f"Store on {root}", keys, make)]
         self.device = device
-        self.rig = Rig(opened=False, stores=stores, blocks=DEVICE_BLOCKS, admission="always")
+        self.rig = Rig(
+            opened=False,
+            stores=stores,
+            blocks=DEVICE_BLOCKS,
+            admission="always",
+            unknown_load_s=PATIENT["load_unknown_s"],
+        )
         rank = Rank(
             number=0,
             part=(0, 0, 0),
