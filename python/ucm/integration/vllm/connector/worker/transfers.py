@@ -635,12 +635,11 @@ class Comparisons:
                     throttle.warning("different", text, dump.request, dump.first + at, how)
         except Exception as error:
             logger.info("request %s: stored blocks not compared: %s", dump.request, error)
-        finally:
-            self._running.discard(dump.group)
         if results:
             self.counts += results
             found = format_counts(results), format_counts(self.counts)
             logger.info("request %s: stored blocks: %s; in all: %s", dump.request, *found)
+        self._running.discard(dump.group)  # the results are there
 
 
 def kv_bytes(layout: KVLayout, blocks: npt.NDArray[np.int64]) -> torch.Tensor:
