@@ -30,8 +30,20 @@ from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1, Until
 BLOCK, BLOCKS, HEADS, ELEMENTS, LAYERS, PRIME = 32, 24, 2, 64, 2, 65521
 #: Polls after which a load has ended, and after which the blocks of a dump were read.
 LOAD_POLLS, STAGE_POLLS = 4, 3
-#: Steps after which a test fails: more than any run takes that goes on at all.
-STEPS = 3000
+#: Steps that compute something after which a test fails: more than any run takes that goes on at
+#: all; and as many times as many that compute nothing, for threads that a busy machine keeps from
+#: their work.
+STEPS, IDLE_STEPS = 3000, 20
+#: Deadlines longer than any test: what is late is a miss, on a busy machine too.
+PATIENT = {
+    "lookup_ms": 20_000,
+    "load_min_ms": 60_000,
+    "load_unknown_s": 60.0,
+    "load_max_s": 60.0,
+    "dump_s": 600.0,
+    "probe_s": 60.0,
+    "shutdown_s": 1.0,
+}
 
 
 class _Task(Task):
@@ -181,7 +193,7 @@ class ToyEngine:
             **(store or {"ucm_connectors": [entry]}),
             "admission": "always",
             "identity": {"weights": "declared:toy"},
-            "deadlines": {"lookup_ms": 20_000, "probe_s": 60.0, "shutdown_s": 1.0},
+            "deadlines": PATIENT,
             **(keys or {}),
         }
         if sparse:
@@ -279,13 +291,15 @@ class ToyEngine:
 
     def until(self, so: Callable[[], bool]) -> None:
         """Steps until it is so."""
-        for _ in range(STEPS):
-            if so():
-                return
-            if not self.step():
+        steps = idle = 0
+        while not so():
+            if self.step():
+                steps += 1
+            else:
+                idle += 1
                 self.connector.has_pending_push_work()
                 self.pause()
-        raise AssertionError("the engine goes on and on")
+            assert steps < STEPS and idle < IDLE_STEPS * STEPS, "the engine goes on and on"
 
     def pause(self) -> None:
         """A moment for threads that look up and open stores."""
