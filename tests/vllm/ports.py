@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import socket
 
-#: Bound, and not listening: the system finds no other user for their ports, and a server that
-#: reuses addresses, as all of these do, can take them.
-_kept: list[socket.socket] = []
-
 
 def free_port() -> int:
-    """A port on which no server listens, kept for one that this process starts: the server may need
-    a minute until it listens, and servers of other tests look for ports in the meantime."""
+    """A port on which no server listens, kept for one that this process starts: it stays bound as
+    long as this process lives, so that the system gives it to nobody else. A server that reuses
+    addresses, as all of these do, can listen there, a minute later too."""
     kept = socket.socket()
     kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     kept.bind(("127.0.0.1", 0))
-    _kept.append(kept)
-    return int(kept.getsockname()[1])
+    port = int(kept.getsockname()[1])
+    kept.detach()
+    return port
