@@ -166,7 +166,7 @@ test-py: $(RUN_ENV) servers .tools/.stamp-mooncake ## run the Python tests, with
 test-without-engines: export UCM_TEST_DRIVER = $(SOFTCUDA)
 test-without-engines: export UCM_TEST_SOFT3FS = $(dir $(SOFTCUDA))libsoft3fs.so
 test-without-engines: $(if $(WHEEL),,$(RUN_ENV)) ## run the Python tests without vLLM engines
-	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --durations 20 --timeout 120 tests \
+	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --durations 20 --timeout 300 tests \
 		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py --ignore tests/trans --ignore tests/gpu \
 		--ignore tests/triton --ignore tests/mooncake --ignore tests/remote/test_engine.py \
 		--ignore tests/connector/test_long_prompts.py --ignore tests/e2e
