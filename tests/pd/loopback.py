@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import httpx
 import uvicorn
+from ports import held_port
 from stand_in import StandIn
 
 from ucm.pd import Settings
@@ -37,7 +38,7 @@ class Site:
         self._thread.start()
         self._running: dict[str, tuple[uvicorn.Server, Any]] = {}
         #: The ports of all servers, so that no other process gets that of a stopped one.
-        self._held: dict[int, socket.socket] = {}
+        self._held: list[socket.socket] = []
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine there."""
@@ -45,7 +46,9 @@ class Site:
 
     def serve(self, app: Any, lifespan: str = "off", at: str = "") -> str:
         """Serves an application; its address."""
-        port = int(at.rpartition(":")[2]) if at else self._hold()
+        if not at:
+            self._held.append(held_port())
+        port = int(at.rpartition(":")[2]) if at else int(self._held[-1].getsockname()[1])
         listening = socket.create_server(("127.0.0.1", port))
         at = f"http://127.0.0.1:{port}"
         config = uvicorn.Config(
@@ -56,15 +59,6 @@ class Site:
         wait_until(lambda: server.started or running.done(), f"{at} listens")
         self._running[at] = (server, running)
         return at
-
-    def _hold(self) -> int:
-        """A port on which nobody listens; a server here may."""
-        held = socket.socket()
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        port = int(held.getsockname()[1])
-        self._held[port] = held
-        return port
 
     def stop(self, at: str) -> None:
         """Ends a server and its connections at once."""
@@ -103,5 +97,5 @@ class Site:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
-        for held in self._held.values():
+        for held in self._held:
             held.close()

@@ -380,8 +380,9 @@ def dozens(model: Recall) -> Iterator[str]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dozens", action="store_true", help="instead, more prompts at 15 %%")
-    parser.add_argument("--write", type=Path, help="document in which the table goes between marks")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--dozens", action="store_true", help="instead, more prompts at 15 %%")
+    form.add_argument("--write", type=Path, help="document in which the table goes between marks")
     words = parser.parse_args()
     torch.set_num_threads(1)
     found = list((dozens if words.dozens else table)(Recall()))

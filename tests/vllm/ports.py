@@ -5,13 +5,18 @@ from __future__ import annotations
 import socket
 
 
+def held_port() -> socket.socket:
+    """Bound to a port that the system gives to nobody else until this is closed. A server that
+    reuses addresses, as all of these do, can listen there."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
+
+
 def free_port() -> int:
-    """A port on which no server listens, kept for one that this process starts: it stays bound as
-    long as this process lives, so that the system gives it to nobody else. A server that reuses
-    addresses, as all of these do, can listen there, a minute later too."""
-    kept = socket.socket()
-    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    kept.bind(("127.0.0.1", 0))
-    port = int(kept.getsockname()[1])
-    kept.detach()
+    """A port on which no server listens, held as long as this process lives."""
+    held = held_port()
+    port = int(held.getsockname()[1])
+    held.detach()
     return port

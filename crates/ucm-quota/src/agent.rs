@@ -378,7 +378,9 @@ impl QuotaAgent {
         }
         let due = self.is_count_due(&table, short, now);
         drop(table);
-        if due && !self.counter.running.load(Ordering::Acquire) {
+        // A result that is not taken yet says whether another count makes sense.
+        let idle = !self.counter.running.load(Ordering::Acquire);
+        if due && idle && self.counter.outcome.lock().is_none() {
             let full = std::mem::take(&mut self.medium.full);
             self.counter.begin(Why {
                 term: Some(term),
