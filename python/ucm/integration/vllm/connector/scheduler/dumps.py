@@ -262,14 +262,15 @@ class DumpPlanner:
             if not purpose or not lasts(group, blocks[at]):
                 at += 1
                 continue
-            end, compare = at, purpose == "compare"
+            compare = purpose == "compare"
             most = JOB_BLOCKS if compare else min(JOB_BLOCKS, room - offered)
+            if most < 1:
+                break  # no room left: the chain stops here
+            end = at + 1
             while end < upto and end - at < most and lasts(group, blocks[end]):
                 if self._purpose(tracker, chain, end) != purpose:
                     break
                 end += 1
-            if end == at:
-                break  # no room left: the chain stops here
             dumps.append(self._job(tracker, chain, at, end, blocks, compare, preemptions))
             if compare:
                 chain.compared = range(end, chain.compared.stop)  # each block once

@@ -696,15 +696,19 @@ class UCMConnectorScheduler:
         cached = output.scheduled_cached_reqs
         if self._others.load_in_steps:  # what this step computes may be found to be wrong after it
             names = [name for name in cached.req_ids if name in live]
-            ready = [(name, self._others.computed(live[name])) for name in names]
-            news = []
+            known = [(name, self._others.computed(live[name])) for name in names]
+            ready = [one for one in known if one[1] >= due.get(one[0], FAR)]
         else:
-            pairs = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-            ready = [(name, seen + scheduled[name]) for name, seen in pairs]
-            started = [new for new in output.scheduled_new_reqs if new.req_id in live]
-            counts = [(new.req_id, new.num_computed_tokens) for new in started]
-            news = [(name, seen + scheduled[name]) for name, seen in counts]
-        ready = [one for one in ready if one[1] >= due.get(one[0], FAR)] + news
+            ready = [  # in one pass over all requests of every step
+                (name, computed)
+                for name, seen in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+                if (computed := seen + scheduled[name]) >= due.get(name, FAR)
+            ]
+            ready += [
+                (new.req_id, new.num_computed_tokens + scheduled[new.req_id])
+                for new in output.scheduled_new_reqs
+                if new.req_id in live
+            ]
         room = self.dumps.room() if ready else 0
         if room == 0 and not self._frees_early:
             return
