@@ -176,7 +176,7 @@ def test_what_it_cannot_turn_is_refused() -> None:
 
     with pytest.raises(UnsupportedError, match="differ from its own"):
         Rotation(Additive(), SIZE, POSITIONS)
-    with pytest.raises(UnsupportedError, match="no rotary_dim"):
+    with pytest.raises(UnsupportedError, match="no even rotary_dim"):
         Rotation(torch.nn.Identity(), SIZE, POSITIONS)
     rotation = Rotation(embedding("plain"), SIZE, POSITIONS)
     for old, new in ((0, POSITIONS), (-1, 0)):

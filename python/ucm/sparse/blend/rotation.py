@@ -50,12 +50,13 @@ class Rotation:
         self._dtype, self._device = dtype, torch.device(device)
         self._shape = (-1, 1, head_size) if latent else (-1, head_size)
         rotated = getattr(rotary, "rotary_dim", None)
-        if not isinstance(rotated, int) or not 0 < rotated <= head_size:
-            raise self._unsupported("it has no rotary_dim")
-        channels = torch.arange(rotated, device=self._device)
-        neox = getattr(rotary, "is_neox_style", True)
-        halves = channels.view(2, -1) if neox else channels.view(-1, 2).T
-        self._real, self._imaginary = halves.unbind()
+        if not isinstance(rotated, int) or not 0 < rotated <= head_size or rotated % 2:
+            raise self._unsupported("it has no even rotary_dim")
+        neox, half = getattr(rotary, "is_neox_style", True), rotated // 2
+        self._pairs = half
+        #: Where the two channels of each pair are: slices, which are views of keys.
+        self._real = slice(half) if neox else slice(0, rotated, 2)
+        self._imaginary = slice(half, rotated) if neox else slice(1, rotated, 2)
         self._check()
 
     def factors(self, old: Tensor, new: Tensor) -> Tensor:
@@ -74,10 +75,12 @@ class Rotation:
                 context={"least": int(both.min()), "largest": int(both.max())},
             )
         if not len(both):
-            return torch.empty(0, len(self._real), dtype=torch.complex64, device=self._device)
+            return torch.empty(0, self._pairs, dtype=torch.complex64, device=self._device)
         ones = torch.zeros(len(both), self._size, dtype=self._dtype, device=self._device)
         ones[:, self._real] = 1
-        at_new, at_old = self._complex(self._rotate(both, ones).double()).split(len(old))
+        rotated = self._rotate(both, ones).double()
+        rotated = torch.complex(rotated[:, self._real], rotated[:, self._imaginary])
+        at_new, at_old = rotated.split(len(old))
         return (at_new / at_old).to(torch.complex64)
 
     def turn(self, keys: Tensor, factors: Tensor) -> Tensor:
@@ -85,15 +88,12 @@ class Rotation:
         embedding's channels are the last ``head_size`` of ``d`` (latent keys have others before
         them)."""
         turned = keys.clone()
-        part = turned[..., keys.shape[-1] - self._size :]
-        found = self._complex(part.float()) * factors[:, None]
-        part[..., self._real] = found.real.to(keys.dtype)
-        part[..., self._imaginary] = found.imag.to(keys.dtype)
+        before, part = (each[..., keys.shape[-1] - self._size :] for each in (keys, turned))
+        real, imaginary = before[..., self._real].float(), before[..., self._imaginary].float()
+        cosine, sine = factors.real[:, None], factors.imag[:, None]
+        part[..., self._real] = real * cosine - imaginary * sine
+        part[..., self._imaginary] = real * sine + imaginary * cosine
         return turned
-
-    def _complex(self, channels: Tensor) -> Tensor:
-        """Pairs of channels ``[..., head_size]`` as complex numbers ``[..., pairs]``."""
-        return torch.complex(channels[..., self._real], channels[..., self._imaginary])
 
     def _rotate(self, positions: Tensor, keys: Tensor) -> Tensor:
         """Keys ``[t, head_size]`` at these positions."""

@@ -7,7 +7,8 @@ rotated part.
 
 The CPU backend arranges a page for its instruction set and documents no order. So numbers are
 written to a page of our own by vLLM's function, and the place of each number is that of each
-element. Where that gives no permutation, the pages cannot be read, and an error says so.
+element. Where these are not the places of a tensor with strides, which is read in whole blocks, the
+pages cannot be read, and an error says so.
 
 A token is named by its slot: ``block * tokens of a block + place in the block``, as in vLLM's slot
 mapping. What is read are the stored elements: of a cache of 8 bits its codes.
@@ -63,17 +64,15 @@ class TokenPages:
                 " --kv-cache-dtype",
                 context={"backend": backend, "page": shape[1:], "key": self._size},
             )
-        self._places = packed_places(layer, cache) if is_packed(backend) else None
+        self._packed = _Packed(layer, cache) if is_packed(backend) else None
 
     def read(self, cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the tokens in these slots (int64 ``[t]``): ``[t, heads, d]`` each, new
         tensors. Of latent attention the key is all of a token, and the value its latent part.
         Raises :class:`~ucm.errors.InvalidInputError` for slots outside the cache."""
         view, block, place = self._at(cache, slots)
-        if self._places is not None:
-            pages, at = _flat(view), self._places[:, place]
-            keys, values = (pages[block[:, None], :, part].transpose(1, 2) for part in at)
-            return keys, values
+        if self._packed is not None:
+            return self._packed.read(view, block, place)
         found = view[block, :, place]
         if self._latent:
             return found, found[..., : self._rank]
@@ -89,10 +88,8 @@ class TokenPages:
                 context={"cache": str(cache.dtype), "keys": str(keys.dtype)},
             )
         view, block, place = self._at(cache, slots)
-        if self._places is not None:
-            pages = _flat(view)
-            for part, new in zip(self._places[:, place], (keys, values), strict=True):
-                pages[block[:, None], :, part] = new.transpose(1, 2)
+        if self._packed is not None:
+            self._packed.write(view, block, place, (keys, values))
         else:
             view[block, :, place] = keys if self._latent else torch.cat([keys, values], dim=-1)
 
@@ -110,13 +107,69 @@ class TokenPages:
         return view, slots // tokens, slots % tokens
 
 
-def _flat(pages: Tensor) -> Tensor:
-    """Packed pages ``[blocks, heads, elements of a head]``."""
-    return pages.view(*pages.shape[:2], -1)
-
-
 # The CPU backend
 # --------------------------------------------------------------------------------------------------
+
+
+class _Packed:
+    """Reads and writes tokens of packed pages."""
+
+    def __init__(self, layer: Any, cache: Tensor) -> None:
+        """As :class:`TokenPages`."""
+        self._layer, self._places = layer, packed_places(layer, cache)
+        self._strides = [_strides_of(layer, places) for places in self._places]
+
+    def read(self, pages: Tensor, block: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of tokens: whole blocks are arranged by token, and the tokens taken."""
+        blocks, at = torch.unique_consecutive(block, return_inverse=True)
+        found, (_, heads, tokens, both) = pages[blocks], pages.shape
+        rows, page = at * tokens + place, tokens * both
+        parts = []
+        for shape, strides, first in self._strides:
+            whole = found.as_strided(
+                (len(blocks), heads, *shape), (heads * page, page, *strides), first
+            )
+            by_token = whole.movedim(1, 1 + len(shape) // 2)
+            parts.append(by_token.reshape(len(blocks) * tokens, heads, both // 2)[rows])
+        return parts[0], parts[1]
+
+    def write(
+        self, pages: Tensor, block: Tensor, place: Tensor, new: tuple[Tensor, Tensor]
+    ) -> None:
+        """Write keys and values: by vLLM's function, which would code numbers, so that codes are
+        written one by one."""
+        if pages.dtype.is_floating_point:
+            return _write_by_vllm(self._layer, pages, block * pages.shape[2] + place, new)
+        flat = pages.view(*pages.shape[:2], -1)
+        for part, content in zip(self._places[:, place], new, strict=True):
+            flat[block[:, None], :, part] = content.transpose(1, 2)
+
+
+def _strides_of(layer: Any, places: Tensor) -> tuple[list[int], list[int], int]:
+    """Shape, strides and first place of the tensor that has these places ``[tokens, head size]``:
+    the digits of a token and those of an element, equally many. Raises
+    :class:`~ucm.errors.UnsupportedError` where there is none."""
+    digits = [_digits(count) for count in places.shape]
+    most = max(map(len, digits))
+    shape = [digit for number in digits for digit in [1] * (most - len(number)) + number]
+    flat, steps = places.flatten(), torch.empty(shape, device="meta").stride()
+    first = int(flat[0])
+    strides = [
+        int(flat[step]) - first if count > 1 else 0
+        for count, step in zip(shape, steps, strict=True)
+    ]
+    last = first + sum((count - 1) * step for count, step in zip(shape, strides, strict=True))
+    if min(strides) < 0 or last >= 2 * len(flat):
+        raise _other_form(layer)
+    if not torch.equal(torch.arange(last + 1).as_strided(shape, strides, first).flatten(), flat):
+        raise _other_form(layer)
+    return shape, strides, first
+
+
+def _digits(count: int) -> list[int]:
+    """How many values each digit of the numbers below ``count`` has: 2, but for the first."""
+    twos = (count & -count).bit_length() - 1
+    return [count >> twos, *[2] * twos]
 
 
 def packed_places(layer: Any, cache: Tensor) -> Tensor:
@@ -151,20 +204,24 @@ def packed_places(layer: Any, cache: Tensor) -> Tensor:
 def _written(layer: Any, cache: Tensor, digits: Tensor) -> Tensor:
     """A page with these keys and values ``[2, tokens, heads, d]``, written as vLLM writes them:
     ``[heads, elements]``."""
+    _, tokens, heads, size = digits.shape
+    page = torch.zeros(1, heads, tokens, 2 * size, dtype=cache.dtype)
+    given = digits.to(cache.dtype if cache.dtype.is_floating_point else layer.dtype).contiguous()
+    _write_by_vllm(layer, page, torch.arange(tokens, dtype=torch.int64), (given[0], given[1]))
+    return page.view(heads, -1)
+
+
+def _write_by_vllm(layer: Any, pages: Tensor, slots: Tensor, new: tuple[Tensor, Tensor]) -> None:
     from vllm import _custom_ops as ops
 
-    _, tokens, heads, size = digits.shape
-    page = torch.zeros(1, heads, 2 * tokens, size, dtype=cache.dtype)
-    kind = "auto" if cache.dtype.is_floating_point else str(layer.kv_cache_dtype)
-    given = digits.to(cache.dtype if kind == "auto" else layer.dtype).contiguous()
-    slots = torch.arange(tokens, dtype=torch.int64)
+    count, heads, tokens, both = pages.shape
+    parts = pages.view(count, heads, 2 * tokens, both // 2).chunk(2, dim=2)
+    kind = "auto" if pages.dtype.is_floating_point else str(layer.kv_cache_dtype)
+    keys, values = (content.contiguous() for content in new)
     try:
-        ops.cpu_attn_reshape_and_cache(
-            given[0], given[1], *page.chunk(2, dim=2), slots, layer.isa, kv_cache_dtype=kind
-        )
+        ops.cpu_attn_reshape_and_cache(keys, values, *parts, slots, layer.isa, kv_cache_dtype=kind)
     except RuntimeError as error:
         raise _other_form(layer) from error
-    return page.view(heads, -1)
 
 
 def _other_form(layer: Any) -> UnsupportedError:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from ucm.errors import InvalidInputError, UnsupportedError
 from ucm.integration.vllm.attention.backends import AsksApart, OwnAttention
@@ -55,6 +56,9 @@ _MODELS = "vllm.model_executor.models."
 KNOWN = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral")
 #: Tokens of a layer that are turned and written at once.
 _SLICE = 4096
+#: On a CPU, tokens in rows of fewer than so many on average have their attention computed together,
+#: so many at a time.
+_TOKENS_OF_A_ROW, _TOGETHER = 8, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,7 @@ class Parts:
     embed: Callable[[Tensor], Tensor]
     layers: list[_Layer]
     pages: TokenPages
+    packed: bool  # pages are those of the CPU backend
     builder: Any  # vLLM's, of attention metadata
     block_tokens: int
     device: torch.device
@@ -107,11 +112,11 @@ def parts_of(
     ]
     if sorted(layer.attention.layer_name for layer in layers) != sorted(attention):
         raise UnsupportedError("some layers of this model have no attention, or several")
-    if is_packed(backend.get_name()):
+    if packed := is_packed(backend.get_name()):
         ask_for_tiles()
     pages = TokenPages(first, backend.get_name(), cache)
     size = int(spec.block_size)
-    return Parts(inner.embed_input_ids, layers, pages, builder, size, cache.device)
+    return Parts(inner.embed_input_ids, layers, pages, packed, builder, size, cache.device)
 
 
 def _refuse(vllm_config: VllmConfig, specs: Sequence[Any], layers: Iterable[Any]) -> None:
@@ -272,7 +277,8 @@ class BlendWorker:
         table, token = (0,), np.zeros(parts.block_tokens, np.uint32)
         blend = Blend("", table, 0, parts.block_tokens, (), token, 0, parts.block_tokens)
         request = _Request(blend, parts)
-        metadata, slots = request.metadata(torch.zeros(1, dtype=torch.int64))
+        first = torch.zeros(1, dtype=torch.int64)
+        metadata, slots = request.metadata(first), request.slots(first)
         state = _State(torch.zeros(1, 1), None, 0)
         self._through_layers(request, slots, {"": metadata}, {"": slots}, (0, 0), state)
 
@@ -391,13 +397,15 @@ class BlendWorker:
         after the other, so that each sees those before it. ``keep``: what goes on is returned."""
         layers = layers or (0, len(request.parts.layers))
         scheduler = self._vllm_config.scheduler_config
-        limits = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+        together = request.parts.packed and len(places) < _TOKENS_OF_A_ROW * len(_ends(places))
+        rows = len(places) if together else scheduler.max_num_seqs
         done: list[_State] = []
         at = 0
-        for piece in pieces_of_rows(places, *limits):
+        for piece in pieces_of_rows(places, rows, scheduler.max_num_batched_tokens):
             part = None if state is None else state.of(slice(at, at + len(piece)))
             at += len(piece)
-            metadata, slots = request.metadata(piece)
+            metadata = _Together(request, piece) if together else request.metadata(piece)
+            slots = request.slots(piece).to(request.parts.device)
             names = [layer.attention.layer_name for layer in request.parts.layers]
             attend, written = dict.fromkeys(names, metadata), dict.fromkeys(names, slots)
             found = self._through_layers(request, piece, attend, written, layers, part)
@@ -525,18 +533,16 @@ class _Request:
         cache = self.parts.layers[layer].attention.kv_cache
         return self.parts.pages.read(cache, self.slots(places))
 
-    def metadata(self, places: Tensor) -> tuple[Any, Tensor]:
+    def metadata(self, places: Tensor) -> Any:
         """The attention metadata of tokens behind the exact prefix, in which those that follow each
-        other are one row, and their slots."""
+        other are one row."""
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
         assert len(places) and int(places[0]) >= self.blend.exact
         device, size = self.parts.device, self.parts.block_tokens
-        cuts = (places.diff() != 1).nonzero()[:, 0] + 1
-        ends = torch.cat([cuts, torch.tensor([len(places)])])
+        ends = _ends(places)
         starts = torch.cat([torch.tensor([0]), ends]).int()
         lens = (places[ends - 1] + 1).int()
-        slots = self.slots(places).to(device)
         table = self._table[: -(-int(lens[-1]) // size)].int().to(device)
         common = CommonAttentionMetadata(
             query_start_loc=starts.to(device),
@@ -548,12 +554,18 @@ class _Request:
             max_query_len=int(starts.diff().max()),
             max_seq_len=int(lens[-1]),
             block_table_tensor=table.expand(len(lens), -1).contiguous(),
-            slot_mapping=slots,
+            slot_mapping=self.slots(places).to(device),
             causal=True,
             is_prefilling=torch.ones(len(lens), dtype=torch.bool),
             positions=places.to(device),
         )
-        return self.parts.builder.build(0, common), slots
+        return self.parts.builder.build(0, common)
+
+
+def _ends(places: Tensor) -> Tensor:
+    """Where each row of places that follow each other ends, in ``places``."""
+    cuts = (places.diff() != 1).nonzero()[:, 0] + 1
+    return torch.cat([cuts, torch.tensor([len(places)])])
 
 
 def pieces_of_rows(places: Tensor, rows: int, tokens: int) -> Iterator[Tensor]:
@@ -566,6 +578,41 @@ def pieces_of_rows(places: Tensor, rows: int, tokens: int) -> Iterator[Tensor]:
         part = part[: 1 + int((row < rows).sum())]
         yield part
         at += len(part)
+
+
+class _Together(OwnAttention):
+    """The attention of scattered tokens whose keys and values are in their slots. vLLM's CPU kernel
+    computes each row as a request of its own; here all heads that share a key, of many tokens, are
+    the rows of one product."""
+
+    def __init__(self, request: _Request, places: Tensor) -> None:
+        self._pages, self._places = request.parts.pages, places
+        self._slots = request.slots(torch.arange(int(places[-1]) + 1))
+
+    def attend(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, output: Tensor
+    ) -> None:
+        """A layer of these tokens."""
+        del key, value
+        keys, values = (
+            part.float().transpose(0, 1) for part in self._pages.read(cache, self._slots)
+        )
+        kv_heads, _, size = keys.shape
+        for at in range(0, len(self._places), _TOGETHER):
+            rows = slice(at, at + _TOGETHER)
+            places = self._places[rows]
+            count, end = len(places), int(places[-1]) + 1
+            asked = query[rows].float().view(count, kv_heads, -1, size).permute(1, 2, 0, 3)
+            seen = torch.arange(end) <= places[:, None]
+            found = scaled_dot_product_attention(
+                asked.reshape(kv_heads, -1, size)[None],
+                keys[None, :, :end],
+                values[None, :, :end],
+                attn_mask=seen.repeat(asked.shape[1], 1),
+                scale=float(layer.impl.scale),
+            )
+            found = found.view(*asked.shape[:3], -1).permute(2, 0, 1, 3)
+            output[rows] = found.reshape(count, -1, found.shape[-1]).to(output.dtype)
 
 
 class _Asking(OwnAttention):
