@@ -428,9 +428,10 @@ wheels: $(VENV)/.stamp-wheels ## build wheels for x86-64 and aarch64, tagged man
 # The value of ucmtrans.commit_id.
 COMMIT = env UCM_COMMIT_ID=$(or $(shell git rev-parse HEAD 2>/dev/null),unknown)
 
+# With the environment that the extension was built for: for another Python cargo would build it again.
 $(VENV)/.stamp-wheel: $(VENV)/.stamp-core $(PYTHON_SOURCES) README.md LICENSE THIRD-PARTY-LICENSES.txt
 	@rm -f dist/*.whl
-	@$(STAGE) "build the wheel" $(COMMIT) $(BIN)/maturin build --quiet --release --locked --out dist
+	@VIRTUAL_ENV=$(abspath $(VENV)) $(STAGE) "build the wheel" $(COMMIT) $(BIN)/maturin build --quiet --release --locked --out dist
 	@touch $@
 
 # The extension is built once, optimised as in the wheel. It lies in the source tree and the package is an editable
