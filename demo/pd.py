@@ -63,10 +63,11 @@ class Run:
 class Server:
     """A server of the demo, ended with it."""
 
-    def __init__(self, name: str, command: list[str], out: pathlib.Path) -> None:
+    def __init__(self, name: str, command: list[str], out: pathlib.Path, share: int = 2) -> None:
+        """``share``: how many servers compute at the same time, each with its part of the
+        processors."""
         self.name, self.log, self.port = name, out / f"{name}.log", free_port()
-        # Half of the processors for each server: they run at the same time.
-        threads = str(max(1, (os.cpu_count() or 2) // 2))
+        threads = str(max(1, (os.cpu_count() or 2) // share))
         cpu = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": threads}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(

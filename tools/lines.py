@@ -28,12 +28,12 @@ ROOT = Path(__file__).resolve().parents[1]
 #: 980 and 4 files. Several KV groups (their events, cuts of hits, blocks that leave a running
 #: request): 355. The times of stages, `ucm mode --url`, side shards in archives: 160, Rust 40.
 #: ReRoPE: 820 in 5 files, Rust 325; the training of its model and its bench: 400 of the benches,
-#: the bench of Blend: 155.
+#: the bench of Blend: 155, that of two roles: 90.
 #: Device files in the table of platforms: Rust 15. Windows of requests with adapters: 40. Blend in
 #: an engine: 1,500 and 2 files; its chunks alone: 20. Room in the proxy before an answer ends: 15.
 #: Ranks that agree on an error before they blend: 10. Tokens of Blend that attend together, in pages
 #: that are read whole: 110. What one lookup sees of directories: Rust 40.
-BUDGETS = {"Rust": 56_910, "Python": 42_510, "Python files": 141, "benches": 8_055}
+BUDGETS = {"Rust": 56_910, "Python": 42_510, "Python files": 141, "benches": 8_145}
 #: Least share of comment lines, in percent.
 LEAST_COMMENTS = 13.0
 #: Longest file of Python that only re-exports.
