@@ -158,9 +158,11 @@ class Simulation:
     def run(self) -> Outcome:
         """All requests, to their last token."""
         self.random = random.Random(self.seed)
-        self.rig = Rig(admission=self.mode, step_tokens=self.engine.budget, blocks=1 << 15)
+        # nothing is dumped here
+        settings = {"step_tokens": self.engine.budget, "blocks": 1 << 15, "dump": "none"}
+        self.rig = Rig(admission=self.mode, **settings)
         self.rig.readiness.block_bytes = BLOCK_BYTES
-        self.rig.report(RankReport(0, ready=True, free_slots=0))  # nothing is dumped here
+        self.rig.report(RankReport(0, ready=True))
         self.rig.scheduler.step_ended()
         self.rig.admission.recall(*self.known)
         if self.lower is not None:
