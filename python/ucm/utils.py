@@ -73,7 +73,8 @@ def estimate_storage_requirements(
     dictionary or object): its real number of layers, KV heads and head size decide. A plain number
     means billions of parameters, and the shape of the published model nearest to it is assumed.
     ``max_seq_len`` is in tokens, rounded up to whole blocks of ``block_size`` tokens. ``kv_dtype``
-    is vLLM's ``kv_cache_dtype``.
+    is vLLM's ``kv_cache_dtype``; ``auto`` is the type in which vLLM's ``--dtype auto`` serves the
+    model: its own, of a float32 model bfloat16.
 
     Returns ``kv_cache_size_gb`` (everything running at once), ``recommended_storage_gb`` (ten times
     that, for history), ``recommended_memory_gb`` (one and a half times), and
@@ -158,4 +159,6 @@ def _dtype_bytes(kv_dtype: str, model_dtype: Any) -> int:
         raise InvalidInputError(
             f"unknown KV dtype {name!r}; known are {', '.join(sorted(_DTYPE_BYTES))}"
         )
-    return _DTYPE_BYTES[name]
+    width = _DTYPE_BYTES[name]
+    # vLLM serves a float32 model in 16 bits unless --dtype says otherwise.
+    return min(width, 2) if kv_dtype == "auto" else width

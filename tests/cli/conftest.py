@@ -39,11 +39,15 @@ def ucm() -> Callable[..., Result]:
 
 @pytest.fixture
 def ucm_json(ucm: Callable[..., Result]) -> Callable[..., dict[str, Any]]:
-    """Runs the command line and parses its one document; the status is added as ``exit``."""
+    """Runs the command line and parses its one document, which has only numbers of JSON; the status
+    is added as ``exit``."""
+
+    def refused(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
 
     def run(*arguments: object) -> dict[str, Any]:
         result = ucm(*arguments, "--json")
-        document: dict[str, Any] = json.loads(result.stdout)
+        document: dict[str, Any] = json.loads(result.stdout, parse_constant=refused)
         return document | {"exit": result.exit_code}
 
     return run

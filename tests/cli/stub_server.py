@@ -28,7 +28,7 @@ class StubServer(ThreadingHTTPServer):
         self.keys: list[str | None] = []
         self.resets = 0
         self.may_reset = True
-        self.has_metrics = True
+        self.has_metrics = self.has_cache = True
         self.gate = 0
         self.most_at_once = self._running = 0
         self.changed = threading.Condition()
@@ -67,7 +67,8 @@ class StubServer(ThreadingHTTPServer):
             for end in range(BLOCK, len(prompt) + 1, BLOCK):
                 if (key := tuple(prompt[:end])) in self._known:
                     cached = end
-                self._known.add(key)
+                if self.has_cache:
+                    self._known.add(key)
             self.asked += len(prompt)
             self.hit += cached
             self.loads.append(0.25)

@@ -17,6 +17,7 @@ from stub_server import BLOCK, StubServer
 
 from ucm.bench import BenchmarkMetrics
 from ucm.bench.scenarios import SCENARIOS
+from ucm.cli.bench import _value
 
 Run = Callable[..., Result]
 Json = Callable[..., dict[str, Any]]
@@ -165,6 +166,33 @@ def test_the_table_of_two_servers(server: StubServer, ucm: Run) -> None:
     assert done.exit_code == 0
     rows = {line.split()[0]: line.split() for line in done.stdout.splitlines()[2:]}
     assert rows["load_time_mean"][1:] == ["250.00", "ms", "250.00", "ms", "1.000", "-"]
+
+
+def test_a_ratio_to_no_hits_is_unknown(
+    server: StubServer, tmp_path: Path, ucm: Run, ucm_json: Json
+) -> None:
+    server.has_cache = False
+    path = tmp_path / "saved.json"
+    with StubServer() as other:
+        more = ("--compare", other.url, "--rounds", 6, "--save", path)
+        command = vllm(server, *more, scenario="prefix_sharing")
+        found = ucm_json(*command)
+        table = ucm(*command).stdout
+    rates = [one["metrics"]["hit_rate"] for one in found["servers"]]
+    assert rates[0] == 0 < rates[1]
+    assert found["ratios"]["hit_rate"] == {"ratio": None, "interval": None}
+    assert "Infinity" not in path.read_text()
+    (row,) = (line.split() for line in table.splitlines() if line.startswith("  hit_rate"))
+    assert row[1:3] == ["0.0", "%"]
+    assert row[-2:] == ["-", "-"]
+
+
+@pytest.mark.parametrize(
+    ("rate", "shown"),
+    [(0.25, "0.25 /s"), (31.4159, "31.42 /s"), (2540.4, "2,540 /s"), (12170.0, "12,170 /s")],
+)
+def test_speeds_are_printed_as_people_read_them(rate: float, shown: str) -> None:
+    assert _value("throughput", rate) == shown
 
 
 def test_a_baseline_names_what_is_worse(server: StubServer, tmp_path: Path, ucm_json: Json) -> None:

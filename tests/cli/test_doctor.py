@@ -478,8 +478,25 @@ def test_the_checklist_names_what_a_machine_cannot_check(
     assert "the cache will work" in ucm("doctor", "--config", config()).stdout
 
 
+def test_a_place_that_does_not_exist_was_not_measured(
+    examine: Json, config: Callable[..., Path], tmp_path: Path
+) -> None:
+    absent = config(storage_backends=str(tmp_path / "absent"))
+    assert examine("--config", absent)["exit"] == 0
+    found = examine("--production", "--config", absent)
+    warning = only(found, "warning")
+    assert found["exit"] == 1
+    assert "does not exist yet" in warning["text"]
+    assert "was not measured" in warning["text"]
+    texts = {one["text"] for one in found["findings"] if one["area"] == "checklist"}
+    assert "every place of blocks: see store above" in texts
+    texts = {one["text"] for one in examine("--production")["findings"]}
+    assert "every place of blocks: not checked" in texts  # no configuration names one
+
+
 def test_the_table_of_symptoms(ucm: Run, examine: Json) -> None:
     found = examine("--symptoms")
     assert len(found["symptoms"]) >= 5
     assert all(all(one.values()) for one in found["symptoms"])
-    assert "likely cause" in ucm("doctor", "--symptoms").stdout
+    shown = ucm("doctor", "--symptoms").stdout
+    assert all(text in shown for one in found["symptoms"] for text in one.values())

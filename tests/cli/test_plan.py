@@ -87,6 +87,21 @@ def test_the_configuration_can_be_pasted(ucm: Callable[..., Result], llama: Path
     assert "slowest store that pays" in shown
 
 
+def test_where_no_store_pays_the_configuration_says_so(
+    ucm: Callable[..., Result], llama: Path
+) -> None:
+    remark = "# Computing is faster than every store at these speeds."
+    for more, expected in (
+        (("--prefill-tps", 1e9), True),
+        (("--prefill-tps", 1000), False),
+        (("--hit-rate", 0), False),  # nothing is loaded, so nothing is compared
+    ):
+        pasted = ucm("plan", llama, *WORKLOAD, *more).stdout.partition("# ucm.yaml")[2]
+        assert (remark in pasted) == expected
+        assert ("pass --prefill-tps with a measured figure" in pasted) == expected
+        assert load(yaml.safe_load(f"#{pasted}"), {}).storage_capacity is not None
+
+
 def test_what_is_no_model_is_refused_in_one_sentence(
     ucm: Callable[..., Result], tmp_path: Path
 ) -> None:

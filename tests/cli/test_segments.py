@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -95,6 +96,16 @@ def test_segments_go_whole(segments: Written, ucm_json: Json) -> None:
     ucm_json("gc", segments.path, "--namespace", name, "--yes")
     assert not (segments.path / name).exists()
     assert len(segments.records()) == 2
+
+
+def test_gc_shows_the_segments_that_remain(segments: Written, ucm: Run) -> None:
+    segments.fill("one", 2)  # two records with files of their own, beside the segment
+    os.utime(file_of(segments))
+    shown = ucm("gc", segments.path, "--older-than", "1h").stdout
+    rows = {line.split()[0]: line for line in shown.splitlines() if " ago " in line}
+    assert set(rows) == {segments.namespace(name) for name in ("one", "two")}
+    assert rows[segments.namespace("one")].endswith("1 segment")
+    assert rows[segments.namespace("two")].endswith("nothing")
 
 
 def test_what_the_store_reads_back(segments: Written) -> None:

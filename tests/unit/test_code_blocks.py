@@ -1,8 +1,9 @@
 """Every block of code in the documents is run, parsed as its program parses it, or marked as
 ``text``: a picture, or output.
 
-``python`` runs, all blocks of a page in one process; ``yaml`` is a configuration; of ``sh`` bash
-checks the syntax, ``vllm serve`` and ``ucm`` their arguments; ``c`` is compiled.
+``python`` runs, all blocks of a page in one process; ``yaml`` is a configuration, or names servers
+for Prometheus; of ``sh`` bash checks the syntax, ``vllm serve`` and ``ucm`` their arguments; ``c``
+is compiled.
 """
 
 from __future__ import annotations
@@ -107,6 +108,11 @@ STORE = {"storage_backends", "storage_backend", "store_pipeline", "ucm_connector
 @pytest.mark.parametrize("text", params("yaml"))
 def test_configurations_are_read(text: str) -> None:
     given = yaml.safe_load(text)
+    if "scrape_configs" in given:  # of Prometheus, as tests/metrics/real_prometheus.py runs one
+        (job,) = given["scrape_configs"]
+        assert job.keys() == {"job_name", "static_configs"}
+        assert all(":" in one for targets in job["static_configs"] for one in targets["targets"])
+        return
     if not given.keys() & STORE:
         given["storage_backends"] = "/data/ucm"
     assert load(given, {}).store_config()

@@ -31,7 +31,10 @@ def test_llama_70b_is_320_kib_a_token_and_10_gib_for_32k() -> None:
 @pytest.mark.parametrize(
     ("model", "dtype", "expected"),
     [
-        (LLAMA_70B | {"torch_dtype": "float32"}, "auto", 640 * 1024),
+        # vLLM's --dtype auto makes a float32 model bfloat16
+        (LLAMA_70B | {"torch_dtype": "float32"}, "auto", 320 * 1024),
+        (LLAMA_70B | {"torch_dtype": "float32"}, "float32", 640 * 1024),
+        (LLAMA_70B | {"torch_dtype": "float16"}, "auto", 320 * 1024),
         (LLAMA_70B | {"dtype": "torch.bfloat16"}, "auto", 320 * 1024),
         (LLAMA_70B, "fp8", 160 * 1024),
         # no grouped queries: all heads have their own keys

@@ -7,6 +7,7 @@ come with the extra ``bench``. Nothing heavy is imported before a command runs.
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import statistics
@@ -328,7 +329,8 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def _ratios(first: Sequence[Sample], second: Sequence[Sample]) -> dict[str, dict[str, Any]]:
-    """For each figure the second server beside the first, above 1 if it is better."""
+    """For each figure the second server beside the first, above 1 if it is better; None where that
+    is no finite number, as beside a server without hits."""
     found = {}
     for name, better in BETTER.items():
         pairs = [
@@ -337,7 +339,11 @@ def _ratios(first: Sequence[Sample], second: Sequence[Sample]) -> dict[str, dict
         ]
         ratios = [ratio(one, other, better) for one, other in pairs if None not in (one, other)]
         if ratios:
-            found[name] = {"ratio": statistics.median(ratios), "interval": interval(ratios)}
+            middle, bounds = statistics.median(ratios), interval(ratios)
+            found[name] = {
+                "ratio": middle if math.isfinite(middle) else None,
+                "interval": bounds if bounds and all(map(math.isfinite, bounds)) else None,
+            }
     return found
 
 
@@ -372,7 +378,8 @@ def _show(found: Mapping[str, Any]) -> None:
         values = [_value(one.name, server["metrics"][one.name]) for server in servers]
         row = [one.name, *values]
         if pair := found.get("ratios", {}).get(one.name):
-            row += [f"{pair['ratio']:.3f}", _range(pair["interval"])]
+            shown = "-" if pair["ratio"] is None else f"{pair['ratio']:.3f}"
+            row += [shown, _range(pair["interval"])]
         rows.append([*row, *[""] * (len(servers) + 1 + (2 if "ratios" in found else 0) - len(row))])
     more = ["ratio", "95 % interval"] if "ratios" in found else []
     table(["", *(server["url"] for server in servers), *more], rows)
@@ -397,4 +404,4 @@ def _value(name: str, value: float | None) -> str:
         return f"{1000 * value:.2f} ms"
     if name.endswith(("rate", "ratio", "saved")):
         return f"{100 * value:.1f} %"
-    return f"{value:.4g} /s"
+    return f"{value:,.0f} /s" if value >= 1000 else f"{value:.4g} /s"

@@ -204,9 +204,8 @@ def _stores(config: UcmConfig, identities: Identities, production: bool) -> Iter
     for store, places, setting in _places(config):
         for path in (place for place in places if not terminal.scheme_of(place)):
             direct, limit = bool(setting("io_direct")), setting("storage_capacity")
-            yield from in_time(
-                path, partial(machine.root, path, direct, getattr(limit, "bytes", 0))
-            )
+            size = getattr(limit, "bytes", 0)
+            yield from in_time(path, partial(machine.root, path, direct, size, production))
             yield from in_time(path, partial(_collect, path, identities))
         addresses = [place for place in places if terminal.scheme_of(place)]
         if addresses:
@@ -332,10 +331,6 @@ def _show_symptoms(as_json: bool) -> None:
         rows = [dict(zip(header, row, strict=True)) for row in SYMPTOMS]
         terminal.document({"command": "doctor", "symptoms": rows})
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*header, show_lines=True)
-    for row in SYMPTOMS:
-        table.add_row(*row)
-    Console(highlight=False).print(table)
+    for symptom, *rest in SYMPTOMS:
+        click.echo(symptom)
+        terminal.pairs(list(zip(header[1:], rest, strict=True)))

@@ -126,8 +126,11 @@ _TO_RUN = (
 
 def checklist(findings: Iterable[Finding]) -> Iterator[Finding]:
     """The seeds' checklist before production."""
-    bad = {finding.area for finding in findings if finding.level in ("warning", "error")}
+    found = {(finding.area, finding.level in ("warning", "error")) for finding in findings}
     for area, text in _CHECKED:
-        yield note(f"{text}: see {area} above") if area in bad else ok(f"{text}: good")
+        if (area, True) in found:
+            yield note(f"{text}: see {area} above")
+        else:
+            yield ok(f"{text}: good") if (area, False) in found else note(f"{text}: not checked")
     for text, command in _TO_RUN:
         yield note(f"not checked here: {text}", command)

@@ -290,6 +290,13 @@ def _share(name: str, inside: Contents, removals: list[Found]) -> dict[str, Any]
     }
 
 
+def _left(space: dict[str, Any]) -> str:
+    """Files that remain; the records of a segment are in its footer, which gc does not read."""
+    kinds = ("record", "segment")
+    found = [terminal.many(n, kind) for kind in kinds if (n := space[f"{kind}s_left"])]
+    return ", ".join(found) or "nothing"
+
+
 def _show(result: dict[str, Any]) -> None:
     limit = f"limit {in_units(result['limit'])}" if result["limit"] else "no limit"
     click.echo(f"root {result['root']}: {in_units(result['used_bytes'])} used, {limit}")
@@ -306,7 +313,7 @@ def _show(result: dict[str, Any]) -> None:
             "bytes",
             "oldest use",
             "newest use",
-            "records left",
+            "left",
         ),
         [
             (
@@ -317,7 +324,7 @@ def _show(result: dict[str, Any]) -> None:
                 in_units(space["bytes"]),
                 terminal.ago(space["oldest_use"]),
                 terminal.ago(space["newest_use"]),
-                space["records_left"],
+                _left(space),
             )
             for space in result["namespaces"]
             if any(space[kind] for kind in ("bytes", "records", "segments", "private"))

@@ -242,7 +242,7 @@ def _missing_mount(path: str, mounted: str) -> str:
     return ""
 
 
-def root(path: str, direct: bool, capacity: int) -> Iterator[Finding]:
+def root(path: str, direct: bool, capacity: int, production: bool) -> Iterator[Finding]:
     """Checks of one directory of ``storage_backends``; all of them touch its file system."""
     point, kind, source = mount_of(os.path.realpath(path))
     if missing := _missing_mount(path, point):
@@ -267,7 +267,8 @@ def root(path: str, direct: bool, capacity: int) -> Iterator[Finding]:
                 yield from _existing(path, capacity)
                 yield from _measured(path, descriptor, direct)
             else:
-                yield note(f"{path} does not exist yet and will be made")
+                text = f"{path} does not exist yet and will be made; it was not measured"
+                yield (warning if production else note)(text, "make it, and run doctor again")
     except OSError as failure:
         yield _unwritable(path, failure)
 

@@ -171,9 +171,6 @@ def _operations(model: Mapping[str, Any] | float, context: int) -> float:
 
 
 def _show(found: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     terminal.pairs(
         [
             ("a token", in_units(found["bytes_per_token"])),
@@ -184,15 +181,18 @@ def _show(found: dict[str, Any]) -> None:
             ("least speed", f"{found['least_gbps']:.2f} GB/s: slower loads are computed instead"),
         ]
     )
-    table = Table("store", "GB/s", "load", "compute", "pays", box=None)
+    rows = []
     for tier in found["tiers"]:
         load, compute = _time(tier["load_seconds"]), _time(found["compute_seconds"])
-        table.add_row(
-            tier["name"], f"{tier['gbps']:g}", load, compute, "yes" if tier["pays"] else "no"
-        )
-    Console(highlight=False).print(table)
+        rows.append((tier["name"], tier["gbps"], load, compute, "yes" if tier["pays"] else "no"))
+    terminal.table(("store", "GB/s", "load", "compute", "pays"), rows)
     click.echo(f"slowest store that pays: {found['slowest_that_pays'] or 'none of these'}")
     click.echo("\n# ucm.yaml; cache_size is of each rank")
+    if found["tokens_loaded"] and not found["slowest_that_pays"]:
+        click.echo(
+            "# Computing is faster than every store at these speeds. If the engine is a CPU or a"
+            " small GPU, pass --prefill-tps with a measured figure."
+        )
     for key, value in found["configuration"].items():
         click.echo(f"{key}: {value}")
 
