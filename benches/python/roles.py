@@ -1,4 +1,4 @@
-"""A prefill and a decode server beside one server of both roles: ``python benches/python/roles.py``.
+"""A prefill and a decode server beside one of both roles: ``python benches/python/roles.py``.
 
 All run on this machine over one directory: P and D with a part of the processors each and ``ucm
 pd-proxy`` before them, and a server with all processors. They take turns with the same load: chats
