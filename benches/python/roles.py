@@ -54,8 +54,7 @@ def main() -> None:
         pd.await_all([servers["P and D"]], progress)
         names = ("both roles", "P and D")
         asked = [Server(servers[name].at, model="demo") for name in names]
-        done = lambda: progress.tick()  # noqa: E731
-        samples = asyncio.run(take_turns(asked, LOAD, given.rounds, "pd", done))
+        samples = asyncio.run(take_turns(asked, LOAD, given.rounds, "pd", progress.tick))
     alone = [sample.metrics for sample in samples[0]]
     first = 2 * statistics.median(one.ttft_p50 for one in alone)
     further = 2 * statistics.median(one.tpot_p50 for one in alone)
@@ -81,7 +80,7 @@ def row(sample: Sample, first: float, further: float) -> tuple[float, ...]:
     """The figures of one round."""
     found, answers = sample.metrics, sample.answers
     good = [one for one in answers if one.ttft <= first and (one.tpot or 0.0) <= further]
-    share = len(good) / (len(answers) + len(sample.failed))
+    share = len(good) / len(answers)
     times = found.ttft_p50, found.ttft_p99, 1000 * found.tpot_p50, 1000 * found.tpot_p99
     return *times, found.requests_per_second, share * found.requests_per_second
 

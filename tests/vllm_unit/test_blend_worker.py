@@ -447,7 +447,7 @@ class Planted:
 def test_an_error_in_the_middle_computes_all_tokens(rig: Rig, together: bool, call: int) -> None:
     """The first call is the question's; then chosen tokens are computed, in pieces or at once."""
     if together and call > 1:
-        return
+        pytest.skip("computed at once")
     with_error = Planted(rig, call)
     made = blended(rig, rig.worker(ratio=0.3), with_error)
     assert with_error.seen > call + 1

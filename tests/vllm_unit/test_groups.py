@@ -169,12 +169,14 @@ def histories(rng: random.Random, model: Model, tokens: int) -> list[list[bool]]
 def test_the_longest_hit_is_that_of_vllm(name: str) -> None:
     model, rng = MODELS[name], random.Random(name)
     vllm, groups = Coordinator(model), groups_of(model.config())
-    block = vllm.aligned
+    block, several = vllm.aligned, len(groups) > 1
+    if several and model.drafts and not vllm.hit([[True] * 2] * len(groups), 2 * block, block):
+        pytest.skip("of several groups this version drops the block before, as of one: see below")
     for _ in range(1000):
         tokens = rng.randint(1, 40) * block + rng.randint(0, block - 1)
         # A hit never has the last token. Of one group with a draft model vLLM drops the last block
         # that may be a hit, of several the one behind it; we do the latter.
-        most = tokens - 1 if len(groups) > 1 or not model.drafts else tokens // block * block
+        most = tokens - 1 if several or not model.drafts else tokens // block * block
         present = histories(rng, model, tokens)
         blocks = tokens // block
         ours = known_hit(groups, tables(groups, present, blocks), most // block)

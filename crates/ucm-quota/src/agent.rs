@@ -378,16 +378,15 @@ impl QuotaAgent {
         }
         let due = self.is_count_due(&table, short, now);
         drop(table);
-        // A result that is not taken yet says whether another count makes sense.
-        let idle = !self.counter.running.load(Ordering::Acquire);
-        if due && idle && self.counter.outcome.lock().is_none() {
-            let full = std::mem::take(&mut self.medium.full);
-            self.counter.begin(Why {
+        if due
+            && self.counter.begin(Why {
                 term: Some(term),
                 short,
-                full,
+                full: self.medium.full,
                 floor: self.is_below_floor(now),
-            });
+            })
+        {
+            self.medium.full = false;
         }
         Ok(waited_for)
     }

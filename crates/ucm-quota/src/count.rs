@@ -98,14 +98,19 @@ impl Counter {
         self.counts.load(Ordering::Acquire)
     }
 
-    /// Counts and, if need be, removes, in the background; one at a time. Its end wakes the quota
-    /// agent.
-    pub(super) fn begin(self: &Arc<Self>, why: Why) {
+    /// Counts and, if need be, removes, in the background; one at a time, and not before the result
+    /// of the last one was taken, which says whether another makes sense. Its end wakes the quota
+    /// agent. Whether it begins.
+    pub(super) fn begin(self: &Arc<Self>, why: Why) -> bool {
         let Some(worker) = self.worker.upgrade() else {
-            return;
+            return false;
         };
         if self.running.swap(true, Ordering::AcqRel) {
-            return;
+            return false;
+        }
+        if self.outcome.lock().is_some() {
+            self.running.store(false, Ordering::Release);
+            return false;
         }
         let (counter, done) = (Arc::clone(self), Arc::clone(self));
         let work = move || counter.count_and_remove(why);
@@ -115,9 +120,11 @@ impl Counter {
             done.state.notify.notify();
         };
         let never = MonotonicTime::NEVER;
-        if worker.submit(LANE_WORK, never, work, ended).is_err() {
+        let begun = worker.submit(LANE_WORK, never, work, ended).is_ok();
+        if !begun {
             self.running.store(false, Ordering::Release);
         }
+        begun
     }
 
     /// Whether a count for this reason still makes sense.

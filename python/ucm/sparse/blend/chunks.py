@@ -30,7 +30,7 @@ from ucm.errors import InvalidInputError
 CHUNK_TOKENS, ENTRIES = 256, 1 << 16
 #: Bytes of a block's key.
 KEY = 16
-#: Bits of a rolling hash that tell of most windows of a prompt that they are no chunk.
+#: Bits of a rolling hash that reject most windows of a prompt.
 _BITS = 20
 #: Most pieces of a prompt, and most equal rolling hashes of other tokens that are checked in it.
 PIECES, FALSE_MATCHES = 4096, 64

@@ -7,8 +7,8 @@ rotated part.
 
 The CPU backend arranges a page for its instruction set and documents no order. So numbers are
 written to a page of our own by vLLM's function, and the place of each number is that of each
-element. Where these are not the places of a tensor with strides, which is read in whole blocks, the
-pages cannot be read, and an error says so.
+element. Whole blocks are read through strides. Pages without such strides cannot be read, and an
+error says so.
 
 A token is named by its slot: ``block * tokens of a block + place in the block``, as in vLLM's slot
 mapping. What is read are the stored elements: of a cache of 8 bits its codes.
@@ -136,8 +136,8 @@ class _Packed:
     def write(
         self, pages: Tensor, block: Tensor, place: Tensor, new: tuple[Tensor, Tensor]
     ) -> None:
-        """Write keys and values: by vLLM's function, which would code numbers, so that codes are
-        written one by one."""
+        """Write keys and values. vLLM's function would encode 8-bit codes again, so those are
+        written element by element."""
         if pages.dtype.is_floating_point:
             return _write_by_vllm(self._layer, pages, block * pages.shape[2] + place, new)
         flat = pages.view(*pages.shape[:2], -1)
@@ -149,7 +149,7 @@ def _strides_of(layer: Any, places: Tensor) -> tuple[list[int], list[int], int]:
     """Shape, strides and first place of the tensor that has these places ``[tokens, head size]``:
     the digits of a token and those of an element, equally many. Raises
     :class:`~ucm.errors.UnsupportedError` where there is none."""
-    digits = [_digits(count) for count in places.shape]
+    digits = [_sizes_of_digits(count) for count in places.shape]
     most = max(map(len, digits))
     shape = [digit for number in digits for digit in [1] * (most - len(number)) + number]
     flat, steps = places.flatten(), torch.empty(shape, device="meta").stride()
@@ -166,8 +166,8 @@ def _strides_of(layer: Any, places: Tensor) -> tuple[list[int], list[int], int]:
     return shape, strides, first
 
 
-def _digits(count: int) -> list[int]:
-    """How many values each digit of the numbers below ``count`` has: 2, but for the first."""
+def _sizes_of_digits(count: int) -> list[int]:
+    """How many values each digit of the numbers below ``count`` has: 2, but for the first one."""
     twos = (count & -count).bit_length() - 1
     return [count >> twos, *[2] * twos]
 
@@ -206,8 +206,11 @@ def _written(layer: Any, cache: Tensor, digits: Tensor) -> Tensor:
     ``[heads, elements]``."""
     _, tokens, heads, size = digits.shape
     page = torch.zeros(1, heads, tokens, 2 * size, dtype=cache.dtype)
-    given = digits.to(cache.dtype if cache.dtype.is_floating_point else layer.dtype).contiguous()
-    _write_by_vllm(layer, page, torch.arange(tokens, dtype=torch.int64), (given[0], given[1]))
+    given = digits.to(cache.dtype if cache.dtype.is_floating_point else layer.dtype)
+    try:
+        _write_by_vllm(layer, page, torch.arange(tokens, dtype=torch.int64), (given[0], given[1]))
+    except RuntimeError as error:
+        raise _other_form(layer) from error
     return page.view(heads, -1)
 
 
@@ -218,10 +221,7 @@ def _write_by_vllm(layer: Any, pages: Tensor, slots: Tensor, new: tuple[Tensor, 
     parts = pages.view(count, heads, 2 * tokens, both // 2).chunk(2, dim=2)
     kind = "auto" if pages.dtype.is_floating_point else str(layer.kv_cache_dtype)
     keys, values = (content.contiguous() for content in new)
-    try:
-        ops.cpu_attn_reshape_and_cache(keys, values, *parts, slots, layer.isa, kv_cache_dtype=kind)
-    except RuntimeError as error:
-        raise _other_form(layer) from error
+    ops.cpu_attn_reshape_and_cache(keys, values, *parts, slots, layer.isa, kv_cache_dtype=kind)
 
 
 def _other_form(layer: Any) -> UnsupportedError:

@@ -56,9 +56,9 @@ _MODELS = "vllm.model_executor.models."
 KNOWN = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral")
 #: Tokens of a layer that are turned and written at once.
 _SLICE = 4096
-#: On a CPU, tokens in rows of fewer than so many on average have their attention computed together,
-#: so many at a time.
-_TOKENS_OF_A_ROW, _TOGETHER = 8, 64
+#: On a CPU, at least so many tokens, in rows of fewer than so many on average, have their attention
+#: computed together, so many at a time.
+_LEAST, _TOKENS_OF_A_ROW, _TOGETHER = 32, 8, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,7 +397,9 @@ class BlendWorker:
         after the other, so that each sees those before it. ``keep``: what goes on is returned."""
         layers = layers or (0, len(request.parts.layers))
         scheduler = self._vllm_config.scheduler_config
-        together = request.parts.packed and len(places) < _TOKENS_OF_A_ROW * len(_ends(places))
+        assert not len(places) or int(places[0]) >= request.blend.exact  # others have these too
+        together = request.parts.packed and len(places) >= _LEAST
+        together = together and len(places) < _TOKENS_OF_A_ROW * len(_ends(places))
         rows = len(places) if together else scheduler.max_num_seqs
         done: list[_State] = []
         at = 0
@@ -538,7 +540,6 @@ class _Request:
         other are one row."""
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
-        assert len(places) and int(places[0]) >= self.blend.exact
         device, size = self.parts.device, self.parts.block_tokens
         ends = _ends(places)
         starts = torch.cat([torch.tensor([0]), ends]).int()
@@ -582,8 +583,8 @@ def pieces_of_rows(places: Tensor, rows: int, tokens: int) -> Iterator[Tensor]:
 
 class _Together(OwnAttention):
     """The attention of scattered tokens whose keys and values are in their slots. vLLM's CPU kernel
-    computes each row as a request of its own; here all heads that share a key, of many tokens, are
-    the rows of one product."""
+    computes each row as a request of its own, here many tokens are the rows of one product. A key
+    or value that is no finite number spoils the tokens before it that are computed with it."""
 
     def __init__(self, request: _Request, places: Tensor) -> None:
         self._pages, self._places = request.parts.pages, places
@@ -594,25 +595,22 @@ class _Together(OwnAttention):
     ) -> None:
         """A layer of these tokens."""
         del key, value
-        keys, values = (
-            part.float().transpose(0, 1) for part in self._pages.read(cache, self._slots)
-        )
-        kv_heads, _, size = keys.shape
+        found = self._pages.read(cache, self._slots)
+        keys, values = (part.float().transpose(0, 1)[:, None] for part in found)
+        kv_heads, size = len(keys), keys.shape[-1]
         for at in range(0, len(self._places), _TOGETHER):
-            rows = slice(at, at + _TOGETHER)
-            places = self._places[rows]
-            count, end = len(places), int(places[-1]) + 1
-            asked = query[rows].float().view(count, kv_heads, -1, size).permute(1, 2, 0, 3)
-            seen = torch.arange(end) <= places[:, None]
-            found = scaled_dot_product_attention(
-                asked.reshape(kv_heads, -1, size)[None],
-                keys[None, :, :end],
-                values[None, :, :end],
-                attn_mask=seen.repeat(asked.shape[1], 1),
+            places = self._places[at : at + _TOGETHER]
+            rows, end = slice(at, at + len(places)), int(places[-1]) + 1
+            asked = query[rows].float().view(len(places), kv_heads, -1, size).permute(1, 2, 0, 3)
+            heads = asked.shape[1]  # that share a key
+            result = scaled_dot_product_attention(
+                asked,
+                keys[:, :, :end].expand(-1, heads, -1, -1),
+                values[:, :, :end].expand(-1, heads, -1, -1),
+                attn_mask=torch.arange(end) <= places[:, None],
                 scale=float(layer.impl.scale),
             )
-            found = found.view(*asked.shape[:3], -1).permute(2, 0, 1, 3)
-            output[rows] = found.reshape(count, -1, found.shape[-1]).to(output.dtype)
+            output[rows] = result.permute(2, 0, 1, 3).flatten(1, 2).to(output.dtype)
 
 
 class _Asking(OwnAttention):
