@@ -52,6 +52,7 @@ def test_the_scheduler_reports_new_counts_only() -> None:
     assert opened is not None
     (info,) = opened.data
     assert info.startswith(f"info.{__version__}|")
+    assert info.endswith("|read-write")
     assert half.get_kv_connector_stats() is None
     rig.admit(rig.request("a", 2 * BLOCK + 1))
     stats = half.get_kv_connector_stats()
@@ -66,6 +67,10 @@ def test_the_scheduler_reports_new_counts_only() -> None:
         "prefix_hit_rate": 0.0,
     }
     assert half.get_kv_connector_stats() is None
+    rig.scheduler._mode.now = Mode.OFF
+    switched = half.get_kv_connector_stats()
+    assert switched is not None
+    assert switched.data == {info: 0, info.replace("read-write", "off"): 1}
 
 
 def test_a_connector_that_is_off_counts_why() -> None:
@@ -375,7 +380,7 @@ def test_the_names_of_the_seeds_have_the_values_of_ours() -> None:
             "saved_prefill_seconds": 2.5,
             "memory_now.gpu.scheduler": 7,
             "memory_now.cpu.1": 8,
-            "info.1.0|abc|segment|memory,posix": 1,
+            "info.1.0|abc|segment|memory,posix|off": 1,
         },
         0,
     )
@@ -410,6 +415,7 @@ def test_the_names_of_the_seeds_have_the_values_of_ours() -> None:
     usage = {"location": "cpu", "side": "1"}
     assert sample("ucm_memory_usage_bytes", **labels, **usage) == 8
     info = {"version": "1.0", "identity": "abc", "layout": "segment", "tiers": "memory,posix"}
+    info["mode"] = "off"
     assert sample("ucm_info", **labels, **info) == 1
 
 
@@ -426,7 +432,7 @@ def test_every_listed_name_is_exported() -> None:
     tiers = {f"tier.{key}.t": 1 for key in names_of("ucm_tier_", "counter")}
     now = {f"tier_now.{key}.t.0": 1 for key in names_of("ucm_tier_", "gauge")}
     exported("listed", storage_path="/d", ucm_sparse_config={"ESA": {}}).observe(
-        tiers | now | {"memory_now.cpu.0": 1, "info.a|b|c|d": 1}, 0
+        tiers | now | {"memory_now.cpu.0": 1, "info.a|b|c|d|e": 1}, 0
     )
     ends = {"histogram": "_count"}
     expected = {name + ends.get(row.kind, "") for name, row in names.items()}
