@@ -290,6 +290,8 @@ class TierCounts:
             if count > before:
                 yield name, count - before
         for gauge in names.TIER_GAUGES:
+            if self._side == SCHEDULER and gauge.endswith("_bytes"):
+                continue  # its store is for lookups alone and counts no bytes
             name, value = f"{names.TIER_NOW}{gauge}.{tier['name']}.{self._side}", int(tier[gauge])
             if self._reported.get(name) != value:
                 self._reported[name] = value
