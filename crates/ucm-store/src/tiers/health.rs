@@ -11,7 +11,7 @@ use tracing::{info, warn};
 use ucm_core::sync::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{Clock, MonotonicTime};
-use ucm_io::IoPool;
+use ucm_io::{EROFS, IoPool};
 
 use crate::breaker::{Breaker, BreakerConfig, Change};
 use crate::stats::add;
@@ -34,6 +34,8 @@ pub(super) struct Health {
     failed_requests: FailedRequests,
     writes: Breaker,
     failed_writes: FailedRequests,
+    /// The last write found a read-only file system, or no longer the root that was opened.
+    refused: AtomicBool,
     /// The log says that it takes no writes.
     writes_off_logged: AtomicBool,
     counts: HealthCounts,
@@ -99,6 +101,7 @@ impl Health {
             failed_requests: FailedRequests::default(),
             writes: Breaker::new(breaker),
             failed_writes: FailedRequests::default(),
+            refused: AtomicBool::new(false),
             writes_off_logged: AtomicBool::new(false),
             counts: HealthCounts::default(),
         }
@@ -152,7 +155,7 @@ impl Health {
 
     /// Whether it takes every write.
     pub(super) fn is_writable(&self) -> bool {
-        self.is_well() && self.writes.is_closed()
+        self.is_well() && self.writes.is_closed() && !self.refused.load(Ordering::Acquire)
     }
 
     /// Operations that failed because of the medium.
@@ -228,6 +231,12 @@ impl Health {
     /// nothing of writes. While the whole tier is off the log says that instead.
     pub(super) fn note_write(&self, request: u64, ended: Option<Result<(), &Error>>) {
         let (store, tier) = (self.store, &self.name);
+        if let Some(ended) = ended {
+            let refused = ended.is_err_and(|error| {
+                error.kind() == ErrorKind::Foreign || error.os_code() == Some(EROFS)
+            });
+            self.refused.store(refused, Ordering::Release);
+        }
         let error = match ended {
             Some(Err(error)) => error,
             Some(Ok(())) => {
@@ -340,6 +349,24 @@ mod tests {
             assert_eq!((health.failures(), health.opened()), (0, 0), "{kind:?}");
         }
         assert_eq!(health.admit(1, clock.now()), Admission::Yes);
+    }
+
+    #[test]
+    fn a_root_that_is_lost_or_read_only_takes_no_writes_and_no_breaker_opens() {
+        let (clock, health) = health(1);
+        let lost = Error::new(ErrorKind::Foreign, "the root lost its marker");
+        let read_only = Error::from_io(std::io::Error::from_raw_os_error(EROFS), "x");
+        for error in [lost, read_only] {
+            health.note_write(1, Some(Err(&error)));
+            health.note_write(1, None);
+            assert!(!health.is_writable() && health.is_well());
+            assert!(
+                health.may_write(2, clock.now()),
+                "it is tried with every dump"
+            );
+            health.note_write(2, Some(Ok(())));
+            assert!(health.is_writable());
+        }
     }
 
     #[test]
