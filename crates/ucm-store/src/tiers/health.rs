@@ -34,19 +34,19 @@ pub(super) struct Health {
     failed_requests: FailedRequests,
     writes: Breaker,
     failed_writes: FailedRequests,
-    /// The last write found a read-only file system, or no longer the root that was opened.
-    refused: AtomicBool,
     /// The log says that it takes no writes.
     writes_off_logged: AtomicBool,
-    counts: HealthCounts,
+    stats: HealthStats,
 }
 
 #[derive(Default)]
-struct HealthCounts {
+struct HealthStats {
     /// Operations that failed because of the medium.
     failures: AtomicU64,
     /// Times the breaker opened.
     opened: AtomicU64,
+    /// The last write found a read-only file system, or no longer the root that was opened.
+    refused: AtomicBool,
 }
 
 /// The requests that failed last: the operations of one request are one failure.
@@ -101,9 +101,8 @@ impl Health {
             failed_requests: FailedRequests::default(),
             writes: Breaker::new(breaker),
             failed_writes: FailedRequests::default(),
-            refused: AtomicBool::new(false),
             writes_off_logged: AtomicBool::new(false),
-            counts: HealthCounts::default(),
+            stats: HealthStats::default(),
         }
     }
 
@@ -155,17 +154,17 @@ impl Health {
 
     /// Whether it takes every write.
     pub(super) fn is_writable(&self) -> bool {
-        self.is_well() && self.writes.is_closed() && !self.refused.load(Ordering::Acquire)
+        self.is_well() && self.writes.is_closed() && !self.stats.refused.load(Ordering::Acquire)
     }
 
     /// Operations that failed because of the medium.
     pub(super) fn failures(&self) -> u64 {
-        self.counts.failures.load(Ordering::Relaxed)
+        self.stats.failures.load(Ordering::Relaxed)
     }
 
     /// Times the breaker opened.
     pub(super) fn opened(&self) -> u64 {
-        self.counts.opened.load(Ordering::Relaxed)
+        self.stats.opened.load(Ordering::Relaxed)
     }
 
     /// Switches the tier off while too many of its threads are lost; true if they are.
@@ -209,7 +208,7 @@ impl Health {
             return self.answered();
         };
         let of_medium = is_of_medium(error);
-        add(&self.counts.failures, u64::from(of_medium));
+        add(&self.stats.failures, u64::from(of_medium));
         if of_medium && self.failed_requests.note(request) && self.breaker.is_closed() {
             return; // the pieces of one request are one failure
         }
@@ -235,7 +234,7 @@ impl Health {
             let refused = ended.is_err_and(|error| {
                 error.kind() == ErrorKind::Foreign || error.os_code() == Some(EROFS)
             });
-            self.refused.store(refused, Ordering::Release);
+            self.stats.refused.store(refused, Ordering::Release);
         }
         let error = match ended {
             Some(Err(error)) => error,
@@ -280,7 +279,7 @@ impl Health {
         };
         match change {
             Some(Change::Opened) => {
-                add(&self.counts.opened, 1);
+                add(&self.stats.opened, 1);
                 let (kind, why) = match error {
                     Some(error) => (error.kind().name(), error.to_string()),
                     None => ("timeout", "too many operations never returned".to_owned()),
