@@ -22,6 +22,7 @@ from ucm import __version__
 from ucm.integration.vllm.connector import UCMConnector, UCMDirectConnector
 from ucm.integration.vllm.connector.stats import TIMES, MissStats, StoreInfo, Tally, UcmStats
 from ucm.metrics.names import COUNTERS, GAUGES, HISTOGRAMS, MISSED, MISSED_BLOCKS, rows
+from ucm.mode import Mode
 from ucm.reasons import MissReason
 
 TYPES: Any = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
@@ -31,6 +32,7 @@ def connector(**halves: Any) -> UCMConnector:
     """A connector around halves, without the configuration of an engine."""
     made = UCMConnector.__new__(UCMConnector)
     made._scheduler, made._worker, made._miss_stats, made._off = None, None, None, None
+    made._found = {}
     for name, half in halves.items():
         setattr(made, f"_{name}", half)
     return made
@@ -50,6 +52,7 @@ def test_the_scheduler_reports_new_counts_only() -> None:
     assert opened is not None
     (info,) = opened.data
     assert info.startswith(f"info.{__version__}|")
+    assert info.endswith("|read-write")
     assert half.get_kv_connector_stats() is None
     rig.admit(rig.request("a", 2 * BLOCK + 1))
     stats = half.get_kv_connector_stats()
@@ -64,17 +67,50 @@ def test_the_scheduler_reports_new_counts_only() -> None:
         "prefix_hit_rate": 0.0,
     }
     assert half.get_kv_connector_stats() is None
+    rig.scheduler._mode.now = Mode.OFF
+    switched = half.get_kv_connector_stats()
+    assert switched is not None
+    assert switched.data == {info: 0, info.replace("read-write", "off"): 1}
 
 
 def test_a_connector_that_is_off_counts_why() -> None:
     rig = Rig()
     half = connector(miss_stats=rig.scheduler.miss_stats, off=MissReason.UNSUPPORTED)
-    half.on_new_request(rig.request("a", 3 * BLOCK))
+    request = rig.request("a", 3 * BLOCK)
+    half.on_new_request(request)
+    assert half.get_kv_connector_stats() is None
+    half.request_finished(request, [])  # before it was admitted
     stats = half.get_kv_connector_stats()
     assert stats is not None
     rates = {"block_hit_rate": 0.0, "prefix_hit_rate": 0.0}
     counts = {"asked": 3, "asked_requests": 1, "missed.unsupported": 3, "requests.success": 1}
     assert stats.data == counts | rates
+
+
+@pytest.mark.parametrize("case", ["off", "mode", "request", "given up"])
+def test_a_request_without_the_cache_asks_for_no_block_that_vllm_has(case: str) -> None:
+    rig = Rig()
+    half = connector(scheduler=rig.scheduler, miss_stats=rig.scheduler.miss_stats)
+    if case == "off":
+        half = connector(miss_stats=rig.scheduler.miss_stats, off=MissReason.DISABLED)
+    elif case == "mode":
+        rig.scheduler._mode.now = Mode.OFF
+    elif case == "given up":
+        rig.scheduler.failures.why = "by the test"
+    params: Any = {"ucm": {"load": False, "dump": False}} if case == "request" else None
+    reason = "internal" if case == "given up" else "disabled"
+    total = half._miss_stats.total  # type: ignore[union-attr]
+    for name, local, asked in (("a", 0, 3), ("b", 2 * BLOCK, 4), ("c", 3 * BLOCK, 4)):
+        request = rig.request(name, 3 * BLOCK, params=params)
+        if case in ("off", "given up"):
+            half.on_new_request(request)
+        for _ in range(2):  # it does not fit at once
+            assert half.get_num_new_matched_tokens(request, local) == (0, False)
+        for _ in range(2):
+            half.update_state_after_alloc(request, rig.tables.allocate(request, 4), 0)
+        half.request_finished(request, [])
+        assert total.asked == asked
+    assert total.missed == {reason: 4}
 
 
 def test_hooks_never_raise() -> None:
@@ -344,7 +380,7 @@ def test_the_names_of_the_seeds_have_the_values_of_ours() -> None:
             "saved_prefill_seconds": 2.5,
             "memory_now.gpu.scheduler": 7,
             "memory_now.cpu.1": 8,
-            "info.1.0|abc|segment|memory,posix": 1,
+            "info.1.0|abc|segment|memory,posix|off": 1,
         },
         0,
     )
@@ -379,6 +415,7 @@ def test_the_names_of_the_seeds_have_the_values_of_ours() -> None:
     usage = {"location": "cpu", "side": "1"}
     assert sample("ucm_memory_usage_bytes", **labels, **usage) == 8
     info = {"version": "1.0", "identity": "abc", "layout": "segment", "tiers": "memory,posix"}
+    info["mode"] = "off"
     assert sample("ucm_info", **labels, **info) == 1
 
 
@@ -395,7 +432,7 @@ def test_every_listed_name_is_exported() -> None:
     tiers = {f"tier.{key}.t": 1 for key in names_of("ucm_tier_", "counter")}
     now = {f"tier_now.{key}.t.0": 1 for key in names_of("ucm_tier_", "gauge")}
     exported("listed", storage_path="/d", ucm_sparse_config={"ESA": {}}).observe(
-        tiers | now | {"memory_now.cpu.0": 1, "info.a|b|c|d": 1}, 0
+        tiers | now | {"memory_now.cpu.0": 1, "info.a|b|c|d|e": 1}, 0
     )
     ends = {"histogram": "_count"}
     expected = {name + ends.get(row.kind, "") for name, row in names.items()}

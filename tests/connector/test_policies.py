@@ -33,6 +33,7 @@ def claimed(rig: Rig, request: Request, local: int = 0) -> int:
     assert tokens is not None
     blocks = rig.tables.allocate(request, request.num_tokens // BLOCK + 8)
     rig.scheduler.update_state_after_alloc(request, blocks, tokens)
+    rig.scheduler.miss_stats.admitted(request, local)  # by the connector
     request.num_computed_tokens = local + tokens
     rig.report(RankReport(0, ready=True), recved={request.request_id} if tokens else None)
     return tokens // BLOCK

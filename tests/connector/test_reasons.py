@@ -32,6 +32,7 @@ def admit(rig: Rig, request: Request, computed: int = 0) -> int:
     rig.scheduler.update_state_after_alloc(
         request, rig.tables.allocate(request, request.num_tokens // BLOCK + 4), tokens
     )
+    rig.scheduler.miss_stats.admitted(request, computed)  # by the connector
     return tokens // BLOCK
 
 
@@ -175,6 +176,7 @@ def test_requests_and_engines_that_are_not_cached() -> None:
         request_id="s", resumable=True, num_tokens=3 * BLOCK, num_prompt_tokens=3 * BLOCK
     )
     rig.scheduler.on_new_request(session)  # type: ignore[arg-type]
+    rig.scheduler.miss_stats.admitted(session, 0)  # type: ignore[arg-type]
     assert balance(rig) == {"unsupported": 5}
     rig = Rig(may_load=False)
     assert admit(rig, rig.request("a", 2 * BLOCK)) == 0
@@ -407,7 +409,7 @@ def test_one_line_per_request_of_an_engine_that_is_off(caplog: pytest.LogCapture
     rig = Rig()
     rig.readiness.off("the user's wish")
     with caplog.at_level(logging.DEBUG, "ucm.vllm"):
-        rig.scheduler.request_finished(rig.request("a", 5 * BLOCK))
+        rig.scheduler.miss_stats.admitted(rig.request("a", 5 * BLOCK), 0)
     said = (
         "request a: 20 prompt tokens, 5 blocks looked up, 0 hit, 0 loaded, missed: 5 disabled;"
         " 0 offered"

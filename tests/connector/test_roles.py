@@ -357,6 +357,7 @@ def test_a_key_that_is_none_costs_the_use_of_the_cache(
     request = rig.request("a", 4 * BLOCK, params={"ucm": section})
     rig.later.run()
     assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    rig.scheduler.miss_stats.admitted(request, 0)  # by the connector
     assert rig.scheduler.miss_stats.total.missed == {MissReason.UNSUPPORTED: 4}
     assert "ucm.wait_for" in caplog.text
 

@@ -111,6 +111,17 @@ def test_bytes_by_location_are_counted_once() -> None:
     assert counts.take(store) == {"tier_now.used_bytes.memory.0": 4, "memory_now.cpu.0": 4}
 
 
+def test_the_scheduler_side_reports_no_bytes_of_tiers() -> None:
+    """Its store is for lookups alone and counts none: 0 would be wrong."""
+    store: Any = Store(tier("posix", used_bytes=0, capacity_bytes=0, writable=True))
+    news = TierCounts(lambda: 0.0, "scheduler").take(store)
+    gauges = {name: value for name, value in news.items() if name.startswith("tier_now.")}
+    assert gauges == {
+        "tier_now.healthy.posix.scheduler": 1,
+        "tier_now.writable.posix.scheduler": 1,
+    }
+
+
 @pytest.mark.parametrize(
     "name", [name for name, _ in (*TIER_COUNTERS.values(), *TIER_GAUGES.values())]
 )

@@ -52,7 +52,7 @@ STEP = {
     "memory_now.gpu.scheduler": 1,
     "memory_now.cpu.0": 2,
     "memory_now.external.0": 10,
-    "info.1.0|abc|segment|posix": 1,
+    "info.1.0|abc|segment|posix|read-only": 1,
     "sparse.blocks_seen": 10,
     "sparse.blocks_kept": 3,
     "sparse_ratio": 0.3,

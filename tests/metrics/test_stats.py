@@ -42,7 +42,7 @@ NEWS = {
     "tier_now.healthy.posix.scheduler": 1,
     "tier_now.writable.posix.0": 0,
     "tier_now.writable.posix.scheduler": 1,
-    "info.1.0|abc|segment|posix": 1,
+    "info.1.0|abc|segment|posix|read-only": 1,
 }
 
 
@@ -86,6 +86,7 @@ def test_an_engine_is_shown_by_its_metrics(engine: tuple[str, Any]) -> None:
         "identity": "abc",
         "layout": "segment",
         "tiers": "posix",
+        "mode": "read-only",
     }
     assert (shown["asked_blocks"], shown["hit_blocks"], shown["loaded_blocks"]) == (8, 6, 6)
     missed = {reason: count for reason, count in shown["missed_blocks"].items() if count}
@@ -99,6 +100,7 @@ def test_an_engine_is_shown_by_its_metrics(engine: tuple[str, Any]) -> None:
     text = run("--url", address).stdout
     for line in (
         "engine 0 of tiny: posix segment",
+        "mode      read-only",
         "8 blocks, 6 hit, 75%",
         "1 absent, 1 last_token",
         "2.5 s of computing",

@@ -476,6 +476,9 @@ fn a_root_that_was_removed_is_made_again() {
     assert!(store.missed("absent") >= 4 && store.stat("healthy") == 1);
     all_is_well(&store, &device, &[]);
     assert!(root.join("ucm-root.json").exists());
+    eventually("the log says that it was made anew", || {
+        said(&store, "it was made anew, without its blocks") == 1
+    });
     let manifest = root.join(identity("w").namespace()).join("manifest.json");
     eventually("the manifest is written", || manifest.exists());
 }
@@ -490,8 +493,15 @@ fn a_removed_marker_stops_writing_until_it_is_back() {
         refused(&store, &device, id(7));
     }
     assert!(!marker.exists() && !store.file(id(7)).exists());
+    let writable = || {
+        let stats = store.engine.stats();
+        let tiers = stats["tiers"].as_array().unwrap();
+        tiers.last().unwrap()["writable"] == true
+    };
+    assert!(!writable());
     std::fs::rename(&kept, &marker).unwrap();
     all_is_well(&store, &device, &ids(3));
+    assert!(writable());
 }
 
 #[test]

@@ -316,6 +316,8 @@ impl Shared {
         }
         *self.dirs.lock() = [false; 256];
         self.begin_root(deadline)?;
+        let (store, root) = (self.config.scope.writer, self.layout.root().display());
+        warn!(store, %root, "{root} was removed or renamed: it was made anew, without its blocks");
         self.space.lost();
         Ok(())
     }

@@ -97,7 +97,7 @@ SYMPTOMS: tuple[tuple[str, str, str, str], ...] = (
         "nothing is stored",
         "no room, no permission, a store that failed, or the mode is read-only",
         "ucm_tier_writable, ucm_tier_refused_blocks_total, ucm_tier_healthy; `ucm mode`",
-        "`ucm gc ROOT`, a larger storage_capacity, `ucm mode read-write`",
+        "`ucm gc ROOT`, a larger storage_capacity, `ucm mode [--root ROOT] read-write`",
     ),
     (
         "answers are doubted",

@@ -183,6 +183,7 @@ def _show_engines(document: dict[str, Any]) -> None:
         terminal.pairs(
             [
                 ("identity", store.get("identity") or "-"),
+                ("mode", store.get("mode") or "-"),
                 ("asked", f"{asked} blocks, {hit} hit" + (f", {hit / asked:.0%}" if asked else "")),
                 ("loaded", f"{engine['loaded_blocks']} blocks, {in_units(engine['loaded_bytes'])}"),
                 ("missed", missed or "none"),

@@ -131,9 +131,9 @@ MEMORY_USAGE = Series(
     " memory tier of a rank; external: below it, as the first rank counts them.",
 )
 INFO_GAUGE = Series(
-    "ucm_info", "1 for the store in use: digest of the engine's identity, layout, tiers."
+    "ucm_info", "1 for the store in use: digest of the engine's identity, layout, tiers, mode."
 )
-INFO_LABELS = ("version", "identity", "layout", "tiers")
+INFO_LABELS = ("version", "identity", "layout", "tiers", "mode")
 
 #: What tiers did and what they are now.
 TIER_COUNTERS = {

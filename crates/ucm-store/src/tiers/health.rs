@@ -11,7 +11,7 @@ use tracing::{info, warn};
 use ucm_core::sync::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{Clock, MonotonicTime};
-use ucm_io::IoPool;
+use ucm_io::{EROFS, IoPool};
 
 use crate::breaker::{Breaker, BreakerConfig, Change};
 use crate::stats::add;
@@ -36,15 +36,17 @@ pub(super) struct Health {
     failed_writes: FailedRequests,
     /// The log says that it takes no writes.
     writes_off_logged: AtomicBool,
-    counts: HealthCounts,
+    stats: HealthStats,
 }
 
 #[derive(Default)]
-struct HealthCounts {
+struct HealthStats {
     /// Operations that failed because of the medium.
     failures: AtomicU64,
     /// Times the breaker opened.
     opened: AtomicU64,
+    /// The last write found a read-only file system, or no longer the root that was opened.
+    refused: AtomicBool,
 }
 
 /// The requests that failed last: the operations of one request are one failure.
@@ -100,7 +102,7 @@ impl Health {
             writes: Breaker::new(breaker),
             failed_writes: FailedRequests::default(),
             writes_off_logged: AtomicBool::new(false),
-            counts: HealthCounts::default(),
+            stats: HealthStats::default(),
         }
     }
 
@@ -152,17 +154,17 @@ impl Health {
 
     /// Whether it takes every write.
     pub(super) fn is_writable(&self) -> bool {
-        self.is_well() && self.writes.is_closed()
+        self.is_well() && self.writes.is_closed() && !self.stats.refused.load(Ordering::Acquire)
     }
 
     /// Operations that failed because of the medium.
     pub(super) fn failures(&self) -> u64 {
-        self.counts.failures.load(Ordering::Relaxed)
+        self.stats.failures.load(Ordering::Relaxed)
     }
 
     /// Times the breaker opened.
     pub(super) fn opened(&self) -> u64 {
-        self.counts.opened.load(Ordering::Relaxed)
+        self.stats.opened.load(Ordering::Relaxed)
     }
 
     /// Switches the tier off while too many of its threads are lost; true if they are.
@@ -206,7 +208,7 @@ impl Health {
             return self.answered();
         };
         let of_medium = is_of_medium(error);
-        add(&self.counts.failures, u64::from(of_medium));
+        add(&self.stats.failures, u64::from(of_medium));
         if of_medium && self.failed_requests.note(request) && self.breaker.is_closed() {
             return; // the pieces of one request are one failure
         }
@@ -228,6 +230,12 @@ impl Health {
     /// nothing of writes. While the whole tier is off the log says that instead.
     pub(super) fn note_write(&self, request: u64, ended: Option<Result<(), &Error>>) {
         let (store, tier) = (self.store, &self.name);
+        if let Some(ended) = ended {
+            let refused = ended.is_err_and(|error| {
+                error.kind() == ErrorKind::Foreign || error.os_code() == Some(EROFS)
+            });
+            self.stats.refused.store(refused, Ordering::Release);
+        }
         let error = match ended {
             Some(Err(error)) => error,
             Some(Ok(())) => {
@@ -271,7 +279,7 @@ impl Health {
         };
         match change {
             Some(Change::Opened) => {
-                add(&self.counts.opened, 1);
+                add(&self.stats.opened, 1);
                 let (kind, why) = match error {
                     Some(error) => (error.kind().name(), error.to_string()),
                     None => ("timeout", "too many operations never returned".to_owned()),
@@ -340,6 +348,24 @@ mod tests {
             assert_eq!((health.failures(), health.opened()), (0, 0), "{kind:?}");
         }
         assert_eq!(health.admit(1, clock.now()), Admission::Yes);
+    }
+
+    #[test]
+    fn a_root_that_is_lost_or_read_only_takes_no_writes_and_no_breaker_opens() {
+        let (clock, health) = health(1);
+        let lost = Error::new(ErrorKind::Foreign, "the root lost its marker");
+        let read_only = Error::from_io(std::io::Error::from_raw_os_error(EROFS), "x");
+        for error in [lost, read_only] {
+            health.note_write(1, Some(Err(&error)));
+            health.note_write(1, None);
+            assert!(!health.is_writable() && health.is_well());
+            assert!(
+                health.may_write(2, clock.now()),
+                "it is tried with every dump"
+            );
+            health.note_write(2, Some(Ok(())));
+            assert!(health.is_writable());
+        }
     }
 
     #[test]

@@ -300,6 +300,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         if self._sparse_scheduler is not None:
             self._sparse(self._sparse_scheduler.update_state_after_alloc, request, blocks)
         found = self._found.pop(request.request_id, 0)
+        if self._miss_stats is not None:
+            self._miss_stats.admitted(request, found)
         if self._scheduler is None:
             return
         if num_external_tokens > 0:
@@ -384,8 +386,9 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """The request ended; its blocks may be freed, and are read before others write them."""
-        self._found.pop(request.request_id, None)
-        answer = None
+        found, answer = self._found.pop(request.request_id, 0), None
+        if self._miss_stats is not None:
+            self._miss_stats.admitted(request, found)
         if self._blend_planner is not None:
             self._blend_planner.finished(request)
         if self._scheduler is not None:

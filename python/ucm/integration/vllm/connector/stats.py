@@ -98,6 +98,7 @@ class MissStats:
         self._times: dict[str, list[float]] = {}  # by name, since the last take()
         self.next_summary = now + SUMMARY_S
         self._unlogged = {"offered", names.LOADED, names.PUBLISHED}  # what has not happened yet
+        self._bypassed: dict[str, MissReason] = {}  # by request, until it is admitted
 
     # What happened
     # ------------------------------------------------------------------------------------------
@@ -161,10 +162,17 @@ class MissStats:
             times.append(seconds)
 
     def bypassed(self, request: Request, reason: MissReason) -> None:
-        """A request is neither looked up nor stored."""
-        tally, blocks = Tally(), request.num_tokens // self._block_tokens
-        self.asked(tally, 0, {reason: blocks} if blocks else {})
-        self.ended(request, tally)
+        """A request is neither looked up nor stored; it is counted when it is admitted."""
+        self._bypassed[request.request_id] = reason
+
+    @harmless(None)
+    def admitted(self, request: Request, local: int) -> None:
+        """A request was admitted with ``local`` tokens on the device, or ended before."""
+        if (reason := self._bypassed.pop(request.request_id, None)) is not None:
+            tally, size = Tally(), self._block_tokens
+            blocks = request.num_tokens // size - local // size
+            self.asked(tally, 0, {reason: blocks} if blocks > 0 else {})
+            self.ended(request, tally)
 
     def ended(self, request: Request, tally: Tally) -> None:
         """A request ended: it is counted, and has a line in the log."""
@@ -282,6 +290,8 @@ class TierCounts:
             if count > before:
                 yield name, count - before
         for gauge in names.TIER_GAUGES:
+            if self._side == SCHEDULER and gauge.endswith("_bytes"):
+                continue  # its store is for lookups alone and counts no bytes
             name, value = f"{names.TIER_NOW}{gauge}.{tier['name']}.{self._side}", int(tier[gauge])
             if self._reported.get(name) != value:
                 self._reported[name] = value

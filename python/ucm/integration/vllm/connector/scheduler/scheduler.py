@@ -1044,7 +1044,8 @@ class UCMConnectorScheduler:
 
     def take_tiers(self) -> dict[str, Any]:
         """News of the tiers of this side's store, about once a second, and of the device."""
-        news = self._tiers.take(self.readiness.store) | self._info.take(self.readiness.info)
+        info = self.readiness.info and f"{self.readiness.info}|{self._mode.now}"
+        news = self._tiers.take(self.readiness.store) | self._info.take(info)
         if evicted := self._turnover.evicted - self._evicted:
             self._evicted += evicted
             news[EVICTED] = evicted
