@@ -48,7 +48,7 @@ def one_engine(
     failure."""
     root, log = work / f"blocks-{number}", work / f"{variant}-{number}.log"
     root.mkdir()
-    blocks = 2 * (chosen.tokens // BLOCK + 2)
+    blocks = 2 * (chosen.tokens // BLOCK + 2) * demo_model.GROUPS.get(chosen.model, 1)
     prompts = [prompt(1000 * number + index, chosen.tokens) for index in range(chosen.prompts)]
     times: dict[str, Any] = {"cold": [], "warm": [], "cached": []}
     lives = (("cold",), ("warm",)) if chosen.restart else (("cold", "warm"),)
