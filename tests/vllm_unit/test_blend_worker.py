@@ -218,16 +218,16 @@ class Rig:
         return found
 
 
-@pytest.fixture(scope="module", params=["llama", "llama in rows", "qwen2"])
+@pytest.fixture(scope="module", params=["llama", "qwen2"])
 def rig(request: Any, tmp_path_factory: pytest.TempPathFactory, engines: Any) -> Rig:
     """A tiny model of random weights, or the recall model."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model
 
-    (name, *_), work, model = request.param.split(), tmp_path_factory.mktemp("blend"), RECALL
-    if name in KEYS:
-        model = work / name
-        write_model(model, engines.LLAMA | KEYS[name])
+    work, model = tmp_path_factory.mktemp("blend"), RECALL
+    if request.param in KEYS:
+        model = work / request.param
+        write_model(model, engines.LLAMA | KEYS[request.param])
     config = sparse_engine(
         engines,
         model,
@@ -247,15 +247,6 @@ def rig(request: Any, tmp_path_factory: pytest.TempPathFactory, engines: Any) ->
         layer.kv_cache = torch.zeros(BLOCKS, layer.num_kv_heads, SIZE, 2 * layer.head_size)
         caches[name] = layer.kv_cache
     return Rig(config, kv_cache, loaded, caches)
-
-
-@pytest.fixture(autouse=True)
-def together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether scattered tokens attend together, as on a CPU, or in rows, as elsewhere."""
-    if "llama in rows" not in request.node.name:
-        return True
-    monkeypatch.setattr(subject, "_TOKENS_OF_A_ROW", 0)
-    return False
 
 
 # A prompt
@@ -444,10 +435,8 @@ class Planted:
 
 
 @pytest.mark.parametrize("call", [0, 1, 2, 7])
-def test_an_error_in_the_middle_computes_all_tokens(rig: Rig, together: bool, call: int) -> None:
-    """The first call is the question's; then chosen tokens are computed, in pieces or at once."""
-    if together and call > 1:
-        pytest.skip("computed at once")
+def test_an_error_in_the_middle_computes_all_tokens(rig: Rig, call: int) -> None:
+    """The first call is the question's; then chosen tokens are computed, in pieces."""
     with_error = Planted(rig, call)
     made = blended(rig, rig.worker(ratio=0.3), with_error)
     assert with_error.seen > call + 1

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from ucm.errors import InvalidInputError, UnsupportedError
 from ucm.integration.vllm.attention.backends import AsksApart, OwnAttention
@@ -56,9 +55,6 @@ _MODELS = "vllm.model_executor.models."
 KNOWN = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral")
 #: Tokens of a layer that are turned and written at once.
 _SLICE = 4096
-#: On a CPU, at least so many tokens, in rows of fewer than so many on average, have their attention
-#: computed together, so many at a time.
-_LEAST, _TOKENS_OF_A_ROW, _TOGETHER = 32, 8, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +73,6 @@ class Parts:
     embed: Callable[[Tensor], Tensor]
     layers: list[_Layer]
     pages: TokenPages
-    packed: bool  # pages are those of the CPU backend
     builder: Any  # vLLM's, of attention metadata
     block_tokens: int
     device: torch.device
@@ -112,11 +107,11 @@ def parts_of(
     ]
     if sorted(layer.attention.layer_name for layer in layers) != sorted(attention):
         raise UnsupportedError("some layers of this model have no attention, or several")
-    if packed := is_packed(backend.get_name()):
+    if is_packed(backend.get_name()):
         ask_for_tiles()
     pages = TokenPages(first, backend.get_name(), cache)
     size = int(spec.block_size)
-    return Parts(inner.embed_input_ids, layers, pages, packed, builder, size, cache.device)
+    return Parts(inner.embed_input_ids, layers, pages, builder, size, cache.device)
 
 
 def _refuse(vllm_config: VllmConfig, specs: Sequence[Any], layers: Iterable[Any]) -> None:
@@ -277,8 +272,7 @@ class BlendWorker:
         table, token = (0,), np.zeros(parts.block_tokens, np.uint32)
         blend = Blend("", table, 0, parts.block_tokens, (), token, 0, parts.block_tokens)
         request = _Request(blend, parts)
-        first = torch.zeros(1, dtype=torch.int64)
-        metadata, slots = request.metadata(first), request.slots(first)
+        metadata, slots = request.metadata(torch.zeros(1, dtype=torch.int64))
         state = _State(torch.zeros(1, 1), None, 0)
         self._through_layers(request, slots, {"": metadata}, {"": slots}, (0, 0), state)
 
@@ -397,17 +391,13 @@ class BlendWorker:
         after the other, so that each sees those before it. ``keep``: what goes on is returned."""
         layers = layers or (0, len(request.parts.layers))
         scheduler = self._vllm_config.scheduler_config
-        assert not len(places) or int(places[0]) >= request.blend.exact  # others have these too
-        together = request.parts.packed and len(places) >= _LEAST
-        together = together and len(places) < _TOKENS_OF_A_ROW * len(_ends(places))
-        rows = len(places) if together else scheduler.max_num_seqs
+        limits = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
         done: list[_State] = []
         at = 0
-        for piece in pieces_of_rows(places, rows, scheduler.max_num_batched_tokens):
+        for piece in pieces_of_rows(places, *limits):
             part = None if state is None else state.of(slice(at, at + len(piece)))
             at += len(piece)
-            metadata = _Together(request, piece) if together else request.metadata(piece)
-            slots = request.slots(piece).to(request.parts.device)
+            metadata, slots = request.metadata(piece)
             names = [layer.attention.layer_name for layer in request.parts.layers]
             attend, written = dict.fromkeys(names, metadata), dict.fromkeys(names, slots)
             found = self._through_layers(request, piece, attend, written, layers, part)
@@ -535,15 +525,18 @@ class _Request:
         cache = self.parts.layers[layer].attention.kv_cache
         return self.parts.pages.read(cache, self.slots(places))
 
-    def metadata(self, places: Tensor) -> Any:
+    def metadata(self, places: Tensor) -> tuple[Any, Tensor]:
         """The attention metadata of tokens behind the exact prefix, in which those that follow each
-        other are one row."""
+        other are one row, and their slots."""
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
+        assert len(places) and int(places[0]) >= self.blend.exact
         device, size = self.parts.device, self.parts.block_tokens
-        ends = _ends(places)
+        cuts = (places.diff() != 1).nonzero()[:, 0] + 1
+        ends = torch.cat([cuts, torch.tensor([len(places)])])
         starts = torch.cat([torch.tensor([0]), ends]).int()
         lens = (places[ends - 1] + 1).int()
+        slots = self.slots(places).to(device)
         table = self._table[: -(-int(lens[-1]) // size)].int().to(device)
         common = CommonAttentionMetadata(
             query_start_loc=starts.to(device),
@@ -555,18 +548,12 @@ class _Request:
             max_query_len=int(starts.diff().max()),
             max_seq_len=int(lens[-1]),
             block_table_tensor=table.expand(len(lens), -1).contiguous(),
-            slot_mapping=self.slots(places).to(device),
+            slot_mapping=slots,
             causal=True,
             is_prefilling=torch.ones(len(lens), dtype=torch.bool),
             positions=places.to(device),
         )
-        return self.parts.builder.build(0, common)
-
-
-def _ends(places: Tensor) -> Tensor:
-    """Where each row of places that follow each other ends, in ``places``."""
-    cuts = (places.diff() != 1).nonzero()[:, 0] + 1
-    return torch.cat([cuts, torch.tensor([len(places)])])
+        return self.parts.builder.build(0, common), slots
 
 
 def pieces_of_rows(places: Tensor, rows: int, tokens: int) -> Iterator[Tensor]:
@@ -579,38 +566,6 @@ def pieces_of_rows(places: Tensor, rows: int, tokens: int) -> Iterator[Tensor]:
         part = part[: 1 + int((row < rows).sum())]
         yield part
         at += len(part)
-
-
-class _Together(OwnAttention):
-    """The attention of scattered tokens whose keys and values are in their slots. vLLM's CPU kernel
-    computes each row as a request of its own, here many tokens are the rows of one product. A key
-    or value that is no finite number spoils the tokens before it that are computed with it."""
-
-    def __init__(self, request: _Request, places: Tensor) -> None:
-        self._pages, self._places = request.parts.pages, places
-        self._slots = request.slots(torch.arange(int(places[-1]) + 1))
-
-    def attend(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, output: Tensor
-    ) -> None:
-        """A layer of these tokens."""
-        del key, value
-        found = self._pages.read(cache, self._slots)
-        keys, values = (part.float().transpose(0, 1)[:, None] for part in found)
-        kv_heads, size = len(keys), keys.shape[-1]
-        for at in range(0, len(self._places), _TOGETHER):
-            places = self._places[at : at + _TOGETHER]
-            rows, end = slice(at, at + len(places)), int(places[-1]) + 1
-            asked = query[rows].float().view(len(places), kv_heads, -1, size).permute(1, 2, 0, 3)
-            heads = asked.shape[1]  # that share a key
-            result = scaled_dot_product_attention(
-                asked,
-                keys[:, :, :end].expand(-1, heads, -1, -1),
-                values[:, :, :end].expand(-1, heads, -1, -1),
-                attn_mask=torch.arange(end) <= places[:, None],
-                scale=float(layer.impl.scale),
-            )
-            output[rows] = result.permute(2, 0, 1, 3).flatten(1, 2).to(output.dtype)
 
 
 class _Asking(OwnAttention):
