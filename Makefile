@@ -101,12 +101,12 @@ endif
 # --- tests ---------------------------------------------------------------------------------------------------------
 
 # Tests with engines wait most of the time, so the other Python tests and (in make test) the crates run beside them.
-BESIDE_ENGINES = tools/beside build "$(MAKE) test-without-engines" test-engines "$(MAKE) test-engines"
+BESIDE = tools/beside build "$(MAKE) $(1)" test-engines "$(MAKE) test-engines"
 .PHONY: test
 test: servers $(RUN_ENV) .tools/.stamp-mooncake ## run all tests of this machine
 	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda -p soft3fs
 	@$(STAGE) "build the tests of the crates" $(RUST_TESTS) --no-run
-	@$(BESIDE_ENGINES) test-crates "$(MAKE) test-rust loom test-wheel test-kinds"
+	@$(call BESIDE,test-main) test-crates "$(MAKE) test-rust loom test-wheel test-kinds test-apart"
 
 # ucm-py is tested from Python: a Rust test binary of it would need the interpreter as a shared library.
 .PHONY: test-rust
@@ -160,16 +160,22 @@ loom: ## check every interleaving of the hand-written atomics
 .PHONY: test-py
 test-py: $(RUN_ENV) servers .tools/.stamp-mooncake ## run the Python tests, with and without vLLM engines
 	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda -p soft3fs
-	@$(BESIDE_ENGINES)
+	@$(call BESIDE,test-without-engines)
 
 .PHONY: test-without-engines
-test-without-engines: export UCM_TEST_DRIVER = $(SOFTCUDA)
-test-without-engines: export UCM_TEST_SOFT3FS = $(dir $(SOFTCUDA))libsoft3fs.so
-test-without-engines: $(if $(WHEEL),,$(RUN_ENV)) ## run the Python tests without vLLM engines
+test-without-engines: test-main test-apart ## run the Python tests without vLLM engines
+
+test-main test-apart test-engines: export UCM_TEST_DRIVER = $(SOFTCUDA)
+test-main test-apart test-engines: export UCM_TEST_SOFT3FS = $(dir $(SOFTCUDA))libsoft3fs.so
+.PHONY: test-main
+test-main: $(if $(WHEEL),,$(RUN_ENV)) ## run the Python tests that need no engine and no process of their own
 	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --durations 20 --timeout 300 tests \
 		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py --ignore tests/trans --ignore tests/gpu \
 		--ignore tests/triton --ignore tests/mooncake --ignore tests/remote/test_engine.py \
 		--ignore tests/connector/test_long_prompts.py --ignore tests/e2e
+
+.PHONY: test-apart
+test-apart: $(if $(WHEEL),,$(RUN_ENV)) ## run the Python tests that need processes of their own
 	@TRITON_INTERPRET=1 $(STAGE) "pytest triton, interpreted" $(RUN_BIN)/python -m pytest --quiet tests/triton
 	@$(MAKE) --no-print-directory test-mooncake
 	@$(STAGE) "pytest trans" $(RUN_BIN)/python -m pytest --quiet tests/trans tests/gpu
@@ -179,8 +185,6 @@ test-without-engines: $(if $(WHEEL),,$(RUN_ENV)) ## run the Python tests without
 		$(STAGE) "pytest trans on $(device)" $(RUN_BIN)/python -m pytest --quiet tests/trans -k $(device);)
 
 .PHONY: test-engines
-test-engines: export UCM_TEST_DRIVER = $(SOFTCUDA)
-test-engines: export UCM_TEST_SOFT3FS = $(dir $(SOFTCUDA))libsoft3fs.so
 test-engines: $(if $(WHEEL),,$(RUN_ENV)) ## run the Python tests with vLLM engines, one at a time
 	@$(STAGE) "pytest vllm" $(RUN_BIN)/python -m pytest --durations 20 tests/vllm tests/trust/test_engine.py \
 		tests/remote/test_engine.py
