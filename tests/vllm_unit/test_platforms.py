@@ -165,6 +165,7 @@ def test_both_halves_are_off_and_the_engine_starts(
     )
     half.on_new_request(request)
     assert half.get_num_new_matched_tokens(request, 0) == (0, False)
+    half.update_state_after_alloc(request, SimpleNamespace(blocks=([],)), 0)
     stats = half.get_kv_connector_stats()
     assert stats is not None
     assert stats.data["missed.unsupported"] > 0
