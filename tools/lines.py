@@ -31,9 +31,9 @@ ROOT = Path(__file__).resolve().parents[1]
 #: the bench of Blend: 155, that of two roles: 90.
 #: Device files in the table of platforms: Rust 15. Windows of requests with adapters: 40. Blend in
 #: an engine: 1,500 and 2 files; its chunks alone: 20. Room in the proxy before an answer ends: 15.
-#: Ranks that agree on an error before they blend: 10. Pages of Blend that are read
-#: whole: 60. What one lookup sees of directories: Rust 40. The mode in
-#: metrics, blocks that vLLM had, roots that take no writes: 30, Rust 20.
+#: Ranks that agree on an error before they blend: 10. Pages of Blend that are read whole: 60. What
+#: one lookup sees of directories: Rust 40. The mode in metrics, blocks that vLLM had, roots that
+#: take no writes: 30, Rust 20.
 BUDGETS = {"Rust": 56_930, "Python": 42_490, "Python files": 141, "benches": 8_145}
 #: Least share of comment lines, in percent.
 LEAST_COMMENTS = 13.0
