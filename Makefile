@@ -93,7 +93,7 @@ else ifneq ($(BLEND),)
 	@$(RUN_BIN)/python demo/blend.py
 else
 ifeq ($(DEVICE),softcuda)
-	@$(STAGE) "build the software driver" cargo build --locked --quiet --release -p softcuda
+	@$(STAGE) "build the software driver" $(DRIVERS) --release -p softcuda
 endif
 	@$(RUN_BIN)/python demo/run.py --store $(STORE) --model $(MODEL) --device $(DEVICE) --driver $(subst /debug/,/release/,$(SOFTCUDA))
 endif
@@ -103,8 +103,7 @@ endif
 # Tests with engines wait most of the time, so the other Python tests and (in make test) the crates run beside them.
 BESIDE = tools/beside build "$(MAKE) $(1)" test-engines "$(MAKE) test-engines"
 .PHONY: test
-test: servers $(RUN_ENV) .tools/.stamp-mooncake ## run all tests of this machine
-	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda -p soft3fs
+test: servers $(RUN_ENV) .tools/.stamp-mooncake drivers ## run all tests of this machine
 	@$(STAGE) "build the tests of the crates" $(RUST_TESTS) --no-run
 	@$(call BESIDE,test-main) test-crates "$(MAKE) test-rust loom test-wheel test-kinds test-apart"
 
@@ -127,11 +126,16 @@ tests_in = $(if $(NEXTEST),$(RUST_TESTS) -E 'package($(1)) & test(/^($(subst $(s
 over = $(STAGE) "the store over $(1)$(2)" env UCM_TEST_SKIPPED=$(CURDIR)/$(SKIPPED) \
 	UCM_TEST_LAYOUT=$(word 1,$(subst $(comma), ,$(1))) UCM_TEST_TIERS=$(word 2,$(subst $(comma), ,$(1))) \
 	$(call tests_in,ucm-store,$(or $(3),$(SUITES)))
+# The software drivers, for Python and the columns below. They have a directory of their own: built alone their
+# dependencies have fewer features, and in the same one each build would undo the other.
+DRIVERS := env CARGO_TARGET_DIR=target/drivers cargo build --locked --quiet
+SOFTCUDA := $(CURDIR)/target/drivers/debug/libsoftcuda.so
+.PHONY: drivers
+drivers:
+	@$(STAGE) "build the software drivers" $(DRIVERS) -p softcuda -p soft3fs
 # The same over the software driver (tests/softcuda), as CUDA, where every copy uses streams, staging and kernels, or as
 # the runtime of another vendor.
-SOFTCUDA := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)/debug/libsoftcuda.so
-over_device = cargo build --locked --quiet -p softcuda; \
-	UCM_TEST_DEVICE=$(1) UCM_TEST_DRIVER=$(SOFTCUDA) $(call over,$(2), on $(1),$(3))
+over_device = UCM_TEST_DEVICE=$(1) UCM_TEST_DRIVER=$(SOFTCUDA) $(call over,$(2), on $(1),$(3))
 VENDORS := hip musa maca ascend
 # The same with compressed records, in segments, except three tests that count bytes of uncompressed segments.
 COMPRESSED := test(/^(rules|first_failure|ends|segments|segments_sealing|merging|merging_faults)::/) \
@@ -140,7 +144,7 @@ skipped = echo "$$(sort -u $(SKIPPED) 2>/dev/null | wc -l) tests mean nothing ov
 
 RUST_TESTS := $(if $(NEXTEST),cargo nextest run --locked,cargo test --locked --quiet --lib --bins --tests) \
 	--workspace --exclude ucm-py
-test-rust: servers ## run unit, property and documentation tests of the crates
+test-rust: servers drivers ## run unit, property and documentation tests of the crates
 	@$(STAGE) "tests of the crates" $(RUST_TESTS)
 ifneq ($(NEXTEST),)
 	@$(STAGE) "the store over compressed segments" env UCM_TEST_COMPRESS=zstd UCM_TEST_LAYOUT=segment \
@@ -158,8 +162,7 @@ loom: ## check every interleaving of the hand-written atomics
 		$(STAGE) "loom" cargo test --locked --quiet -p ucm-infra --test loom
 
 .PHONY: test-py
-test-py: $(RUN_ENV) servers .tools/.stamp-mooncake ## run the Python tests, with and without vLLM engines
-	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda -p soft3fs
+test-py: $(RUN_ENV) servers .tools/.stamp-mooncake drivers ## run the Python tests, with and without vLLM engines
 	@$(call BESIDE,test-without-engines)
 
 .PHONY: test-without-engines
@@ -167,15 +170,17 @@ test-without-engines: test-main test-apart ## run the Python tests without vLLM 
 
 test-main test-apart test-engines: export UCM_TEST_DRIVER = $(SOFTCUDA)
 test-main test-apart test-engines: export UCM_TEST_SOFT3FS = $(dir $(SOFTCUDA))libsoft3fs.so
+# Processes of pytest that share one run. More than there are processors, because most tests wait most of their time.
+PARALLEL := --numprocesses 3 --dist worksteal
 .PHONY: test-main
-test-main: $(if $(WHEEL),,$(RUN_ENV)) ## run the Python tests that need no engine and no process of their own
-	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --durations 20 --timeout 300 tests \
+test-main: $(if $(WHEEL),,$(RUN_ENV)) drivers ## run the Python tests that need no engine and no process of their own
+	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest $(PARALLEL) --quiet --durations 20 --timeout 300 tests \
 		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py --ignore tests/trans --ignore tests/gpu \
 		--ignore tests/triton --ignore tests/mooncake --ignore tests/remote/test_engine.py \
 		--ignore tests/connector/test_long_prompts.py --ignore tests/e2e
 
 .PHONY: test-apart
-test-apart: $(if $(WHEEL),,$(RUN_ENV)) ## run the Python tests that need processes of their own
+test-apart: $(if $(WHEEL),,$(RUN_ENV)) drivers ## run the Python tests that need processes of their own
 	@TRITON_INTERPRET=1 $(STAGE) "pytest triton, interpreted" $(RUN_BIN)/python -m pytest --quiet tests/triton
 	@$(MAKE) --no-print-directory test-mooncake
 	@$(STAGE) "pytest trans" $(RUN_BIN)/python -m pytest --quiet tests/trans tests/gpu
@@ -185,7 +190,7 @@ test-apart: $(if $(WHEEL),,$(RUN_ENV)) ## run the Python tests that need process
 		$(STAGE) "pytest trans on $(device)" $(RUN_BIN)/python -m pytest --quiet tests/trans -k $(device);)
 
 .PHONY: test-engines
-test-engines: $(if $(WHEEL),,$(RUN_ENV)) ## run the Python tests with vLLM engines, one at a time
+test-engines: $(if $(WHEEL),,$(RUN_ENV)) drivers ## run the Python tests with vLLM engines, one at a time
 	@$(STAGE) "pytest vllm" $(RUN_BIN)/python -m pytest --durations 20 tests/vllm tests/trust/test_engine.py \
 		tests/remote/test_engine.py
 	@$(STAGE) "end to end, without the evaluator" $(RUN_BIN)/python -m pytest --quiet tests/e2e --stage 0-2
@@ -211,13 +216,12 @@ test-kinds: $(VENV)/.stamp-dev .tools/.stamp-mooncake ## test a new kind of tier
 
 # Longer tests, in four parallel lines, because they wait as much as they compute.
 .PHONY: test-long
-test-long: $(RUN_ENV) servers-long .tools/.stamp-mooncake ## run the long tests: all columns of the stores, the long trust matrix (tables: build/trust*.md), engines
-	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda -p soft3fs
+test-long: $(RUN_ENV) servers-long .tools/.stamp-mooncake drivers ## run the long tests: all columns of the stores, the long trust matrix (tables: build/trust*.md), engines
 	@tools/beside build "$(MAKE) test-long-engines" test-long-stores "$(MAKE) test-long-stores" \
 		test-long-processes "$(MAKE) test-long-processes" test-long-rust "$(MAKE) test-long-rust"
 
 .PHONY: test-long-rust
-test-long-rust: ## part of test-long: the store's suites over all columns and devices, and copies
+test-long-rust: drivers ## part of test-long: the store's suites over all columns and devices, and copies
 	@mkdir -p build && rm -f $(SKIPPED)
 	@export UCM_TEST_LONG=1; \
 	    $(foreach column,$(COLUMNS) $(MORE_COLUMNS),$(call over,$(column),,$(LONG_SUITES));) $(skipped)
@@ -230,7 +234,7 @@ test-long-rust: ## part of test-long: the store's suites over all columns and de
 		$(call tests_in,ucm-store,object rules model)
 
 .PHONY: test-long-stores
-test-long-stores: $(RUN_ENV) ## part of test-long: the trust matrix and the remote stores from Python, without engines
+test-long-stores: $(RUN_ENV) drivers ## part of test-long: the trust matrix and the remote stores from Python, without engines
 	@UCM_TEST_LONG=1 $(STAGE) "trust matrix" $(RUN_BIN)/python -m pytest --timeout 3600 tests/trust \
 		--ignore tests/trust/test_engine.py --trust-table build/trust.md -k "not test_processes"
 	@UCM_TEST_LONG=1 $(STAGE) "never slower" $(RUN_BIN)/python -m pytest tests/connector/test_never_slower.py
@@ -245,7 +249,7 @@ test-long-processes: $(RUN_ENV) ## part of test-long: the rows of the trust matr
 		tests/trust/test_store.py -k test_processes --trust-table build/trust-processes.md
 
 .PHONY: test-long-engines
-test-long-engines: $(RUN_ENV) ## part of test-long: tests with vLLM engines, one at a time
+test-long-engines: $(RUN_ENV) drivers ## part of test-long: tests with vLLM engines, one at a time
 	@UCM_TEST_LONG=1 $(STAGE) "trust matrix through engines" $(RUN_BIN)/python -m pytest --timeout 3600 \
 		tests/trust/test_engine.py --trust-table build/trust-engines.md
 	@UCM_TEST_LONG=1 $(STAGE) "engines over the network" $(RUN_BIN)/python -m pytest --timeout 1800 tests/remote/test_engine.py

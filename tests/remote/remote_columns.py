@@ -24,7 +24,7 @@ from servers import BUCKET, MissingError, redis_server, s3_server
 #: Prefix of every name in a bucket.
 PREFIX = "tests"
 #: 3FS's client library in software, which ``make`` builds.
-SOFT3FS = os.path.abspath(os.environ.get("UCM_TEST_SOFT3FS", "target/debug/libsoft3fs.so"))
+SOFT3FS = os.path.abspath(os.environ.get("UCM_TEST_SOFT3FS", "target/drivers/debug/libsoft3fs.so"))
 
 
 class Medium(Protocol):

@@ -25,7 +25,7 @@ COUNT = 4
 @pytest.fixture
 def library() -> str:
     """Path of the library, which ``make`` builds."""
-    path = os.environ.get("UCM_TEST_SOFT3FS", "target/debug/libsoft3fs.so")
+    path = os.environ.get("UCM_TEST_SOFT3FS", "target/drivers/debug/libsoft3fs.so")
     if not os.path.exists(path):
         pytest.fail(f"{path} is missing: cargo build -p soft3fs")
     return os.path.abspath(path)

@@ -56,6 +56,8 @@ def site(work: Path, host: EngineHost) -> Iterator[tuple[Server, Prometheus, Pat
     store = disk.store()
     store = replace(store, options={**store.options, "storage_capacity": CAPACITY})
     spec = EngineSpec(model, "v1", store, blocks=POOL, extra_config={"min_hit_tokens": 1})
+    # What is spawned imports vLLM again; the API servers always are.
+    spec = spec.but(env={"VLLM_WORKER_MULTIPROC_METHOD": "fork"})
     host.stop()
     with machine_lock():
         server = vllm_server(
