@@ -1,9 +1,12 @@
-//! One medium behind one trait, and the kinds there are.
+//! What keeps records: the media behind one trait, and the kinds there are.
 //!
 //! A [`backend::Backend`] moves named records between slots and one medium, and knows nothing of
-//! other media or of engines. [`registry`] lists every kind of it by name, with its options and
-//! what makes it; a new one is a file in `builtin/` and a line there, or a call of
-//! [`registry::register`] from another crate.
+//! other media or of engines. A medium is a directory of files ([`posix`]), one of the two shapes
+//! `blobs` (named immutable bytes, which keep [`segment`]s) and [`values`] (a map from ids to
+//! bytes), or [`memory`]. [`layout`] has the names below a root, [`quota`] the space that its
+//! writers share. [`registry`] lists every kind by name, with its options and what makes it; a new
+//! one is a file in `builtin/` and a line there, or a call of [`registry::register`] from another
+//! crate.
 #![forbid(unsafe_code)]
 
 pub mod backend;
@@ -42,9 +45,6 @@ mod writing;
 
 /// 128 random bits as 32 hex digits.
 fn random_hex() -> String {
-    format!(
-        "{:016x}{:016x}",
-        ucm_infra::random_u64(),
-        ucm_infra::random_u64()
-    )
+    let random = ucm_infra::random_u64;
+    format!("{:016x}{:016x}", random(), random())
 }
