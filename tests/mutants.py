@@ -134,7 +134,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a writer never uses up its grant of space",
         "self.granted.saturating_sub(self.reserved)",
         "self.granted",
-        Rust("ucm-quota"),
+        Rust("ucm-media", "test(/^quota::/)"),
     ),
     Mutant(
         6,

@@ -17,10 +17,10 @@ use ucm_benches::{asked_for, identity, in_turns};
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{HostArena, Slot, SlotPool};
 use ucm_infra::{LANE_LOOKUP, MonotonicTime, SystemClock};
+use ucm_media::backend::Backend;
+use ucm_media::memory::{MemoryBackend, MemoryConfig};
+use ucm_media::scope::Scope;
 use ucm_record::RecordLayout;
-use ucm_tier::backend::Backend;
-use ucm_tier::memory::{MemoryBackend, MemoryConfig};
-use ucm_tier::scope::Scope;
 
 /// Bytes of the records in rotation: more than the caches of most processors.
 const BYTES: usize = 256 << 20;

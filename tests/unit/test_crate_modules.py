@@ -84,7 +84,7 @@ def test_modules_have_no_cycles(crate: str) -> None:
 
 
 def test_there_are_edges_to_judge() -> None:
-    modules = graph(CRATES / "ucm-tier")
+    modules = graph(CRATES / "ucm-media")
     assert modules["segment"] >= {"shared", "backend"}
     assert "posix" not in modules["shared"]
 

@@ -2,7 +2,7 @@
 
 use pyo3::prelude::*;
 use ucm_device::PLATFORMS;
-use ucm_tier::registry;
+use ucm_media::registry;
 
 /// Every kind of tier as a JSON text, see [`registry::describe`].
 #[pyfunction]

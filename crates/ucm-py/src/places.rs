@@ -3,8 +3,8 @@
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use ucm_core::Error;
-use ucm_tier::place::{Item, Place as Seen};
-use ucm_tier::registry;
+use ucm_media::place::{Item, Place as Seen};
+use ucm_media::registry;
 
 use crate::convert::CallResult;
 use crate::task::OfProcess;
@@ -13,7 +13,7 @@ use crate::task::OfProcess;
 #[pyclass(frozen, module = "ucm._core")]
 pub(crate) struct Place(OfProcess<Box<dyn Seen>>);
 
-/// Path, name, length, time of the last use (ns since 1970), version: see `ucm_tier::place::Item`.
+/// Path, name, length, time of the last use (ns since 1970), version: see `ucm_media::place::Item`.
 type Listed = (String, String, u64, u64, String);
 
 #[pymethods]

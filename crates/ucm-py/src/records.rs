@@ -3,8 +3,8 @@
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use ucm_core::{BlockId, DType, Geometry, IdMask, hex};
+use ucm_media::place::{SegmentTail, list_segment};
 use ucm_record::{Keys, KnownRecord, RecordHeader, RecordLayout, Refusal, verify_whole};
-use ucm_tier::place::{SegmentTail, list_segment};
 
 use crate::convert::CallResult;
 

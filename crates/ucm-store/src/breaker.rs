@@ -127,7 +127,7 @@ fn of_medium(error: &Error) -> Verdict {
 
 /// What the failure of a write says of writes. A backend reports as `Unhealthy` that it takes none
 /// for now. One that is full makes room, and a directory that is read-only or denies access reports
-/// that without an operation on the medium (`ucm_quota`).
+/// that without an operation on the medium (`ucm_media::quota`).
 fn of_writes(error: &Error) -> Verdict {
     match error.kind() {
         ErrorKind::Unhealthy => Verdict::Refuses,

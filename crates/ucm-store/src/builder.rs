@@ -10,10 +10,10 @@ use serde::Deserialize;
 use ucm_core::{DType, Error, ErrorKind, Geometry, Identity, Part, Result};
 use ucm_device::{DEFAULT_DEVICE, MachineMemory, Transfer, open_device};
 use ucm_infra::Clock;
+use ucm_media::lengths::PartRecord;
+use ucm_media::registry::{Amount, BuildContext, seconds};
+use ucm_media::scope::Scope;
 use ucm_record::{Keys, RecordLayout, SideSpec};
-use ucm_tier::lengths::PartRecord;
-use ucm_tier::registry::{Amount, BuildContext, seconds};
-use ucm_tier::scope::Scope;
 
 use crate::breaker::BreakerConfig;
 use crate::engine::{Deadlines, Engine, EngineConfig, OwnPart};
@@ -334,7 +334,7 @@ fn encryption_keys(file: Option<&Path>) -> Result<Option<Arc<Keys>>> {
     let (text, origin) = match file {
         Some(path) => {
             let origin = format!("encryption_key_file {}", path.display());
-            let bytes = ucm_tier::secret_file::read(path, "encryption_key_file")?;
+            let bytes = ucm_media::secret_file::read(path, "encryption_key_file")?;
             (String::from_utf8_lossy(&bytes).into_owned(), origin)
         }
         None => match std::env::var(VARIABLE) {

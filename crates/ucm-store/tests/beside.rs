@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use ucm_core::BlockId;
 use ucm_infra::{Clock, LANE_LOAD};
+use ucm_media::spread::StoragePolicy;
 use ucm_store::breaker::BreakerConfig;
 use ucm_store::tiers::WritePolicy;
 use ucm_testkit::{Fault, OpKind, Rule};
-use ucm_tier::spread::StoragePolicy;
 
 use crate::common::beside::{Beside, Leaping, Several, roots};
 use crate::common::shared::{RECORD, stored};

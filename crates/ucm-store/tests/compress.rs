@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use ucm_core::{BlockId, ErrorKind};
 use ucm_io::Process;
+use ucm_media::segment::SegmentConfig;
 use ucm_store::tiers::WritePolicy;
 use ucm_testkit::{Fault, OpKind, Rule};
-use ucm_tier::segment::SegmentConfig;
 
 use crate::common::segments::{Place, await_taken_over, change, die_at_seal, finds};
 use crate::common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids};

@@ -10,7 +10,7 @@ use std::time::Duration;
 use ucm_core::{BlockId, Error, ErrorKind, in_units};
 use ucm_infra::{LANE_DUMP, SystemClock};
 use ucm_io::{IoJob, PsyncEngine};
-use ucm_quota::{Capacity, Rules};
+use ucm_media::quota::{Capacity, Rules};
 use ucm_store::breaker::BreakerConfig;
 use ucm_testkit::{Fault, OpKind, Rule};
 

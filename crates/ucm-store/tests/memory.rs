@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use ucm_core::ErrorKind;
 use ucm_infra::{Clock, ManualClock, MonotonicTime, SystemClock};
-use ucm_quota::Capacity;
-use ucm_tier::backend::{Backend, Listed, LocallyVisible, Written};
-use ucm_tier::memory::{MemoryBackend, Policy, cache_bytes};
+use ucm_media::backend::{Backend, Listed, LocallyVisible, Written};
+use ucm_media::memory::{MemoryBackend, Policy, cache_bytes};
+use ucm_media::quota::Capacity;
 
 use crate::common::memory::{keep, record, setup, tier};
 use crate::common::{

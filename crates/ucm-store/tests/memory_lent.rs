@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::common::memory::{keep, setup};
 use crate::common::{Device, SoftCuda, Store, directory, eventually, id, ids, pages};
-use ucm_tier::memory::MemoryBackend;
+use ucm_media::memory::MemoryBackend;
 
 fn memory(store: &Store) -> &Arc<MemoryBackend> {
     store.memory.as_ref().unwrap()

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 use ucm_core::{BlockId, Part};
-use ucm_tier::memory::Policy;
+use ucm_media::memory::Policy;
 
 use crate::common::{Device, Medium, Setup, Store, directory, eventually, id, ids};
 

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use ucm_core::BlockId;
 use ucm_infra::MonotonicTime;
-use ucm_tier::backend::{Backend, Memory, Victim, Written};
-use ucm_tier::memory::{MemoryBackend, Policy};
+use ucm_media::backend::{Backend, Memory, Victim, Written};
+use ucm_media::memory::{MemoryBackend, Policy};
 
 use crate::common::memory::{keep, record, setup, tier};
 use crate::common::{Device, Store, directory, id, ids, pages};

@@ -11,9 +11,9 @@ use std::time::Duration;
 
 use ucm_core::{BlockId, Part};
 use ucm_infra::{Clock, ManualClock, MonotonicTime};
+use ucm_media::backend::Flush;
 use ucm_store::engine::Until;
 use ucm_testkit::{Fault, OpKind, Rule};
-use ucm_tier::backend::Flush;
 
 use crate::common::merging::{
     eager, fill, filling, finds, loads, loads_each, many, privates, seal, there,

@@ -9,11 +9,11 @@ use std::time::Duration;
 use proptest::prelude::*;
 use ucm_core::{BlockId, Error, MissReason};
 use ucm_infra::{LANE_SPACE, MonotonicTime};
+use ucm_media::backend::Backend;
+use ucm_media::memory::Policy;
+use ucm_media::segment::Merging;
 use ucm_store::tiers::WritePolicy;
 use ucm_testkit::{Fault, OpKind, Rule};
-use ucm_tier::backend::Backend;
-use ucm_tier::memory::Policy;
-use ucm_tier::segment::Merging;
 
 use crate::common::device::side_content;
 use crate::common::servers::{shared_redis, shared_s3};

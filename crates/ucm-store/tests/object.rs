@@ -16,9 +16,9 @@ use tempfile::TempDir;
 use ucm_core::{BlockId, ErrorKind, crc32c};
 use ucm_infra::{Clock, LANE_SPACE, ManualClock, MonotonicTime};
 use ucm_io::{IoOptions, IoPool};
+use ucm_media::backend::Flush;
 use ucm_store::breaker::BreakerConfig;
 use ucm_store::engine::Task;
-use ucm_tier::backend::Flush;
 
 use crate::common::segments::{begin, change, finds, is_over, loads};
 use crate::common::servers::{S3, s3, s3_at};

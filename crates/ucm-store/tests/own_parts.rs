@@ -9,10 +9,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ucm_core::{BlockId, Error, ErrorKind, Part};
+use ucm_media::backend::{Flush, Memory};
 use ucm_store::engine::{NOWHERE, Row, Task};
 use ucm_store::tiers::{Priority, WritePolicy};
 use ucm_testkit::{Fault, OpKind, Rule};
-use ucm_tier::backend::{Flush, Memory};
 
 use crate::common::media::slot_len;
 use crate::common::merging::{eager, filling, gone};

@@ -17,9 +17,9 @@ use tempfile::TempDir;
 use ucm_core::{BlockId, ErrorKind};
 use ucm_infra::{Clock, LANE_SPACE, ManualClock, MonotonicTime, SystemClock};
 use ucm_io::{IoOptions, IoPool};
+use ucm_media::redis::{Login, RedisConfig, RedisValues, TlsFiles};
 use ucm_store::breaker::BreakerConfig;
 use ucm_store::engine::Deadlines;
-use ucm_tier::redis::{Login, RedisConfig, RedisValues, TlsFiles};
 
 use crate::common::servers::{Server, free_port, has, has_program, redis, redis_at};
 use crate::common::stored::{Reply, ask};

@@ -11,10 +11,10 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use ucm_infra::SystemClock;
+use ucm_media::registry::{self, BuildContext, BuiltLevel, StoreName, TierKind};
 use ucm_store::builder;
 use ucm_store::engine::{Engine, Until};
 use ucm_testkit::{ToyMap, ToyValues};
-use ucm_tier::registry::{self, BuildContext, BuiltLevel, StoreName, TierKind};
 
 use common::{
     Device, Medium, Setup, directory, eventually, id, identity, ids, is_here, kinds, media, sample,

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use ucm_core::BlockId;
+use ucm_media::segment::SegmentConfig;
 use ucm_testkit::{Fault, Gate, OpKind, Rule};
-use ucm_tier::segment::SegmentConfig;
 
 use crate::common::merging::{eager, fill, filling, finds, loads, many, mtime, privates, seal};
 use crate::common::{Device, Layout, Setup, Store, directory, eventually, ids};

@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime};
 
 use ucm_core::{BlockId, ErrorKind};
 use ucm_infra::{Clock, LANE_DUMP, LANE_SPACE, ManualClock};
-use ucm_quota::{Capacity, Rules};
+use ucm_media::quota::{Capacity, Rules};
 use ucm_store::engine::{Deadlines, Until};
 use ucm_testkit::{Fault, Gate, OpKind, Rule};
 

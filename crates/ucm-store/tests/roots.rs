@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use ucm_core::ErrorKind;
 use ucm_infra::{Clock, ManualClock};
-use ucm_quota::layout::Modes;
+use ucm_media::layout::Modes;
 use ucm_store::engine::{Deadlines, Until};
 use ucm_testkit::{Fault, Gate, OpKind, Rule};
 

@@ -9,9 +9,9 @@ use std::time::Duration;
 
 use ucm_core::BlockId;
 use ucm_infra::{Clock, ManualClock};
+use ucm_media::backend::Flush;
+use ucm_media::segment::Merging;
 use ucm_testkit::{Fault, OpKind, Rule};
-use ucm_tier::backend::Flush;
-use ucm_tier::segment::Merging;
 
 use crate::common::segments::{begin, change, finds, is_over, loads, patient, places, quick};
 use crate::common::shared::{LONG, in_time, keep, on};

@@ -9,9 +9,9 @@ use std::time::Duration;
 use ucm_core::{BlockId, ErrorKind};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::IoEngine;
+use ucm_media::backend::Flush;
 use ucm_store::tiers::WritePolicy;
 use ucm_testkit::{Fault, OpKind, Rule};
-use ucm_tier::backend::Flush;
 
 use crate::common::segments::{self, change, loads, write};
 use crate::common::shared::{in_time, on};

@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use ucm_core::{BlockId, ErrorKind};
 use ucm_infra::{Clock, ManualClock};
+use ucm_media::backend::{Flush, LocallyVisible};
+use ucm_media::segment::SegmentConfig;
 use ucm_store::engine::{Task, Until};
 use ucm_testkit::{Fault, OpKind, Rule, Tail};
-use ucm_tier::backend::{Flush, LocallyVisible};
-use ucm_tier::segment::SegmentConfig;
 
 use crate::common::segments::{begin, finds, is_over, loads, patient, quick};
 use crate::common::shared::{LONG, on};

@@ -19,9 +19,9 @@ use crate::common::{Device, Layout, Setup, Store, directory, eventually, id, ids
 /// Leaves the private segment of a writer that died at its seal, with these blocks in it.
 fn die(root: &Path, setup: &Setup, blocks: &[BlockId]) -> std::path::PathBuf {
     let setup = Setup {
-        layout: Layout::Segment(ucm_tier::segment::SegmentConfig {
+        layout: Layout::Segment(ucm_media::segment::SegmentConfig {
             age: Duration::from_secs(3600),
-            ..ucm_tier::segment::SegmentConfig::default()
+            ..ucm_media::segment::SegmentConfig::default()
         }),
         ..setup.clone()
     };
@@ -366,7 +366,7 @@ fn the_limit_holds_over_segments_and_files_of_one_root() {
 fn old_segments_expire_whole() {
     let dir = directory();
     let setup = Setup {
-        rules: ucm_quota::Rules {
+        rules: ucm_media::quota::Rules {
             expire_after: Some(Duration::from_secs(3600)),
             ..quick().rules
         },

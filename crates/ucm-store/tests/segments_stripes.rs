@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use ucm_core::BlockId;
 use ucm_infra::{Clock, ManualClock};
+use ucm_media::segment::SegmentConfig;
 use ucm_store::engine::{Task, Until};
 use ucm_testkit::{Fault, Gate, OpKind, Rule};
-use ucm_tier::segment::SegmentConfig;
 
 use crate::common::segments::Place;
 use crate::common::shared::LONG;

@@ -4,9 +4,9 @@
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
 use ucm_core::ErrorKind;
+use ucm_media::memory::Policy;
 use ucm_store::engine::{RowSides, SidesTask};
 use ucm_testkit::OpKind;
-use ucm_tier::memory::Policy;
 
 use crate::common::device::side_content;
 use crate::common::segments::patient;

@@ -6,9 +6,9 @@
 use std::time::Duration;
 
 use ucm_infra::MonotonicTime;
+use ucm_media::backend::Flush;
 use ucm_store::engine::Until;
 use ucm_store::tiers::WritePolicy;
-use ucm_tier::backend::Flush;
 
 use crate::common::device::side_content;
 use crate::common::merging::{eager, filling, gone, seal};

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use ucm_core::{ErrorKind, crc32c};
 use ucm_infra::{Clock, LANE_SPACE, ManualClock, MonotonicTime};
-use ucm_quota::{Capacity, Rules};
+use ucm_media::quota::{Capacity, Rules};
 use ucm_store::engine::{Task, Until};
 use ucm_testkit::{Fault, Gate, OpKind, Rule};
 

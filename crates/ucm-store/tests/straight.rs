@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use ucm_core::ErrorKind;
 use ucm_infra::{Clock, ManualClock};
+use ucm_media::segment::SegmentConfig;
 use ucm_store::engine::{Deadlines, Until};
-use ucm_tier::segment::SegmentConfig;
 
 use crate::common::shared::LONG;
 use crate::common::{Device, Layout, Setup, Store, directory, eventually, ids};

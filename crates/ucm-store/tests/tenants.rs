@@ -13,7 +13,7 @@ use std::time::Duration;
 use ucm_core::BlockId;
 use ucm_infra::{Clock, LANE_SPACE, ManualClock, MonotonicTime};
 use ucm_io::{IoOptions, IoPool};
-use ucm_quota::Capacity;
+use ucm_media::quota::Capacity;
 use ucm_store::engine::Hint;
 use ucm_store::tiers::WritePolicy;
 use ucm_testkit::{Fault, OpKind, Rule};

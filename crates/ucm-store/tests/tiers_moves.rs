@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use ucm_core::{BlockId, ErrorKind, Part};
 use ucm_infra::{Clock, ManualClock};
+use ucm_media::segment::SegmentConfig;
 use ucm_store::tiers::{Priority, WritePolicy};
 use ucm_testkit::{Fault, OpKind, Rule};
-use ucm_tier::segment::SegmentConfig;
 
 use crate::common::tiers::{dumped, load, lookup, of_blocks, open, reads, with_file, with_memory};
 use crate::common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids};

@@ -6,7 +6,7 @@ use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::Slot;
 use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
-use ucm_tier::backend::{
+use ucm_media::backend::{
     Backend, BlockRead, Features, Listed, MediumStats, Outcome, Presence, WriteOptions, Written,
 };
 

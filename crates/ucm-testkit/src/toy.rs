@@ -12,10 +12,10 @@ use ucm_core::{BlockId, Error, ErrorKind, Part, Result};
 use ucm_device::Slot;
 use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
-use ucm_quota::Usage;
-use ucm_tier::backend::{Listed, MediumStats, ReadDone};
-use ucm_tier::registry::{self, BuildContext, BuiltTier, StoreName, TierKind};
-use ucm_tier::values::{Existing, Get, Put, Values, ValuesOpened, ValuesTraits};
+use ucm_media::backend::{Listed, MediumStats, ReadDone};
+use ucm_media::quota::Usage;
+use ucm_media::registry::{self, BuildContext, BuiltTier, StoreName, TierKind};
+use ucm_media::values::{Existing, Get, Put, Values, ValuesOpened, ValuesTraits};
 
 /// The options.
 #[derive(Serialize, Deserialize, JsonSchema)]

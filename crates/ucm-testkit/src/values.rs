@@ -9,8 +9,8 @@ use ucm_core::{BlockId, ErrorKind, Part, Result};
 use ucm_device::{ArenaOptions, HostArena, Slot, SlotPool};
 use ucm_infra::{LANE_SPACE, SystemClock, random_u64};
 use ucm_io::{IoJob, IoOptions, IoPool};
-use ucm_tier::backend::{InPlace, ReadDone};
-use ucm_tier::values::{Existing, Get, Put, Values};
+use ucm_media::backend::{InPlace, ReadDone};
+use ucm_media::values::{Existing, Get, Put, Values};
 
 /// Bytes of a slot.
 const SLOT: usize = 64 << 10;

@@ -14,7 +14,7 @@ use crate::{AT_ONCE, Result, each};
 
 /// The bucket of the server that `demo/servers.py` starts.
 const BUCKET: &str = "bucket";
-/// The store's sizes of an object and its parts: `object_size` and `PART` of `ucm_tier::object`.
+/// The store's sizes of an object and its parts: `object_size` and `PART` of `ucm_media::object`.
 const SEGMENT: usize = 64 << 20;
 const PART: usize = 16 << 20;
 /// Bytes of one range for several blocks, as there.

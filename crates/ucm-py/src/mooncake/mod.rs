@@ -19,8 +19,8 @@ use std::sync::Arc;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_tier::place::Place;
-use ucm_tier::registry::{self, Addresses, BuildContext, BuiltTier, Size, StoreName, TierKind};
+use ucm_media::place::Place;
+use ucm_media::registry::{self, Addresses, BuildContext, BuiltTier, Size, StoreName, TierKind};
 
 use library::Pool;
 use place::MooncakePlace;

@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_device::{ArenaOptions, HostArena, SlotPool};
 use ucm_infra::{Clock, MonotonicTime, SystemClock};
-use ucm_tier::place::{Item, Place, Room, record_path};
+use ucm_media::place::{Item, Place, Room, record_path};
 
 use super::calling;
 use super::client::{Client, Work};

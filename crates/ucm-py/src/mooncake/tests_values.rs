@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use ucm_core::Result;
-use ucm_tier::values::Values;
+use ucm_media::values::Values;
 
 use super::values::MooncakeValues;
 use super::{LEAST_BUFFER, Pool, calling};

@@ -12,9 +12,9 @@ use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::{ArenaOptions, HostArena, Slot, SlotPool};
 use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
+use ucm_media::backend::{Listed, MediumStats, ReadDone};
+use ucm_media::values::{Existing, Get, Put, Values, ValuesOpened, ValuesTraits};
 use ucm_record::RecordHeader;
-use ucm_tier::backend::{Listed, MediumStats, ReadDone};
-use ucm_tier::values::{Existing, Get, Put, Values, ValuesOpened, ValuesTraits};
 
 use super::THREADS;
 use super::client::{Client, Reply, Work, Write};

@@ -3,7 +3,7 @@
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_tier::registry::{self, BuildContext, BuiltLevel};
+use ucm_media::registry::{self, BuildContext, BuiltLevel};
 
 use crate::tiers::WritePolicy;
 
@@ -61,8 +61,8 @@ mod tests {
     use ucm_core::{Geometry, Identity, Part};
     use ucm_infra::SystemClock;
 
+    use ucm_media::scope::Scope;
     use ucm_record::RecordLayout;
-    use ucm_tier::scope::Scope;
 
     use super::*;
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use ucm_core::sync::Mutex;
 use ucm_core::{BlockId, Result};
 use ucm_device::Slot;
-use ucm_tier::backend::WriteOptions;
+use ucm_media::backend::WriteOptions;
 
 use super::task::TaskState;
 use crate::records::StoredRecords;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{DeviceSpan, Event, KvLayout};
-use ucm_quota::Capacity;
+use ucm_media::quota::Capacity;
 use ucm_record::{Keys, SideSpec};
 
 use crate::breaker::BreakerConfig;

@@ -15,8 +15,8 @@ use ucm_core::sync::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::Slot;
 use ucm_infra::{MonotonicTime, Notify, Ticket};
+use ucm_media::backend::{Flush, WriteOptions, Written};
 use ucm_record::{RecordMeta, encode_header, seal_side_alone};
-use ucm_tier::backend::{Flush, WriteOptions, Written};
 
 use super::block_builder::{After, BlockBuilder, BlockBuilders, Stage};
 use super::config::{Hint, Row};

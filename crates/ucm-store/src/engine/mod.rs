@@ -30,8 +30,8 @@ use ucm_core::sync::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, in_units};
 use ucm_device::{ArenaOptions, Device, Event, SlotPool};
 use ucm_infra::{Clock, MonotonicTime, WorkerPool};
+use ucm_media::backend::{Flush, LocallyVisible};
 use ucm_record::{RecordLayout, SideSpec};
-use ucm_tier::backend::{Flush, LocallyVisible};
 
 use crate::records::{OwnParts, StoredRecords};
 use crate::rejected::RejectedRecords;

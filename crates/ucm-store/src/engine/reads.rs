@@ -17,8 +17,8 @@ use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, limits};
 use ucm_device::Slot;
 use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
+use ucm_media::backend::{BlockRead, InPlace, Part, Parts, ReadDone};
 use ucm_record::{LayerEntry, RecordHeader, Refusal, verify_layers, verify_rest};
-use ucm_tier::backend::{BlockRead, InPlace, Part, Parts, ReadDone};
 
 use super::LANE_LOADS;
 use super::config::Row;

@@ -16,8 +16,8 @@ use ucm_core::sync::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, PAGE, Result, limits};
 use ucm_device::Slot;
 use ucm_io::IoJob;
+use ucm_media::backend::{BlockRead, InPlace, Part, Parts, ReadDone};
 use ucm_record::{RecordHeader, RecordLayout, Refusal, verify_side};
-use ucm_tier::backend::{BlockRead, InPlace, Part, Parts, ReadDone};
 
 use super::LANE_SIDES;
 use super::core::{Core, await_end, closed, reason_named, reason_of, refusal};

@@ -8,8 +8,8 @@ use ucm_core::sync::Mutex;
 use ucm_core::{Error, Part, Result};
 use ucm_infra::LANE_LOAD;
 use ucm_io::IoPool;
+use ucm_media::backend::WriteOptions;
 use ucm_record::{Codec, Coder, RecordHeader, RecordLayout};
-use ucm_tier::backend::WriteOptions;
 
 use crate::records::OwnParts;
 

@@ -8,7 +8,7 @@ use ucm_core::Result;
 use ucm_device::Slot;
 use ucm_infra::{LANE_LOAD, LANE_SPACE, MonotonicTime, Notify};
 use ucm_io::IoJob;
-use ucm_tier::backend::{BlockRead, Listed, Outcome, ReadDone};
+use ucm_media::backend::{BlockRead, Listed, Outcome, ReadDone};
 
 use super::WritePolicy;
 use super::write::Writes;

@@ -19,8 +19,8 @@ use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::{Slot, SlotPool};
 use ucm_infra::IdSet;
 use ucm_io::IoJob;
+use ucm_media::backend::{Backend, BlockRead, Outcome, ReadDone, WriteOptions, Written};
 use ucm_record::{Keys, Opened, RecordHeader, Refusal, SideSpec, stored_form};
-use ucm_tier::backend::{Backend, BlockRead, Outcome, ReadDone, WriteOptions, Written};
 
 use super::codec::{Compression, TierCodec};
 use super::{TierConfig, TierSetup};

@@ -12,8 +12,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_infra::{Clock, MonotonicTime};
-use ucm_tier::backend::MediumStats;
-use ucm_tier::spread::Spread;
+use ucm_media::backend::MediumStats;
+use ucm_media::spread::Spread;
 
 use super::tier::Tier;
 use super::{Request, TierConfig, TierSetup, WritePolicy};

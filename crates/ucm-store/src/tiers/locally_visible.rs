@@ -5,7 +5,7 @@ use std::collections::HashMap;
 
 use ucm_core::sync::Mutex;
 use ucm_core::{BlockId, limits};
-use ucm_tier::backend::LocallyVisible;
+use ucm_media::backend::LocallyVisible;
 
 use super::MAX_TIERS;
 

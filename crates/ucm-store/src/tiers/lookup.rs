@@ -12,7 +12,7 @@ use std::time::Duration;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_infra::{LANE_LOOKUP, MonotonicTime};
 use ucm_io::{IoJob, Pending};
-use ucm_tier::backend::Presence;
+use ucm_media::backend::Presence;
 
 use super::level::{Level, TierTable};
 use super::probes::Probes;

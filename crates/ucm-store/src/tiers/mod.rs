@@ -33,8 +33,8 @@ use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::{ArenaOptions, Device, SlotPool};
 use ucm_infra::{Clock, LANE_DUMP, Lane, MonotonicTime, Notify, WorkerPool};
 use ucm_io::IoPool;
+use ucm_media::backend::{Backend, Flush, LocallyVisible, ReadDone, Victim};
 use ucm_record::{Keys, SideSpec};
-use ucm_tier::backend::{Backend, Flush, LocallyVisible, ReadDone, Victim};
 
 use crate::breaker::BreakerConfig;
 use crate::records::OwnParts;

@@ -13,7 +13,7 @@ use ucm_core::{BlockId, Error, Result};
 use ucm_device::Slot;
 use ucm_infra::LANE_LOAD;
 use ucm_io::IoJob;
-use ucm_tier::backend::{BlockRead, Outcome, ReadDone};
+use ucm_media::backend::{BlockRead, Outcome, ReadDone};
 
 use super::level::TierTable;
 use super::probes::Probes;

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{LANE_LOAD, MonotonicTime};
 use ucm_io::IoJob;
-use ucm_tier::backend::{BlockRead, Outcome, ReadDone};
+use ucm_media::backend::{BlockRead, Outcome, ReadDone};
 
 use super::Request;
 use super::level::TierTable;

@@ -9,8 +9,8 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 use ucm_core::BlockId;
+use ucm_media::recency::Recency;
 use ucm_record::RecordMeta;
-use ucm_tier::recency::Recency;
 
 /// Most blocks of a level that are remembered; each takes 50 to 200 bytes, most of them about 150.
 pub(super) const MOST_BLOCKS: usize = 1 << 20;

@@ -17,9 +17,9 @@ use ucm_core::{BlockId, Error, ErrorKind, MissReason, PAGE, Result, round_up};
 use ucm_device::{ArenaOptions, Device, SlotPool};
 use ucm_infra::{Completion, LANE_SPACE, MonotonicTime, Notify, begin_thread};
 use ucm_io::IoJob;
-use ucm_quota::Capacity;
+use ucm_media::backend::{BlockRead, Listed, Outcome, Presence};
+use ucm_media::quota::Capacity;
 use ucm_record::RecordHeader;
-use ucm_tier::backend::{BlockRead, Listed, Outcome, Presence};
 
 use super::WritePolicy;
 use super::level::TierTable;

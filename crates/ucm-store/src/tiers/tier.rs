@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use ucm_core::sync::Mutex;
 use ucm_core::{BlockId, Error, MissReason, Result};
 use ucm_io::IoPool;
-use ucm_tier::backend::Backend;
+use ucm_media::backend::Backend;
 
 use super::form::StoredForm;
 use super::health::Health;

@@ -17,7 +17,7 @@ use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::{Slot, SlotPool};
 use ucm_infra::{LANE_DUMP, MonotonicTime, Notify, Ticket, WorkerPool};
 use ucm_io::IoJob;
-use ucm_tier::backend::{Flush, OnSealed, ReadDone, Receipt, Victim, WriteOptions, Written};
+use ucm_media::backend::{Flush, OnSealed, ReadDone, Receipt, Victim, WriteOptions, Written};
 
 use super::level::{Level, TierTable};
 use super::probes::Probes;

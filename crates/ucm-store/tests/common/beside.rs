@@ -8,15 +8,15 @@ use std::time::Duration;
 use ucm_core::{BlockId, Error};
 use ucm_infra::{Clock, MonotonicTime, Notify, SystemClock, log};
 use ucm_io::{IoEngine, IoOptions, IoPool, PsyncEngine};
+use ucm_media::directory::medium;
+use ucm_media::layout_kind::LayoutKind;
+use ucm_media::memory::{MemoryBackend, Policy};
+use ucm_media::posix::RootSlot;
+use ucm_media::segment::SegmentConfig;
+use ucm_media::spread::{RootFacts, Spread, StoragePolicy};
 use ucm_store::engine::{Engine, Until};
 use ucm_store::tiers::{LevelConfig, TierConfig, WritePolicy};
 use ucm_testkit::FaultyEngine;
-use ucm_tier::directory::medium;
-use ucm_tier::layout_kind::LayoutKind;
-use ucm_tier::memory::{MemoryBackend, Policy};
-use ucm_tier::posix::RootSlot;
-use ucm_tier::segment::SegmentConfig;
-use ucm_tier::spread::{RootFacts, Spread, StoragePolicy};
 
 use super::media::{engine_config, memory_config, posix_config};
 use super::sides::begin_alone;
@@ -138,7 +138,8 @@ impl Beside {
                 facts: Arc::clone(&facts[number]),
             };
             if let Some(bytes) = several.capacities.get(number) {
-                config.capacity = std::num::NonZeroU64::new(*bytes).map(ucm_quota::Capacity::Bytes);
+                config.capacity =
+                    std::num::NonZeroU64::new(*bytes).map(ucm_media::quota::Capacity::Bytes);
             }
             let engine = FaultyEngine::new(PsyncEngine::new(false), 1);
             let options = IoOptions {
@@ -180,7 +181,7 @@ impl Beside {
         };
         if let Some((records, _)) = several.memory {
             let config = memory_config(&setup, Some(records));
-            let config = ucm_tier::memory::MemoryConfig {
+            let config = ucm_media::memory::MemoryConfig {
                 policy: Policy::default(),
                 registry: Some(roots[0].with_file_name("regions")),
                 ..config

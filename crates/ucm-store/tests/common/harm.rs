@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use ucm_core::BlockId;
 use ucm_io::{IoJob, PsyncEngine};
+use ucm_media::backend::Backend;
 use ucm_testkit::{Fault, Gate, OpKind};
-use ucm_tier::backend::Backend;
 
 use super::map::MapTier;
 use super::segments::change;

@@ -9,11 +9,11 @@ use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::Slot;
 use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
-use ucm_quota::Usage;
-use ucm_tier::backend::{
+use ucm_media::backend::{
     Backend, BlockRead, Evicted, Features, Listed, Local, LocallyVisible, MediumStats, Memory,
     Outcome, Presence, ReadDone, Victim, WriteOptions, Written,
 };
+use ucm_media::quota::Usage;
 
 /// Keeps records until there are too many.
 pub(crate) struct MapBackend {

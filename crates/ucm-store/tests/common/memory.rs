@@ -4,9 +4,9 @@ use std::path::Path;
 
 use ucm_core::{BlockId, Part};
 use ucm_infra::{MonotonicTime, SystemClock};
+use ucm_media::backend::{Backend, Written};
+use ucm_media::memory::{MemoryBackend, MemoryConfig, Policy};
 use ucm_record::RecordMeta;
-use ucm_tier::backend::{Backend, Written};
-use ucm_tier::memory::{MemoryBackend, MemoryConfig, Policy};
 
 use super::{Medium, Setup, identity, memory_config, shape};
 

@@ -6,8 +6,8 @@ use std::time::{Duration, SystemTime};
 
 use ucm_core::BlockId;
 use ucm_io::Process;
-use ucm_tier::backend::Flush;
-use ucm_tier::segment::{Merging, SegmentConfig};
+use ucm_media::backend::Flush;
+use ucm_media::segment::{Merging, SegmentConfig};
 
 use super::shared::LONG;
 use super::{Device, Layout, Setup, Store, are_busy, eventually};

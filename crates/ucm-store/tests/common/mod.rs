@@ -30,11 +30,11 @@ use tempfile::TempDir;
 use ucm_core::{BlockId, Identity};
 use ucm_infra::{Clock, LANE_DUMP, LANE_LOAD, LANE_LOOKUP, SystemClock, log};
 use ucm_io::{IoOptions, IoPool, PsyncEngine};
+use ucm_media::backend::Backend;
+use ucm_media::memory::{MemoryBackend, MemoryConfig, Policy};
 use ucm_store::engine::{Engine, Task, Until};
 use ucm_store::tiers::{TierConfig, WritePolicy};
 use ucm_testkit::{Fault, FaultyEngine, Gate, OpKind, Rule};
-use ucm_tier::backend::Backend;
-use ucm_tier::memory::{MemoryBackend, MemoryConfig, Policy};
 
 use map::{MapBackend, MapTier};
 #[allow(unused_imports, reason = "each test file uses its part of this")]

@@ -5,11 +5,11 @@ use std::io::{Read, Seek, Write};
 use std::path::{Path, PathBuf};
 
 use ucm_core::BlockId;
+use ucm_media::backend::Flush;
+use ucm_media::registry;
+use ucm_media::segment::SegmentConfig;
 use ucm_store::engine::{Task, Until};
 use ucm_testkit::{Fault, OpKind, Rule};
-use ucm_tier::backend::Flush;
-use ucm_tier::registry;
-use ucm_tier::segment::SegmentConfig;
 
 use super::servers::{BUCKET, shared_s3};
 use super::shared::LONG;

@@ -7,14 +7,14 @@ use serde_json::Value;
 use ucm_core::Part;
 use ucm_device::Transfer;
 use ucm_io::Process;
-use ucm_quota::layout::Modes;
-use ucm_quota::{Capacity, Rules};
+use ucm_media::layout::Modes;
+use ucm_media::quota::{Capacity, Rules};
+use ucm_media::segment::{Merging, SegmentConfig};
 use ucm_record::{Keys, SideSpec};
 use ucm_store::breaker::BreakerConfig;
 use ucm_store::engine::Deadlines;
 use ucm_store::tiers::WritePolicy;
 use ucm_testkit::OpKind;
-use ucm_tier::segment::{Merging, SegmentConfig};
 
 use super::servers::shared_redis;
 use super::{Medium, SlowDevice};

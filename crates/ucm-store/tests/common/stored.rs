@@ -5,7 +5,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 
 use ucm_core::BlockId;
-use ucm_tier::registry;
+use ucm_media::registry;
 
 use super::{Medium, Store, identity};
 

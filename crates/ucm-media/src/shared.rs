@@ -1,0 +1,227 @@
+//! One root as every backend over it knows it, whatever the layout of its records.
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use tracing::warn;
+use ucm_core::sync::Mutex;
+use ucm_core::{Error, ErrorKind, MissReason, Result};
+use ucm_infra::Clock;
+use ucm_io::{ELOOP, FileMeta, IoPool, Probe, Process};
+
+use crate::backend::{MediumStats, OnSealed, Presence};
+use crate::layout::{Layout, Modes};
+use crate::layout_kind::{LayoutKind, RootLayout};
+use crate::lengths::Lengths;
+use crate::quota::{Capacity, Quota, QuotaConfig, Rules};
+use crate::recency::Recency;
+use crate::scope::Scope;
+use crate::spread::RootFacts;
+
+/// How long making the namespace's directories again may take.
+pub(crate) const MAKE_DIRS: Duration = Duration::from_secs(5);
+
+/// What the POSIX backend needs to know.
+pub struct PosixConfig {
+    /// The root directory.
+    pub root: PathBuf,
+    /// Whose records lie there.
+    pub scope: Scope,
+    /// Whether the I/O engine was asked to go past the page cache.
+    pub direct: bool,
+    /// The limit on bytes below the root; `None`: the marker's, or a share of the file system.
+    pub capacity: Option<Capacity>,
+    /// What is removed beside the oldest above the limit, and how much of the medium stays free.
+    pub rules: Rules,
+    /// The process that writes, normally [`Process::this`]: others take over at once when it is
+    /// gone.
+    pub process: Process,
+    /// Permissions of what is made below the root.
+    pub modes: Modes,
+    /// Its number among several roots; [`RootSlot::default`] for one alone.
+    pub place: RootSlot,
+}
+
+/// A root's number among those that records are spread over.
+#[derive(Debug, Clone, Default)]
+pub struct RootSlot {
+    /// Its number. Files of one process have names of their own in all roots, by this.
+    pub number: u16,
+    /// Where its UUID is noted.
+    pub facts: Arc<RootFacts>,
+}
+
+/// See the module.
+pub(crate) struct Shared {
+    pub(crate) config: PosixConfig,
+    pub(crate) layout: Layout,
+    pub(crate) io: Arc<IoPool>,
+    pub(crate) clock: Arc<dyn Clock>,
+    pub(crate) root: Mutex<Root>,
+    /// See [`Shared::writes_cached`].
+    writes_cached: AtomicBool,
+    /// Which of the 256 record directories are known to exist.
+    pub(crate) dirs: Mutex<[bool; 256]>,
+    pub(crate) sequence: AtomicU64,
+    pub(crate) space: Arc<Quota>,
+    pub(crate) recency: Recency,
+    pub(crate) lengths: Arc<Lengths>,
+    /// Called with the outcomes of receipts.
+    pub(crate) on_sealed: Arc<OnceLock<OnSealed>>,
+}
+
+/// A directory that stands for a mount: an unmounted share leaves another one, or none, at its
+/// path.
+#[derive(Debug, Clone)]
+pub(crate) struct MountPoint {
+    pub(crate) path: PathBuf,
+    /// Its device.
+    pub(crate) dev: u64,
+    /// Its inode.
+    pub(crate) ino: u64,
+}
+
+/// What is known of the root itself.
+#[derive(Default)]
+pub(crate) struct Root {
+    /// Its device when it was first seen; another one means that a share was unmounted.
+    pub(crate) device: Option<u64>,
+    /// Where it was mounted then: as long as that is the same, a root that is missing was removed.
+    pub(crate) mounted: Option<MountPoint>,
+    /// Its mark, by which it is known again on another device (a share mounted anew).
+    pub(crate) uuid: Option<String>,
+    /// What the file system can do.
+    pub(crate) probed: Option<Probe>,
+    /// How records lie below it, once that is known.
+    pub(crate) kind: Option<LayoutKind>,
+    /// What its marker says of that, or is to say.
+    pub(crate) layout: Option<RootLayout>,
+    /// The log was told that the configuration asks for another layout than it has.
+    pub(crate) warned: bool,
+    /// A symbolic link below it was logged.
+    pub(crate) link_logged: bool,
+    /// A limit that is larger than its file system was logged.
+    pub(crate) limit_logged: bool,
+    /// Somebody is looking whether it is back.
+    pub(crate) looking: bool,
+}
+
+impl Shared {
+    /// What both layouts go by; nothing is touched yet. `Config` if the limit is too small.
+    pub(crate) fn new(
+        config: PosixConfig,
+        kind: Option<LayoutKind>,
+        io: Arc<IoPool>,
+        clock: Arc<dyn Clock>,
+    ) -> Result<Self> {
+        let layout = Layout::new(&config.root, &config.scope.identity);
+        let lengths = config.scope.lengths();
+        io.keep_below(&config.root);
+        let space = QuotaConfig {
+            root: config.root.clone(),
+            process: config.process.clone(),
+            rules: config.rules,
+            record_len: lengths.own_len(),
+            modes: config.modes,
+        };
+        let space = Quota::new(space, Arc::clone(&io), Arc::clone(&clock))?;
+        let root = Root {
+            kind,
+            ..Root::default()
+        };
+        let shared = Self {
+            layout,
+            io,
+            clock,
+            root: Mutex::new(root),
+            writes_cached: AtomicBool::new(false),
+            dirs: Mutex::new([false; 256]),
+            sequence: AtomicU64::new(u64::from(config.place.number) << 48),
+            space,
+            recency: Recency::default(),
+            lengths: Arc::new(lengths),
+            on_sealed: Arc::default(),
+            config,
+        };
+        if let Some(Capacity::Bytes(limit)) = shared.config.capacity
+            && !shared.config.scope.lookup_only
+        {
+            shared.check_limit(limit.get())?;
+        }
+        Ok(shared)
+    }
+
+    /// What the root holds, and what was removed of it.
+    pub(crate) fn stats(&self) -> MediumStats {
+        let (records_removed, bytes_removed) = self.space.removed();
+        MediumStats {
+            usage: self.space.usage(),
+            records_removed,
+            bytes_removed,
+            blocks_touched: self.recency.touched(),
+            ..MediumStats::default()
+        }
+    }
+
+    /// What a look at a record's name says: it is there whole, or why it is no hit.
+    pub(crate) fn presence(&self, meta: Option<FileMeta>) -> Presence {
+        let file = meta.filter(|meta| !meta.is_dir).ok_or(MissReason::Absent)?;
+        self.lengths.presence(file.len)
+    }
+
+    /// Whether writes fill the page cache of a local file system; false while that is not known.
+    /// Only one thread at once can fill the pages of one file there (ext4 and XFS hold the inode's
+    /// lock meanwhile), and others spin: so several files are written side by side.
+    pub(crate) fn writes_cached(&self) -> bool {
+        self.writes_cached.load(Ordering::Acquire)
+    }
+
+    /// What the file system of the root can do.
+    pub(crate) fn learn(&self, probe: Probe) {
+        let direct = self.config.direct && probe.direct.is_some();
+        let cached = !direct && !probe.fs.maybe_shared();
+        self.writes_cached.store(cached, Ordering::Release);
+        let root = self.layout.root().display();
+        let mut known = self.root.lock();
+        let said = known.probed.as_ref().map(|before| &before.rings) == Some(&probe.rings);
+        if let (Some(Err(why)), false) = (&probe.rings, said) {
+            warn!(
+                store = self.config.scope.writer,
+                root = %root,
+                "{root} is read and written without the rings of 3FS: {why}"
+            );
+        }
+        known.probed = Some(probe);
+    }
+
+    /// Logs once that blocks are not found because of a symbolic link below the root.
+    pub(crate) fn log_link(&self, error: &Error) {
+        if is_link(error) && !std::mem::replace(&mut self.root.lock().link_logged, true) {
+            let root = self.layout.root().display();
+            warn!(
+                store = self.config.scope.writer,
+                %root,
+                error = %error,
+                "blocks below {root} are misses: {error}"
+            );
+        }
+    }
+
+    /// The marker is there and on the device it was on: writing is safe. Else `Foreign`: the medium
+    /// answers, but it is not the root that was opened.
+    pub(crate) fn check_root(&self, marker: Option<FileMeta>) -> Result<()> {
+        let device = self.root.lock().device;
+        if marker.is_some_and(|meta| Some(meta.dev) == device) {
+            return Ok(());
+        }
+        let text = "the root lost its marker or changed its device; writing stops";
+        Err(Error::new(ErrorKind::Foreign, text).with("root", self.layout.root().display()))
+    }
+}
+
+/// Whether an operation failed at a symbolic link below a root.
+pub(crate) fn is_link(error: &Error) -> bool {
+    error.kind() == ErrorKind::Foreign && error.os_code() == Some(ELOOP)
+}
