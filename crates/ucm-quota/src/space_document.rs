@@ -273,7 +273,7 @@ mod tests {
         assert_eq!(document.usage(), (5, 1600, true));
         assert!(
             document.begin_count(1, &mut silence, at(121)).is_some(),
-            "nobody counts"
+            "no writer counts"
         );
     }
 

@@ -226,7 +226,7 @@ impl WriterQuota {
     }
 
     /// Whether a write waits for its grant: it is the first one, or the limit has room for it, and
-    /// no write has waited in vain since the last grant.
+    /// no wait has failed since the last grant.
     fn may_be_granted(&self, bytes: u64) -> bool {
         let fits = self.used().saturating_add(bytes) <= self.told.limit;
         !self.asking.in_vain && (self.reserved == 0 || fits)
@@ -359,7 +359,7 @@ mod tests {
         }
     }
 
-    /// Asks for room; `None`: its first grant is to come.
+    /// Reserves room; `None`: the first grant has not come yet.
     fn ask(quota: &mut WriterQuota, bytes: u64, now: MonotonicTime) -> Option<Result<Reservation>> {
         quota.reserve(bytes, now).0.transpose()
     }

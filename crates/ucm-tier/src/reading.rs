@@ -1,4 +1,4 @@
-//! Reading records for a load, and reading back one just published where the writer asks for that.
+//! Reading records for a load, and reading a record back after it was published, if configured.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -69,8 +69,8 @@ impl Shared {
     }
 }
 
-/// Tells why a file could not be read: the record's own fault, whatever the medium's health, or the
-/// medium's. No permission is the record's own fault if its directories can be searched.
+/// Why a file could not be read: because of the record alone, or of the medium. A missing
+/// permission is the record's own problem if its directories can be searched.
 pub(crate) fn explain(io: &IoJob, path: PathBuf, error: Error) -> Error {
     let own = match error.os_code() {
         Some(code) if NO_FILE.contains(&code) => true,

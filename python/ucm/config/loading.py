@@ -1102,6 +1102,12 @@ def load(
     return config
 
 
+def config_of(vllm_config: Any) -> UcmConfig:
+    """:func:`load` for the configuration inside vLLM's."""
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    return load(getattr(transfer, "kv_connector_extra_config", None) or {})
+
+
 def parse(
     extra_config: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
 ) -> UcmConfig:

@@ -29,8 +29,8 @@ pub(super) struct BlockBuilder {
 }
 
 pub(super) struct Inner {
-    /// The record in the making; away while somebody copies into it, and once it was handed to the
-    /// backend or given up.
+    /// The record that is being filled; `None` while a thread copies into it, and after it was
+    /// passed to the backend or given up.
     pub(super) slot: Option<Slot>,
     /// Which shards were gathered.
     pub(super) have: Vec<bool>,
@@ -50,7 +50,7 @@ pub(super) struct Inner {
 pub(super) enum Stage {
     /// Shards are still to come.
     Filling,
-    /// The record is whole and with the backend, which tells how that ended.
+    /// The record is complete and with the backend, which will report the outcome.
     Publishing,
     /// Published, or given up.
     Ended(Result<()>),

@@ -3,8 +3,8 @@
 //!
 //! A dump is published by the lowest level that is written through and outlives this process, in
 //! the member that its spread gives it to. The other levels get copies: a memory at once, a file in
-//! a spare slot, and no one waits for them. A copy that finds no spare slot, or a tier that is not
-//! well, is dropped and counted. The outcome of a record that its medium publishes later is
+//! a spare slot, and no caller waits for them. A copy that finds no spare slot, or a tier that is
+//! not well, is dropped and counted. The outcome of a record that its medium publishes later is
 //! reported by receipt ([`Receipts`]).
 
 use std::collections::HashMap;

@@ -136,7 +136,7 @@ fn make(context: &BuildContext, options: PosixOptions) -> Result<Vec<BuiltLevel>
     make_over(context, &options, PsyncEngine::new)
 }
 
-/// The same over an engine of I/O for each directory; what that is told is whether it goes past the
+/// The same with an I/O engine for each directory. The engine's argument is whether it bypasses the
 /// page cache.
 pub(super) fn make_over<E: IoEngine + 'static>(
     context: &BuildContext,

@@ -155,7 +155,7 @@ impl PeerRegions {
     pub(super) fn words(&self) -> String {
         let dir = self.dir.lock();
         if dir.as_os_str().is_empty() {
-            return "shared with nobody".to_owned();
+            return "not shared".to_owned();
         }
         match &*self.trouble.lock() {
             Some(error) => format!("sharing is limited: {error}"),

@@ -65,7 +65,7 @@ pub(super) struct State {
 /// What this writer may write.
 #[derive(Default)]
 pub(super) struct Grant {
-    /// The id under which it asks; another one after a silence in which it was dropped.
+    /// Its id in the document; a new one after a silence in which it was dropped.
     pub(super) writer: u64,
     pub(super) used: Use,
     /// Until when it holds.
@@ -87,7 +87,7 @@ impl Space {
         }
     }
 
-    /// Asks for the use of this limit.
+    /// Enters this writer, and the limit, in the document.
     pub(super) fn open(&self, limit: u64, deadline: MonotonicTime) -> Result<()> {
         {
             let mut state = self.state.lock();
@@ -197,7 +197,7 @@ impl Space {
         }
     }
 
-    /// Asks for `bytes`, and writes down what was used; whether there is as much now.
+    /// Requests `bytes` and records what was used; whether that much is granted.
     pub(super) fn ask(&self, bytes: u64, deadline: MonotonicTime) -> Result<bool> {
         let (writer, used, limit, until) = {
             let state = self.state.lock();
@@ -207,7 +207,7 @@ impl Space {
         let lapsed = until != MonotonicTime::default() && self.remote.clock.now() >= until;
         let fresh = (ucm_infra::random_u64(), Use::default());
         let ask = move |document: &mut SpaceDocument| {
-            // A writer that was dropped since has nothing any more, and asks as another one.
+            // A writer that was dropped since then has no grant, and returns with a new id.
             let dropped = lapsed && !document.knows(writer);
             let (writer, used) = if dropped { fresh } else { (writer, used) };
             let asked = Use {

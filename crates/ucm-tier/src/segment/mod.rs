@@ -64,7 +64,7 @@ const LANE_DISCOVERY: usize = 1;
 const LANE_MERGER: usize = 2;
 /// Bytes of dead writers' segments that the process that opens a root waits for.
 const AT_OPENING: u64 = 32 << 20;
-/// Longest a segment may be told to be, bytes.
+/// Largest `segment_size` that is accepted, bytes.
 const LONGEST: u64 = 1 << 30;
 
 /// What the segment layout goes by beside what every POSIX root does.

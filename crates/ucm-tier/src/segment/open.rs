@@ -1,8 +1,8 @@
 //! One segment being written: places for records are reserved in order, then it is closed to new
 //! ones, and when the last write has ended it can be sealed.
 //!
-//! A write that failed or came too late leaves a hole that the footer does not name. So does one
-//! whose thread hangs: when its job is no longer waited for, the segment goes on without it.
+//! A write that fails or is too late leaves a hole that the footer does not name. So does a write
+//! whose thread hangs: after the deadline of its job the segment continues without it.
 //! Nothing here touches the medium.
 
 use std::time::Duration;
