@@ -169,7 +169,7 @@ def test_only_a_check_that_began_afterwards_counts(
     assert digests.current(lora(path), computed)
 
 
-def test_an_adapter_being_hashed_holds_up_no_look_at_another(
+def test_hashing_one_adapter_does_not_delay_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seen for eight seconds: one thread hashed a large adapter, and another one overwritten
@@ -239,7 +239,7 @@ def test_a_hub_name_has_no_name(tmp_path: Path) -> None:
         AdapterDigests(since_ns=ALWAYS).payload(LoRARequest("x", 1, "org/adapter"))
 
 
-def test_only_the_first_question_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_call_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go, real = threading.Event(), keys._digest_files
 
     def slow(*args: Any) -> Any:

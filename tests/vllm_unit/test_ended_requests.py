@@ -179,7 +179,7 @@ def hit(engine: ToyEngine, prompt: list[int], name: str = "full") -> int:
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if STATE not in MODELS[name]])
-def test_what_waits_is_stored_though_others_use_the_whole_pool(life: Life, name: str) -> None:
+def test_waiting_blocks_are_stored_though_others_use_the_whole_pool(life: Life, name: str) -> None:
     """The pool has twenty blocks besides those that wait, and others, which are not stored, use
     four times as many."""
     groups = len({type(spec) for spec in MODELS[name]})
@@ -207,7 +207,7 @@ EARLY = [name for name in MODELS if name != "full"]
 
 @pytest.mark.parametrize("boasts", [0, 100])
 @pytest.mark.parametrize("name", EARLY)
-def test_what_leaves_a_running_request_is_stored(life: Life, name: str, boasts: int) -> None:
+def test_blocks_that_leave_a_running_request_are_stored(life: Life, name: str, boasts: int) -> None:
     """Blocks before its windows and states before its last one, which find no slot when they are
     computed; also where the store refuses them then."""
     # vLLM keeps the state after every fourth block of a prompt and after its last one; of windows
@@ -233,7 +233,7 @@ def test_what_leaves_a_running_request_is_stored(life: Life, name: str, boasts: 
 
 
 @pytest.mark.parametrize("name", [name for name in EARLY if STATE not in MODELS[name]])
-def test_what_leaves_a_running_request_and_is_reused_is_counted(life: Life, name: str) -> None:
+def test_reused_blocks_that_left_a_running_request_are_counted(life: Life, name: str) -> None:
     """vLLM hands out a window's blocks in the step that frees them, if it does not keep them."""
     groups = len({type(spec) for spec in MODELS[name]})
     engine = opened(life(name, blocks=60), name)
