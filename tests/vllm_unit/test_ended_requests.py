@@ -253,8 +253,11 @@ def test_reused_blocks_that_left_a_running_request_are_counted(life: Life, name:
 
 
 @pytest.mark.parametrize("share", [0.5, 0.0])
-def test_in_a_full_pool_a_new_request_waits_for_running_ones(life: Life, share: float) -> None:
+def test_in_a_full_pool_a_new_request_waits_for_running_ones(
+    life: Life, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its blocks are those that wait for the store, unless ``hold_share`` keeps them."""
+    monkeypatch.setattr(dumps, "KNOWN_S", 60.0)  # ranks stay full while a thread is slow
     engine = opened(life(blocks=24, keys={"hold_share": share}))
     lost = lost_of(engine)
     SlowStore.stalled = True
