@@ -83,7 +83,7 @@ impl ReadDone {
 }
 
 /// A part of a record that has arrived in its slot.
-pub struct Part<'a> {
+pub struct ReadPart<'a> {
     /// The slot from its start. It contains this part and the earlier ones.
     pub record: &'a [u8],
     /// Its place in the record. A part that begins at 0 restarts the record.
@@ -92,7 +92,7 @@ pub struct Part<'a> {
     pub stored_len: u64,
 }
 
-impl<'a> Part<'a> {
+impl<'a> ReadPart<'a> {
     /// The bytes of one operation; an operation without bytes restarts the record.
     pub fn of(step: &[Range<usize>], record: &'a [u8], stored_len: u64) -> Self {
         let start = step.first().map_or(0, |first| first.start);
@@ -106,7 +106,7 @@ impl<'a> Part<'a> {
 
 /// Called with each part of a record when it has been read, on the thread that reads. The ranges
 /// that it returns are read after the remaining steps.
-pub type Arrived = Box<dyn FnMut(&IoJob, Part<'_>) -> Option<Vec<Range<usize>>> + Send>;
+pub type Arrived = Box<dyn FnMut(&IoJob, ReadPart<'_>) -> Option<Vec<Range<usize>>> + Send>;
 
 /// How a record is read part by part. A medium without [`Features::reads_parts`] reads the whole
 /// record and does not call `arrived`.

@@ -7,7 +7,7 @@ use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_io::{IoJob, ReadMode};
 use ucm_record::{Expect, RecordHeader, verify_stored};
 
-use crate::backend::{BlockRead, Part, Parts, ReadDone};
+use crate::backend::{BlockRead, Parts, ReadDone, ReadPart};
 use crate::shared::Shared;
 
 /// Error numbers of what is there for others but never for us as a record: no permission (of the
@@ -41,7 +41,8 @@ impl Shared {
                     break 'steps;
                 }
             }
-            steps.extend(arrived(io, Part::of(&step, slot.as_slice(), stored_len)));
+            let part = ReadPart::of(&step, slot.as_slice(), stored_len);
+            steps.extend(arrived(io, part));
         }
         Ok(ReadDone {
             slot,

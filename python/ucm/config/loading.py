@@ -24,14 +24,7 @@ from pydantic import BaseModel, ValidationError
 from ucm.config.fields import Capacity, check_local, no_flag, parse_flag, scheme_of
 from ucm.config.model import STORE_SECTIONS, StoreSettings, UcmConfig, show
 from ucm.config.rules import problems_of, word_of
-from ucm.config.sparse import (
-    BUILT_IN,
-    UncheckedConfig,
-    algorithm_of,
-    algorithms,
-    folded,
-    keys_of,
-)
+from ucm.config.sparse import BUILT_IN, UncheckedConfig, algorithm_of, algorithms, folded, keys_of
 from ucm.config.words import (
     ALIASES,
     BACKEND_WORDS,

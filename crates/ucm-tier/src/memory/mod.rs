@@ -250,7 +250,8 @@ impl MemoryBackend {
                 .map(|part| part.end.min(len).saturating_sub(part.start));
             brought += lens.sum::<usize>();
             let record = lent.as_deref().unwrap_or(slot.as_slice());
-            steps.extend(arrived(io, backend::Part::of(&step, record, len as u64)));
+            let part = backend::ReadPart::of(&step, record, len as u64);
+            steps.extend(arrived(io, part));
         }
         Ok(ReadDone {
             slot,

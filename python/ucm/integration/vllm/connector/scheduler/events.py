@@ -133,10 +133,7 @@ class BlockEvents:
         return events
 
     def _answered(
-        self,
-        request: Request,
-        lookup: Lookup,
-        refused: Callable[[Sequence[bytes]], Sequence[int]],
+        self, request: Request, lookup: Lookup, refused: Callable[[Sequence[bytes]], Sequence[int]]
     ) -> None:
         """A lookup found these blocks of a request, and others not."""
         behind = ABSENT if lookup.reason in _GONE else UNKNOWN
