@@ -58,7 +58,7 @@ struct Counting {
     heartbeat: u64,
 }
 
-/// What one writer has used, and wants.
+/// The use of one writer, and its request.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Use {
     /// Bytes of writes that were begun, since it took its id.

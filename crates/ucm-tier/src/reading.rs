@@ -63,7 +63,7 @@ impl Shared {
         Ok(verify_stored(bytes, stored_len, &self.expect(id, bytes))?)
     }
 
-    /// What the record that begins with these bytes must be.
+    /// The expected properties of the record that begins with these bytes.
     pub(crate) fn expect(&self, id: BlockId, bytes: &[u8]) -> Expect<'_> {
         let namespace = *self.config.scope.identity.digest();
         self.lengths.expect(id, namespace, bytes)

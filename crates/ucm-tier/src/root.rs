@@ -30,7 +30,7 @@ pub(crate) fn unless_read_only<T>(result: Result<T>) -> Result<Option<T>> {
     }
 }
 
-/// What an empty path means: the current directory.
+/// The current directory instead of an empty path.
 fn or_here(path: &Path) -> &Path {
     if path.as_os_str().is_empty() {
         Path::new(".")

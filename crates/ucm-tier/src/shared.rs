@@ -92,7 +92,7 @@ pub(crate) struct Root {
     pub(crate) mounted: Option<MountPoint>,
     /// Its UUID, which identifies it on another device (a share that was mounted again).
     pub(crate) uuid: Option<String>,
-    /// What the file system can do.
+    /// The abilities of the file system.
     pub(crate) probed: Option<Probe>,
     /// The layout of its records, once that is known.
     pub(crate) kind: Option<LayoutKind>,

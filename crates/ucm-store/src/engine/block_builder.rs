@@ -56,7 +56,7 @@ pub(super) enum Stage {
     Ended(Result<()>),
 }
 
-/// What becomes of rows that were gathered.
+/// The next step for rows that were gathered.
 pub(super) enum After {
     /// They end here.
     Ended(Result<()>),
@@ -105,7 +105,7 @@ impl BlockBuilder {
         }
     }
 
-    /// What comes next for rows that were gathered into this block.
+    /// The next step for rows that were gathered into this block.
     pub(super) fn after(&self, task: &Arc<TaskState>, rows: &[usize]) -> After {
         let mut inner = self.inner.lock();
         let whole = inner.have.iter().all(|&have| have);

@@ -70,7 +70,7 @@ struct CopyJob {
     in_hand: Mutex<Option<InHand>>,
 }
 
-/// What a thread does with a block.
+/// The next step of a thread with a block.
 enum InHand {
     /// It copies from the device the block of this index.
     Gathering(usize),

@@ -227,7 +227,7 @@ impl PosixOptions {
     }
 }
 
-/// What holds of one of the directories, whatever its layout.
+/// Settings of one of the directories, for both layouts.
 fn config(
     context: &BuildContext,
     options: &PosixOptions,
@@ -256,7 +256,7 @@ fn config(
     }
 }
 
-/// What holds where records lie in segments.
+/// Settings for segments.
 fn segments(options: &PosixOptions) -> Result<SegmentConfig> {
     Ok(SegmentConfig {
         size: options.segment_size.0,

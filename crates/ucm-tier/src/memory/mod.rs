@@ -65,7 +65,7 @@ pub struct MemoryConfig {
     pub scope: Scope,
     /// Bytes of the own region, see [`cache_bytes`]; `None`: it has none.
     pub capacity: Option<NonZeroU64>,
-    /// What is evicted first.
+    /// The policy of eviction.
     pub policy: Policy,
     /// Where regions are announced; `None`: the user's own directory
     /// ([`Registry::default_dir`](ucm_device::Registry)).

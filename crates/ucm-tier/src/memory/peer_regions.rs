@@ -106,7 +106,7 @@ impl PeerRegions {
         scan.refused.map_or(Ok(()), Err)
     }
 
-    /// What is mapped now.
+    /// The regions that are mapped now.
     pub(super) fn views(&self) -> Arc<Vec<Arc<RegionView>>> {
         Arc::clone(&self.views.read())
     }

@@ -68,7 +68,7 @@ const FOUND_WITHIN: Duration = Duration::from_secs(10);
 /// Most records in the index in memory; further ones are misses.
 const MOST_BLOCKS: usize = 1 << 24;
 
-/// What the backend needs to know.
+/// Configuration of the backend.
 #[derive(Debug, Clone)]
 pub struct ObjectConfig {
     /// Where the bucket is.
