@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,8 @@ from vllm.lora.request import LoRARequest
 
 from ucm.errors import NotFoundError
 from ucm.integration.vllm.connector.identity import keys
-from ucm.integration.vllm.connector.identity.keys import (
-    AdapterDigests,
-    UnkeyableError,
-    adapter_digest,
-)
+from ucm.integration.vllm.connector.identity.keys import AdapterDigests, UnkeyableError
+from ucm.integration.vllm.connector.identity.weights import DigestMemory
 
 #: The first import of vLLM takes long on a busy machine.
 pytestmark = pytest.mark.timeout(300)
@@ -40,6 +38,10 @@ def make_adapter(path: Path, content: bytes = b"adapter", config: str = '{"r": 8
     (path / "adapter_model.safetensors").write_bytes(content)
     (path / "adapter_config.json").write_text(config)
     return path
+
+
+def adapter_digest(path: str) -> bytes:
+    return keys._digest_files(path, DigestMemory(None, time.time_ns), time.time_ns)[0]
 
 
 def lora(path: Path, number: int = 1, **args: Any) -> LoRARequest:
