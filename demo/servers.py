@@ -29,11 +29,21 @@ class MissingError(Exception):
     """A server is not on this machine; the text says which and how it gets there."""
 
 
+def held_port() -> socket.socket:
+    """Bound to a port that the system gives to no other process until this is closed. A server that
+    reuses addresses, as all of these do, can listen there."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
+
+
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port on which no server listens, held as long as this process lives."""
+    held = held_port()
+    port = int(held.getsockname()[1])
+    held.detach()
+    return port
 
 
 class Server:
@@ -46,11 +56,7 @@ class Server:
         directory.mkdir(parents=True, exist_ok=True)
         self._command, self._directory = command, directory
         self._process: subprocess.Popen[bytes] | None = None
-        # Bound until the end, and not listening: nobody else is given the port of a server that
-        # starts, or is down for a while; the server itself may listen on it (SO_REUSEADDR).
-        self._held = socket.socket()
-        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._held.bind(("127.0.0.1", 0))
+        self._held = held_port()  # until the end, also while the server is down
         self.port = int(self._held.getsockname()[1])
         try:
             self.start()

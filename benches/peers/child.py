@@ -23,7 +23,7 @@ from peer import Blocks, Peer, UnavailableError
 
 #: A lookup takes microseconds: the median of this number of calls counts.
 LOOKUPS = 7
-#: Time before them: a store may look again at a directory that has just been changed.
+#: Time before them: a store may scan a directory again that has just been changed.
 REST_S = 0.2
 
 

@@ -275,7 +275,7 @@ def arguments() -> argparse.Namespace:
         "--repeats", type=int, default=3, help="dumps and loads of a turn, whose median counts (3)"
     )
     parser.add_argument(
-        "--seconds", type=float, default=10.0, help="for which a store is left alone (10)"
+        "--seconds", type=float, default=10.0, help="for which a store is idle (10)"
     )
     parser.add_argument("--tokens", type=int, default=4005, help="of a prompt (4005)")
     parser.add_argument("--prompts", type=int, default=8, help="for each engine (8)")

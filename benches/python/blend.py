@@ -2,8 +2,8 @@
 benches/python/blend.py [--turns 7]``.
 
 A prompt has ten documents of 400 tokens and a question. All documents were stored with an earlier
-prompt; then each turn asks about them in another order. Three engines answer, one after the other:
-one without a cache, one with prefixes alone, one with Blend (15 % of the chunks' tokens are
+prompt; the prompts of each turn have them in another order. Three engines answer, one after the
+other: one without a cache, one with prefixes alone, one with Blend (15 % of the chunks' tokens are
 computed again). The model is a Llama of 113 million random parameters in bfloat16: times and counts
 mean something, its answers do not. Prints the medians, and the share of prompt tokens that each
 engine did not compute; ``--json`` writes every time, ``--svg`` a plot of them.

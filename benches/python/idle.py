@@ -137,7 +137,7 @@ def main() -> None:
     """Prints the table."""
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument(
-        "--seconds", type=float, default=20.0, help="how long each store is left alone"
+        "--seconds", type=float, default=20.0, help="how long each store is idle"
     )
     arguments.add_argument("--presets", nargs="*", choices=list(PRESETS), default=list(PRESETS))
     arguments.add_argument("--json", type=Path)

@@ -3,7 +3,7 @@
 All run on this machine over one directory: P and D with a part of the processors each and ``ucm
 pd-proxy`` before them, and a server with all processors. They take turns with the same load: chats
 of four at a time, prompts of 1000 tokens, answers of 64. Prints the medians of the rounds. Goodput
-is requests a second whose first token and whose further tokens came within twice the median of the
+is requests a second whose first token and whose further tokens took at most twice the median of the
 single server. ``--json`` writes every round.
 """
 

@@ -178,7 +178,7 @@ def decodes(engine: Engine, seconds: float = 0.01) -> None:
     engine.admission.step_ended()
 
 
-def test_while_computing_is_not_known_only_what_is_slower_than_any_computing_is_declined() -> None:
+def test_while_the_speed_of_computing_is_unknown_only_very_slow_loads_are_declined() -> None:
     """Here 1000 tokens are computed in 10 s at the very most, one token a step."""
     engine = Engine()
     decodes(engine)
@@ -221,7 +221,7 @@ def test_tiers_have_rates_of_their_own_and_are_bounded() -> None:
     assert len(engine.admission._tiers) == TIERS
 
 
-def test_one_declined_hit_in_a_while_is_taken_if_the_ledger_can_pay() -> None:
+def test_a_declined_hit_is_tried_now_and_then_within_the_saved_time() -> None:
     engine = Engine()
     engine.computes()
     engine.load(400, 0.6)  # 0.2 s were lost, so 0.3 s are left
@@ -246,7 +246,7 @@ def test_nothing_is_learnt_beside_loads_that_wait() -> None:
     assert {engine.decide(400) for _ in range(3 * UNLEARNT)} == {Verdict.DECLINE}
 
 
-def test_a_learning_load_that_was_quick_is_believed() -> None:
+def test_a_fast_trial_load_changes_the_rate() -> None:
     engine = Engine()
     engine.computes()
     engine.load(1000, 5.0)
@@ -258,7 +258,7 @@ def test_a_learning_load_that_was_quick_is_believed() -> None:
     assert engine.decide(1000) == Verdict.LOAD
 
 
-def test_a_longer_hit_than_all_seen_is_worth_a_try() -> None:
+def test_a_hit_longer_than_all_earlier_ones_is_tried() -> None:
     """Whether it was the latency or the bandwidth that made the short one slow, it alone can
     tell."""
     engine = Engine()
@@ -299,7 +299,7 @@ def test_fixed_part_and_rate_are_distinguished() -> None:
     assert rate.bytes_per_second == pytest.approx(100, rel=0.05)
 
 
-def test_an_end_that_is_known_up_to_a_step_changes_nothing_if_it_agrees() -> None:
+def test_an_end_known_only_to_a_step_does_not_change_a_rate_that_fits() -> None:
     rate = LoadRate()
     rate.add_sample(1000, 1.0, 1.0)
     for _ in range(10):
@@ -309,7 +309,7 @@ def test_an_end_that_is_known_up_to_a_step_changes_nothing_if_it_agrees() -> Non
     assert 1.0 < (rate.seconds(1000) or 0) < 1.2
 
 
-def test_one_accident_is_not_a_change_and_two_are() -> None:
+def test_one_slow_load_does_not_change_the_rate_and_two_do() -> None:
     rate = LoadRate()
     for _ in range(8):
         rate.add_sample(1000, 1.0, 1.0)
@@ -322,7 +322,7 @@ def test_one_accident_is_not_a_change_and_two_are() -> None:
     assert rate.seconds(1000) == pytest.approx(50.0)
 
 
-def test_loads_given_up_now_and_then_weigh_on_the_others() -> None:
+def test_abandoned_loads_lower_the_rate() -> None:
     rate = LoadRate()
     for _ in range(4):
         rate.add_sample(1000, 0.1, 0.1)
@@ -332,7 +332,7 @@ def test_loads_given_up_now_and_then_weigh_on_the_others() -> None:
     assert rate.seconds(1000) == pytest.approx(2.0)
 
 
-def test_a_remembered_rate_is_as_it_was_and_two_loads_that_are_far_off_end_it() -> None:
+def test_a_restored_rate_is_replaced_after_two_loads_that_differ() -> None:
     before = LoadRate()
     for size in (10, 1000, 400, 5000):
         before.add_sample(size, 0.5 + size / 100, 0.5 + size / 100)
@@ -351,7 +351,7 @@ def test_a_remembered_rate_is_as_it_was_and_two_loads_that_are_far_off_end_it() 
     assert rate.seconds(1000) == pytest.approx(80.0)
 
 
-def test_a_few_loads_outweigh_what_is_remembered() -> None:
+def test_a_few_loads_outweigh_a_restored_rate() -> None:
     before = LoadRate()
     for _ in range(16):
         before.add_sample(1000, 1.0, 1.0)
@@ -440,7 +440,7 @@ def test_with_never_every_hit_is_declined_and_blocks_are_stored() -> None:
     assert len(rig.step(request).dumps) == 1
 
 
-def test_a_load_given_up_is_a_slow_one_and_one_that_failed_otherwise_says_nothing() -> None:
+def test_an_abandoned_load_counts_as_slow_and_a_failed_one_does_not_count() -> None:
     rig = Rig()
     for name, reason in (("a", "bad_checksum"), ("b", "timeout")):
         request = rig.request(name, 6 * BLOCK + 1, seed=ord(name))
@@ -474,7 +474,7 @@ def two_tiers(rig: Rig, lower: set[bytes]) -> None:
     rig.store.lower = lower
 
 
-def test_the_lookup_says_which_tier_each_block_comes_from() -> None:
+def test_a_lookup_returns_the_tier_of_each_block() -> None:
     rig = Rig()
     request = rig.request("a", 6 * BLOCK + 1)
     rig.stored(request, 5)
@@ -493,7 +493,7 @@ def test_the_lookup_says_which_tier_each_block_comes_from() -> None:
     }
 
 
-def test_of_the_parts_of_a_block_the_lowest_counts() -> None:
+def test_the_tier_of_a_block_is_the_lowest_of_its_parts() -> None:
     rig = Rig(ranks=2)
     request = rig.request("a", 6 * BLOCK + 1)
     rig.stored(request, 4)
@@ -636,7 +636,7 @@ def test_a_load_from_both_that_takes_as_long_as_expected_changes_neither() -> No
     assert engine.admission._tiers[1].rate.seconds(1000) == pytest.approx(1.0)
 
 
-def test_the_tier_that_served_a_load_is_judged_by_it_not_the_one_it_was_in() -> None:
+def test_a_load_counts_for_the_tier_that_served_it() -> None:
     """Blocks are pushed out, and brought up, between the lookup and the load."""
     engine = Engine()
     engine.computes()
@@ -654,7 +654,7 @@ def test_the_tier_that_served_a_load_is_judged_by_it_not_the_one_it_was_in() -> 
     }
 
 
-def test_of_several_ranks_the_one_that_had_most_from_below_counts() -> None:
+def test_the_rank_with_most_blocks_from_lower_tiers_counts() -> None:
     engine = Engine()
     engine.computes()
     engine.admission.began("r", whole(100), 1)
@@ -667,7 +667,7 @@ def test_of_several_ranks_the_one_that_had_most_from_below_counts() -> None:
     }
 
 
-def test_a_load_behind_holds_up_its_own_tier_alone() -> None:
+def test_a_late_load_delays_only_its_own_tier() -> None:
     engine = Engine()
     engine.computes()
     engine.load(1000, 0.1, tier=0)
@@ -680,7 +680,7 @@ def test_a_load_behind_holds_up_its_own_tier_alone() -> None:
     assert engine.cut(500, 500) == (500, Verdict.LOAD)
 
 
-def test_what_one_tier_saves_pays_for_nothing_of_another() -> None:
+def test_time_saved_by_one_tier_allows_no_trial_of_another() -> None:
     engine = Engine()
     engine.computes()
     engine.load(1000, 10.0, tier=1)

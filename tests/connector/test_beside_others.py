@@ -65,7 +65,7 @@ def test_blocks_another_connector_still_fills_are_not_offered_at_the_end_of_a_re
     assert blocks_of(rig.step()) == []
 
 
-def test_they_are_offered_once_the_request_runs() -> None:
+def test_blocks_that_another_connector_filled_are_offered_once_the_request_runs() -> None:
     rig = Rig()
     request = rig.request("a", 4 * BLOCK)
     filled_by_another(rig, request, 3)
@@ -89,7 +89,7 @@ def test_a_request_that_ran_and_was_preempted_has_to_run_again() -> None:
     assert blocks_of(rig.step()) == []
 
 
-def test_a_first_step_whose_output_was_not_seen_is_no_step() -> None:
+def test_nothing_is_offered_before_the_output_of_the_first_step() -> None:
     rig = Rig()
     request: Any = rig.request("a", 4 * BLOCK)
     filled_by_another(rig, request, 3)
@@ -101,7 +101,7 @@ def test_a_first_step_whose_output_was_not_seen_is_no_step() -> None:
     assert blocks_of(rig.step()) == []
 
 
-def test_what_a_step_loads_and_computes_is_offered_when_its_output_was_seen() -> None:
+def test_loaded_and_computed_blocks_are_offered_after_the_output_of_their_step() -> None:
     rig = Rig()
     request = rig.request("a", 4 * BLOCK)
     filled_by_another(rig, request, 2)
@@ -110,7 +110,7 @@ def test_what_a_step_loads_and_computes_is_offered_when_its_output_was_seen() ->
     assert blocks_of(rig.step(request)) == [(0, 4)]
 
 
-def test_and_not_before_although_steps_overlap() -> None:
+def test_blocks_are_not_offered_before_their_output_when_steps_overlap() -> None:
     rig = Rig()
     request: Any = rig.request("a", 4 * BLOCK)
     filled_by_another(rig, request, 2)
@@ -134,7 +134,7 @@ def test_the_last_step_is_offered_too() -> None:
     assert blocks_of(rig.step()) == [(0, 4), (0, 2)]
 
 
-def test_of_a_request_computed_on_an_invalid_block_only_what_lies_before_is_offered() -> None:
+def test_only_blocks_before_an_invalid_block_are_offered() -> None:
     rig = Rig()
     request = rig.request("a", 5 * BLOCK)
     filled_by_another(rig, request, 3)
@@ -231,7 +231,7 @@ def several(*connectors: Any) -> MultiConnector:
 
 
 @pytest.mark.parametrize("ours_first", [True, False], ids=["ours first", "theirs first"])
-def test_the_halves_find_each_other_beside_a_connector_that_shakes_hands(ours_first: bool) -> None:
+def test_both_sides_connect_beside_another_connector_with_a_handshake(ours_first: bool) -> None:
     rig = Rig(opened=False)
     report = UCMConnectorWorkerMetadata(
         ranks=[
@@ -284,7 +284,7 @@ def test_the_first_request_waits_for_the_step_in_which_the_workers_answer_and_no
     assert not silent.scheduler.has_pending_push_work
 
 
-def test_workers_that_do_not_all_answer_switch_it_off() -> None:
+def test_a_missing_handshake_of_a_worker_disables_the_cache() -> None:
     rig = Rig(ranks=2, opened=False)
     rig.report(RankReport(0, Handshake((0, 0, 0), 0, True, {}, {})))
     assert rig.readiness.why_off == "1 of 2 workers answered the handshake"

@@ -40,7 +40,7 @@ def test_unknown_until_a_step_computed_a_prompt() -> None:
     assert steps.compute_rate.tokens_per_second is None
 
 
-def test_twice_what_it_took_within_bounds() -> None:
+def test_the_allowance_is_twice_the_measured_time_within_bounds() -> None:
     steps = Steps()
     for _ in range(SKIPPED):
         steps.run(9.0, 1000)  # compiled and cold
@@ -51,7 +51,7 @@ def test_twice_what_it_took_within_bounds() -> None:
     assert steps.compute_rate.tokens_per_second == pytest.approx(1000)
 
 
-def test_idle_time_and_loads_alone_say_nothing() -> None:
+def test_idle_time_and_loads_are_not_measured() -> None:
     steps = Steps()
     for _ in range(SKIPPED + 1):
         steps.run(1.0, 1000)
@@ -85,7 +85,7 @@ def test_chunks_beside_requests_that_decode() -> None:
 
 
 @pytest.mark.parametrize("slow", [1, STEPS // 2])
-def test_slow_steps_do_not_poison(slow: int) -> None:
+def test_slow_first_steps_do_not_change_the_rate(slow: int) -> None:
     steps = Steps()
     for number in range(STEPS):
         steps.run(60.0 if number < slow else 1.0, 1000)
@@ -101,7 +101,7 @@ def test_another_speed_is_learnt() -> None:
     assert steps.compute_rate.seconds(1000) == pytest.approx(3.0)
 
 
-def test_what_computing_takes_at_the_very_most() -> None:
+def test_an_upper_bound_of_the_time_of_computing() -> None:
     steps = Steps()
     assert steps.compute_rate.at_most(1000) == pytest.approx(1000 / FLOOR)
     steps.run(9.0, 1)  # cold
@@ -149,7 +149,7 @@ def test_a_speed_that_was_remembered_as_lower_is_forgotten_at_the_first_step() -
     assert steps.compute_rate.seconds(900, rest=100) == pytest.approx(0.9)
 
 
-def test_what_was_measured_already_is_not_replaced_by_what_is_remembered() -> None:
+def test_a_measured_speed_is_not_replaced_by_a_restored_one() -> None:
     steps = Steps()
     for _ in range(SKIPPED + 1):
         steps.run(1.0, 1000)
@@ -197,7 +197,7 @@ def test_a_load_is_sent_with_its_time() -> None:
     assert load.timeout == pytest.approx(2 * 3 * BLOCK * 4.0 / (20 * BLOCK + 1))
 
 
-def test_ancestors_of_what_is_dumped_are_touched_once_a_minute() -> None:
+def test_ancestors_of_dumped_blocks_are_touched_once_a_minute() -> None:
     rig = Rig()
     request = rig.request("a", 2 * BLOCK)
     rig.admit(request)

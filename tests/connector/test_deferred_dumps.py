@@ -72,7 +72,7 @@ def offered(plan: UCMConnectorMetadata) -> list[tuple[int, int]]:
     return [(dump.first, len(dump.blocks)) for dump in plan.dumps]
 
 
-def test_blocks_are_offered_after_a_look_that_began_when_they_were_computed() -> None:
+def test_blocks_are_offered_after_a_check_that_began_when_they_were_computed() -> None:
     rig = AdapterRig()
     request = rig.request("a", 4 * BLOCK)
     rig.admit(request)
@@ -132,7 +132,7 @@ def test_the_blocks_of_a_request_that_ended_are_held_and_offered() -> None:
 
 
 @pytest.mark.parametrize("why", ["changed", "late", "reset", "off", "taken"])
-def test_held_blocks_are_let_go(why: str) -> None:
+def test_held_blocks_are_released(why: str) -> None:
     rig = AdapterRig()
     ended_early(rig)
     if why == "changed":
@@ -183,7 +183,7 @@ def slide(rig: AdapterRig, request: Request) -> UCMConnectorMetadata:
     return rig.step(request, most=3 * BLOCK)
 
 
-def test_blocks_that_leave_a_window_before_a_look_are_offered_after_one() -> None:
+def test_blocks_that_leave_a_window_before_a_check_are_offered_after_it() -> None:
     rig = AdapterRig(groups=WINDOW)
     request = rig.request("a", 7 * BLOCK)
     rig.admit(request)
@@ -201,7 +201,7 @@ def test_blocks_that_leave_a_window_before_a_look_are_offered_after_one() -> Non
 
 
 @pytest.mark.parametrize("then", ["looked", "changed", "aborted", "preempted"])
-def test_a_look_before_the_step_has_ended_does_not_count_for_what_leaves_a_window(
+def test_a_check_before_the_end_of_the_step_does_not_count_for_blocks_that_leave_a_window(
     then: str,
 ) -> None:
     """Steps overlap, so the next one is planned before."""
@@ -335,7 +335,7 @@ def test_an_idle_engine_steps_no_longer_than_a_second_without_room(room: str) ->
     assert offered(rig.step()) == []
 
 
-def test_vllm_hands_out_others_first() -> None:
+def test_vllm_reuses_held_blocks_last() -> None:
     """Those that wait are moved behind these before it reaches them, in their order."""
     rig, _ = with_little_room(7)
     pool = rig.tables.block_pool
@@ -454,7 +454,7 @@ def test_offered_blocks_of_an_ended_request_are_compared_while_they_may_be_offer
     assert offered(published(rig, plan)) == [(1, 6)]
 
 
-def test_what_was_refused_before_a_reset_is_not_offered_after_it() -> None:
+def test_blocks_refused_before_a_reset_are_not_offered_after_it() -> None:
     """The weights in memory may be others, and the blocks have the name of the new ones."""
     rig = Rig(ranks=2, groups=WINDOW)
     request, plan = half_refused(rig)
@@ -481,9 +481,7 @@ def test_refused_blocks_that_their_preempted_request_gets_again_are_not_offered(
     assert offered(published(rig, plan)) == []
 
 
-def test_a_look_before_the_step_of_another_request_has_ended_does_not_count_for_its_prefix() -> (
-    None
-):
+def test_a_check_before_the_end_of_another_requests_step_does_not_count_for_its_prefix() -> None:
     """vLLM's prefix cache names blocks that an earlier step is still to compute."""
     rig = AdapterRig()
     first: Any = rig.request("a", 4 * BLOCK + 1)

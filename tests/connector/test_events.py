@@ -266,7 +266,7 @@ def test_the_oldest_are_removed_at_the_limit() -> None:
     assert len(router.index) == 4
 
 
-def test_an_engine_that_publishes_no_events_makes_none() -> None:
+def test_an_engine_without_events_builds_none() -> None:
     rig = Rig()
     request = rig.request("a", 3 * BLOCK)
     stored_by_itself(rig, request)
@@ -330,7 +330,7 @@ def test_every_groups_blocks_have_its_size_and_number() -> None:
     ]
 
 
-def test_a_lookup_says_of_each_group_what_is_there() -> None:
+def test_a_lookup_returns_the_blocks_of_each_group() -> None:
     """Of a whole prefix up to a refused block; of windows each block; nothing of what it did not
     look up."""
     rig, _ = rig_with_events()

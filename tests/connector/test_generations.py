@@ -95,7 +95,7 @@ def test_a_reset_fails_only_where_forgetting_failed(forget: bool) -> None:
     assert rig.scheduler.reset_cache() is not forget
 
 
-def test_a_word_about_an_earlier_generation_counts_for_nothing() -> None:
+def test_reports_of_an_earlier_generation_are_ignored() -> None:
     rig = Rig()
     empty(rig)
     plan = asked(rig, "a")
@@ -105,7 +105,7 @@ def test_a_word_about_an_earlier_generation_counts_for_nothing() -> None:
     assert not rig.readiness.weights_confirmed
 
 
-def test_other_files_are_another_identity_and_the_first_again_the_first() -> None:
+def test_an_identity_follows_the_files_of_the_weights() -> None:
     rig = Rig()
     stored = rig.request("a", 3 * BLOCK)
     rig.stored(stored, 2)
@@ -208,7 +208,7 @@ def test_requests_do_not_wait_for_ranks_that_do_not_answer() -> None:
     assert rig.scheduler.miss_stats.total.missed == {"identity_pending": 3}
 
 
-def test_what_was_loaded_before_a_change_of_the_weights_is_never_offered() -> None:
+def test_blocks_loaded_before_a_change_of_the_weights_are_never_offered() -> None:
     """vLLM keeps the blocks of a request that waits for its load through a reset of its caches, and
     names them again when the load has ended."""
     rig = Rig()

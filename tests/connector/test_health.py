@@ -185,7 +185,7 @@ def refuse(store: Any, healthy: bool) -> None:
 
 
 @pytest.mark.parametrize("plan", [{"loads": [load("r", [1])]}, {"dumps": [dump(1, [1])]}])
-def test_a_rank_asks_its_store_when_something_failed_and_tells_until_it_is_well(
+def test_a_rank_checks_its_store_after_a_failure_and_reports_until_it_is_healthy(
     plan: dict[str, Any],
 ) -> None:
     watches = Watches()
@@ -228,7 +228,7 @@ def test_a_store_that_opens_unhealthy_is_reported() -> None:
     assert not worker.connector.health.healthy
 
 
-def test_a_watch_asks_the_store_until_it_is_well() -> None:
+def test_a_watch_checks_the_store_until_it_is_healthy() -> None:
     watches, store = Watches(), Moody()
     health = StoreHealth(pause=0.0, spawn=watches)
     health.check(store)

@@ -48,7 +48,7 @@ def test_ids_named_by_one_rank_extend_the_published_prefix(has_thread: bool) -> 
     assert claimed_blocks(rig, "d", 6 * BLOCK) == 3
 
 
-def test_every_rank_must_have_it_in_one_way_or_the_other() -> None:
+def test_every_rank_must_have_a_block_published_or_locally_visible() -> None:
     rig = Rig(ranks=2)
     request = rig.request("a", 6 * BLOCK)
     rig.stored(request, 3, ranks=[0])
@@ -58,7 +58,7 @@ def test_every_rank_must_have_it_in_one_way_or_the_other() -> None:
     assert claimed_blocks(rig, "c", 6 * BLOCK) == 2, "a rank speaks for itself"
 
 
-def test_ranks_that_share_a_part_must_all_have_it() -> None:
+def test_all_ranks_that_share_a_part_must_have_a_block() -> None:
     hits = LocallyVisible()
     hits.open([[0, 1]])
     ids = [bytes([n]) * 16 for n in range(3)]
@@ -69,7 +69,7 @@ def test_ranks_that_share_a_part_must_all_have_it() -> None:
     assert (hits.run(ids, 0), hits.run(ids, 1), hits.run(ids, 2), hits.run(ids, 3)) == (2, 1, 0, 0)
 
 
-def test_what_was_just_published_is_a_hit_whether_the_scheduler_half_has_found_it_or_not(
+def test_a_block_that_was_just_published_is_a_hit(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("ucm._core", reason="the core is not compiled here")
@@ -87,7 +87,7 @@ def test_what_was_just_published_is_a_hit_whether_the_scheduler_half_has_found_i
         assert claimed_blocks(rig, "b", 4 * BLOCK + 1) == 4
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_the_number_of_remembered_ids_is_bounded() -> None:
     hits = LocallyVisible(limit=2)
     hits.open([[0]])
     ids = [bytes([n]) * 16 for n in range(4)]
@@ -98,7 +98,7 @@ def test_what_is_remembered_is_bounded() -> None:
     assert hits.run(ids, 1) == 2, "the room of what was lost is used again"
 
 
-def test_a_store_that_fails_names_nothing() -> None:
+def test_a_failing_store_reports_no_ids() -> None:
     class Odd(Memory):
         def early(self) -> tuple[list[bytes], list[bytes]]:
             raise RuntimeError("no")
@@ -108,7 +108,7 @@ def test_a_store_that_fails_names_nothing() -> None:
 
 
 @pytest.mark.parametrize("word", ["unhealthy", "lookup_late"])
-def test_a_store_that_gives_no_answer_is_not_gone_past(word: str) -> None:
+def test_a_prefix_ends_where_the_store_does_not_answer(word: str) -> None:
     rig = Rig()
     request = rig.request("a", 4 * BLOCK)
     rig.report(RankReport(0, ready=True, gained=visible_ids(rig, request, range(4))))

@@ -94,7 +94,7 @@ def test_an_answer_of_the_stores_thread_may_be_late_or_an_error() -> None:
     assert rig.scheduler.miss_stats.total.missed["lookup_late"] == 3
 
 
-def test_a_question_ends_with_its_request() -> None:
+def test_a_lookup_ends_with_its_request() -> None:
     rig = Rig()
     rig.store.questions = []
     request = rig.request("a", 3 * BLOCK + 1)
@@ -170,7 +170,7 @@ def test_a_lookup_of_several_groups_says_why_it_is_no_longer() -> None:
     assert lookup.tables[0] == bytes((0, 0, UNKNOWN, UNKNOWN))
 
 
-def test_what_shorter_hits_need_is_one_more_question() -> None:
+def test_blocks_for_shorter_hits_are_looked_up_in_one_further_call() -> None:
     """Of the lengths that the policy considers, whatever lies in which tier behind them."""
     groups = (Group(0, 0, BLOCK), Group(1, 1, BLOCK, reach=Reach("window", BLOCK)))
     masks = [part_mask(0, 0, 0), part_mask(1, 0, 0)]
@@ -197,7 +197,7 @@ def test_what_shorter_hits_need_is_one_more_question() -> None:
     assert shorter_hits(bytes((2, 1, 0))) == []
 
 
-def test_what_a_shorter_hit_needs_is_looked_up_again() -> None:
+def test_blocks_of_a_shorter_hit_are_looked_up_again() -> None:
     """The store has a refused block. Without it the hit is shorter, and its window another."""
     window = Reach("window", BLOCK)  # it sees the last block of a hit
     rig = Rig(groups=(Group(0, 0, BLOCK), Group(1, 1, BLOCK, reach=window)))

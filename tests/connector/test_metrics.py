@@ -88,7 +88,7 @@ def test_a_connector_that_is_off_counts_why() -> None:
 
 
 @pytest.mark.parametrize("case", ["off", "mode", "request", "given up"])
-def test_a_request_without_the_cache_asks_for_no_block_that_vllm_has(case: str) -> None:
+def test_blocks_on_the_device_are_not_counted_for_a_request_without_the_cache(case: str) -> None:
     rig = Rig()
     half = connector(scheduler=rig.scheduler, miss_stats=rig.scheduler.miss_stats)
     if case == "off":
@@ -125,7 +125,7 @@ def test_hooks_never_raise() -> None:
     assert UcmStats(data={"asked": 1}).aggregate(strange).data == {"asked": 1}
 
 
-def test_ranks_and_halves_add_up_on_vllms_own_way() -> None:
+def test_counts_of_ranks_and_sides_are_aggregated_by_vllm() -> None:
     """As in vLLM: pickled by the workers, aggregated over ranks and with the scheduler's, sent as
     msgpack, rebuilt."""
     both = [UcmStats(data={"loaded_bytes": 10 * n, "published_bytes": 1}) for n in (1, 2)]
@@ -143,7 +143,7 @@ def test_ranks_and_halves_add_up_on_vllms_own_way() -> None:
     assert rebuilt.is_empty()
 
 
-def test_vllm_logs_and_exports_them() -> None:
+def test_vllm_logs_and_exports_the_counts() -> None:
     """Through vLLM's own classes, which find the connector by its name."""
     transfer = KVTransferConfig(
         kv_connector="UCMDirectConnector",
@@ -281,7 +281,7 @@ def test_the_time_of_an_answered_lookup_is_reported_once() -> None:
     assert rig.scheduler.miss_stats.take() is None
 
 
-def test_the_worker_tells_how_long_transfers_took() -> None:
+def test_the_worker_reports_the_time_of_transfers() -> None:
     worker = Worker()
     clock: Any = worker.connector._clock
     store = worker.open()

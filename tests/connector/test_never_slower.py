@@ -97,7 +97,7 @@ def test_a_fast_tier_is_used(gap: float) -> None:
     assert measured.loaded > 0.95 * always.loaded
 
 
-def test_a_slow_tier_would_break_the_promise_if_hits_were_always_taken() -> None:
+def test_a_slow_tier_is_slower_than_computing_if_every_hit_is_loaded() -> None:
     arrivals = traffic(200, 0.5)
     without = Simulation(Engine(), steady(0.05, 100 * MIB), arrivals, "never").run()
     always = Simulation(Engine(), steady(0.05, 100 * MIB), arrivals, "always").run()
@@ -215,7 +215,7 @@ def test_a_tier_that_hangs() -> None:
     )
 
 
-def test_slow_first_steps_do_not_open_the_door() -> None:
+def test_slow_first_steps_do_not_make_slow_loads_acceptable() -> None:
     """Kernels are compiled in the first steps: afterwards the engine is believed to be as fast as
     it is."""
     arrivals = traffic(800, 0.5)
@@ -416,7 +416,7 @@ def _rest(arrival: Arrival) -> tuple[int, int, int]:
     cost=st.sampled_from([0.0001, 0.0004]),
     budget=st.sampled_from([128, 256, 2048]),
 )
-def test_whatever_the_engine_the_tier_and_the_traffic(
+def test_random_engines_tiers_and_traffic(
     seed: int, gap: float, latency: float, bandwidths: list[float], cost: float, budget: int
 ) -> None:
     """Bandwidths are powers of ten in MiB/s, one after the other in equal parts of the run."""

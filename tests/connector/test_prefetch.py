@@ -198,7 +198,7 @@ def test_ranks_without_room_get_no_prefetch() -> None:
     assert hints(rig) is None
 
 
-def test_the_last_token_and_what_failed_is_not_brought_up() -> None:
+def test_the_block_of_the_last_token_and_failed_blocks_are_not_prefetched() -> None:
     rig = tiered()
     request = waiting(rig, "a", 3, 1, length=3 * BLOCK)
     assert wanted(hints(rig)) == [("urgent", rig.keys_of(request)[:2])]
@@ -262,7 +262,7 @@ def test_ranks_whose_stores_use_no_touches_get_none() -> None:
     assert len(rig.store.touched) == 5, "the scheduler side's own store is told as ever"
 
 
-def test_a_step_tells_a_bounded_number_and_long_chains_go_in_pieces() -> None:
+def test_a_step_sends_a_bounded_number_of_hints() -> None:
     touches = TouchQueue()
     chain = [number.to_bytes(16, "little") for number in range(STEP + 5)]
     touches.add(chain)
@@ -291,7 +291,7 @@ def test_a_step_tells_a_bounded_number_and_long_chains_go_in_pieces() -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_passes_them_on_under_its_own_names() -> None:
+def test_a_rank_forwards_hints_with_its_own_record_ids() -> None:
     store, mask = Recorder(), part_mask(0, 1, 2)
     store.has_own_memory = True
     keys = [bytes([number]) * 16 for number in range(6)]
@@ -316,7 +316,7 @@ def test_a_rank_passes_them_on_under_its_own_names() -> None:
     assert store.calls == []
 
 
-def test_a_store_that_fails_disturbs_nothing() -> None:
+def test_a_failing_store_does_not_affect_hints_of_others() -> None:
     class Odd(Memory):
         def touch_own(self, block_ids: Sequence[bytes], first: int = 0) -> None:
             raise RuntimeError("no")
@@ -337,7 +337,7 @@ def test_a_store_that_fails_disturbs_nothing() -> None:
     assert not wants_touches(Memory())
 
 
-def test_what_a_scheduler_half_knows_to_be_in_use_reaches_the_segments_by_their_rank(
+def test_touches_of_the_scheduler_side_reach_the_segments_of_a_rank(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("ucm._core", reason="the core is not compiled here")
@@ -366,7 +366,9 @@ def test_what_a_scheduler_half_knows_to_be_in_use_reaches_the_segments_by_their_
     assert segment.stat().st_mtime > old + 3600
 
 
-def test_over_a_pipeline_what_waits_comes_up_into_memory(tmp_path: Path) -> None:
+def test_blocks_of_waiting_requests_are_prefetched_into_the_memory_of_a_pipeline(
+    tmp_path: Path,
+) -> None:
     core = pytest.importorskip("ucm._core", reason="the core is not compiled here")
     assert core is not None
     import numpy as np

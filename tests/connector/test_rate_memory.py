@@ -81,7 +81,7 @@ def same(known: tuple[ComputeSpeed | None, dict[int, LoadSpeed]]) -> None:
     assert {tier: pytest.approx(rate, rel=0.01) for tier, rate in loading.items()} == LOADING
 
 
-def test_what_was_known_is_known_to_the_next_process(root: Path) -> None:
+def test_speeds_are_restored_in_the_next_process(root: Path) -> None:
     Life(root).learns()
     assert (root / MEMORY_NAME).stat().st_mode & 0o777 == 0o600
     assert {path.name for path in root.iterdir()} == {MEMORY_NAME, ROOT_MARKER}
@@ -89,7 +89,7 @@ def test_what_was_known_is_known_to_the_next_process(root: Path) -> None:
 
 
 @pytest.mark.parametrize("other", [{"identity": "other"}, {"machine": "other"}])
-def test_an_engine_of_another_identity_or_on_another_machine_knows_nothing(
+def test_speeds_are_not_restored_for_another_identity_or_machine(
     root: Path, other: dict[str, str]
 ) -> None:
     Life(root).learns()
@@ -112,7 +112,7 @@ def test_a_reset_that_forgets_blocks_forgets_no_speed(root: Path) -> None:
     assert len(json.loads((root / MEMORY_NAME).read_text())["rates"]) == 1
 
 
-def test_random_words_are_left_out_of_the_key() -> None:
+def test_random_parts_of_an_identity_are_left_out_of_the_key() -> None:
     word = "0123456789abcdef" * 2
     assert lasting(f'{{"weights":"sha256:ab reset:{word}"}}') == '{"weights":"sha256:ab"}'
     assert lasting(f'{{"weights":"private:{word} reset:{word}"}}') == '{"weights":"private:"}'
@@ -164,7 +164,7 @@ def test_load_speeds_of_others_decline_nothing_once_this_engine_computes(root: P
     assert measured.given_up == 0.0
 
 
-def test_what_others_showed_declines_nothing_and_is_not_written_as_its_own(root: Path) -> None:
+def test_speeds_of_other_engines_decline_no_hit_and_are_not_saved_as_own_ones(root: Path) -> None:
     """A stored prompt is not computed to find out how fast this engine is."""
     Life(root).learns(ComputeSpeed(0.0, 1e-6, 1000))
     life = Life(root, identity="new")
@@ -176,7 +176,7 @@ def test_what_others_showed_declines_nothing_and_is_not_written_as_its_own(root:
     assert life.known() == (None, {})
 
 
-def test_what_this_engine_measures_replaces_what_others_showed(root: Path) -> None:
+def test_own_measurements_replace_the_speeds_of_other_engines(root: Path) -> None:
     Life(root).learns()
     life = Life(root, identity="new")
     life.admission.began("r", hit(1000), 1)
@@ -192,14 +192,14 @@ def test_what_this_engine_measures_replaces_what_others_showed(root: Path) -> No
     assert life.known()[0] is not None
 
 
-def test_of_another_store_the_speed_of_computing_is_known_alone(root: Path) -> None:
+def test_only_the_speed_of_computing_is_restored_for_another_store(root: Path) -> None:
     Life(root).learns()
     computing, loading = Life(root, store="other").known()
     assert computing == pytest.approx(COMPUTING)
     assert loading == {}
 
 
-def test_a_part_that_is_not_known_now_keeps_what_was_remembered_of_it(root: Path) -> None:
+def test_an_unknown_speed_does_not_overwrite_the_saved_one(root: Path) -> None:
     Life(root).learns()
     late = Life(root, identity="other")
     late.memory._key = Life(root).memory._key  # as when the file could not be read in time
@@ -224,7 +224,7 @@ def test_nothing_is_written_below_a_root_without_a_marker(root: Path) -> None:
     same(Life(root).known())
 
 
-def test_it_is_written_now_and_then_on_a_thread_of_its_own_and_only_when_it_is_new(
+def test_the_file_is_written_on_its_own_thread_after_a_change(
     root: Path,
 ) -> None:
     life = Life(root)
@@ -266,7 +266,7 @@ def test_it_is_written_now_and_then_on_a_thread_of_its_own_and_only_when_it_is_n
         "\x00\xff",
     ],
 )
-def test_garbage_is_as_nothing(root: Path, entry: str) -> None:
+def test_a_damaged_file_counts_as_empty(root: Path, entry: str) -> None:
     key = Life(root).memory._key
     text = entry.replace("KEY", key).replace("GOOD", json.dumps(COMPUTING._asdict()))
     (root / MEMORY_NAME).write_text(text, encoding="latin-1")
@@ -275,7 +275,7 @@ def test_garbage_is_as_nothing(root: Path, entry: str) -> None:
     same(Life(root).known())
 
 
-def test_the_file_is_bounded_and_the_last_stay(root: Path) -> None:
+def test_the_file_keeps_the_last_entries(root: Path) -> None:
     entries = {f"{number}": {"computing": COMPUTING._asdict()} for number in range(MEMORY_LIMIT)}
     (root / MEMORY_NAME).write_text(json.dumps({"version": 1, "rates": entries}))
     Life(root).learns(loading=dict.fromkeys(range(TIERS), LOADING[0]))
@@ -307,7 +307,7 @@ def test_the_end_waits_for_the_last_writing_but_not_for_a_root_that_hangs(
     background.close()
 
 
-def test_a_machine_is_named_by_what_it_is() -> None:
+def test_the_name_of_a_machine_describes_its_hardware() -> None:
     assert machine_name() == machine_name()
     assert " cores" in machine_name()
 

@@ -159,7 +159,7 @@ def test_an_engine_that_is_not_open_yet() -> None:
     assert balance(rig) == {"identity_pending": 2, "unhealthy": 3}
 
 
-def test_an_identity_that_never_will_be_known() -> None:
+def test_an_identity_that_cannot_be_known() -> None:
     rig = Rig(opened=False)
     rig.readiness._identity = lambda: 1 / 0  # type: ignore[assignment, return-value]
     rig.shake()
@@ -201,7 +201,7 @@ def test_the_block_of_the_last_token() -> None:
     assert (request.num_tokens // BLOCK, rig.scheduler.miss_stats.total.loaded) == (3, 2)
 
 
-def test_a_hit_that_is_too_short_and_what_lies_behind_it() -> None:
+def test_a_hit_that_is_too_short_and_the_blocks_behind_it() -> None:
     rig = Rig(min_hit_tokens=3 * BLOCK)
     request = rig.request("a", 5 * BLOCK + 1)
     rig.stored(request, 2)

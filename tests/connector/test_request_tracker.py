@@ -52,7 +52,7 @@ def test_a_lookup_that_hashed_output_too_gives_no_keys_to_approximate_blocks() -
     assert case.grow(PROMPT) == found, "and it does not bring them later"
 
 
-def test_keys_beyond_what_is_exact_from_now_on_are_forgotten() -> None:
+def test_keys_behind_the_last_exact_block_are_forgotten() -> None:
     """From which length on choosing pays has just become known, and the keys were made before."""
     case = Case()
     assert case.grow(None) == case.real
@@ -105,7 +105,7 @@ def test_a_block_that_a_rank_does_not_find_counts_as_not_stored() -> None:
         assert list(rig.scheduler._stored_keys(request)) == keys[:2]
 
 
-def test_what_follows_a_block_that_has_left_is_stored() -> None:
+def test_blocks_behind_an_offloaded_block_are_stored() -> None:
     """The block was stored before it left; where that has failed since, it cannot be offered again,
     and others can."""
     rig = Rig()

@@ -197,7 +197,7 @@ def test_a_consumer_waits_for_the_block_and_loads_all(monkeypatch: pytest.Monkey
     assert len(store.refreshed) == refreshed
 
 
-def test_it_goes_on_waiting_while_a_block_before_that_one_is_missing(
+def test_a_consumer_waits_while_an_earlier_block_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rig = Rig()
@@ -231,7 +231,7 @@ def test_without_the_block_it_is_computed_after_the_time(
     assert "within pd_wait_ms (2000 ms)" in caplog.text
 
 
-def test_after_waits_in_vain_only_one_request_waits_now_and_then(
+def test_after_several_failed_waits_one_request_waits_now_and_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rig = Rig()
@@ -313,7 +313,7 @@ def test_blocks_on_the_device_are_not_waited_for() -> None:
     assert rig.scheduler.get_num_new_matched_tokens(request, local) == (0, False)
 
 
-def test_nothing_is_waited_for_that_may_not_be_loaded() -> None:
+def test_a_request_that_may_not_load_does_not_wait() -> None:
     for section in ({"load": False}, {"max_load_tokens": BLOCK - 1}):
         rig = Rig(consumer_dump=True)
         request = consumer(rig, 4 * BLOCK + 1, **section)
@@ -350,7 +350,7 @@ def test_a_consumer_stores_its_blocks_if_the_configuration_says_so(
     "section",
     [{"wait_for": "ab"}, {"wait_for": 7}, {"wait_for": "z" * 32}, {"wait_for": "A" * 32}],
 )
-def test_a_key_that_is_none_costs_the_use_of_the_cache(
+def test_a_wrong_wait_for_key_disables_the_cache_for_its_request(
     section: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = Rig()
@@ -403,7 +403,7 @@ def test_the_own_identity_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None
     assert asked(rig, consumer(rig, 4 * BLOCK + 1, identity=own)) == (None, False)
 
 
-def test_a_store_that_looks_up_elsewhere_is_asked_again_now_and_then() -> None:
+def test_a_store_that_reads_a_medium_gets_one_lookup_at_a_time() -> None:
     """A store that reads a medium: one lookup at a time, at most every ``POLL_S``."""
     rig = Rig()
     request = consumer(rig, 5 * BLOCK + 1)

@@ -52,7 +52,7 @@ def test_a_relative_model_on_a_file_system_that_does_not_answer(
         refuse_model_directory(config_of(model / "below"), ["model"])
 
 
-def test_it_is_found_behind_links_in_every_stage_and_every_alternative(
+def test_the_model_directory_is_found_behind_links_in_every_stage_and_alternative(
     model: Path, tmp_path: Path
 ) -> None:
     link, good = tmp_path / "link", tmp_path / "good"
@@ -84,7 +84,9 @@ def test_a_file_beside_the_marker_that_is_a_link_is_not_read_and_makes_way(tmp_p
 
 
 @pytest.mark.parametrize("role", [KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER])
-def test_both_sides_refuse_it(model: Path, role: KVConnectorRole) -> None:
+def test_both_sides_refuse_the_model_directory_as_a_root(
+    model: Path, role: KVConnectorRole
+) -> None:
     extra = {"storage_backends": str(model)}
     engine: Any = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),

@@ -68,7 +68,7 @@ def test_all_tokens_are_never_claimed() -> None:
     assert rig.scheduler.get_num_new_matched_tokens(request, 2 * BLOCK) == (0, False)
 
 
-def test_no_step_is_lost_where_nothing_can_be_gained() -> None:
+def test_a_request_does_not_wait_for_a_lookup_that_cannot_help() -> None:
     rig = Rig(min_hit_tokens=2 * BLOCK)
     request = rig.request("a", 4 * BLOCK)
     assert rig.scheduler.get_num_new_matched_tokens(request, 3 * BLOCK) == (
@@ -85,7 +85,7 @@ def test_no_step_is_lost_where_nothing_can_be_gained() -> None:
     assert rig.scheduler.miss_stats.total.missed == {"too_short": 1, "last_token": 1}
 
 
-def test_a_step_is_not_given_for_less_than_it_costs() -> None:
+def test_a_request_does_not_wait_a_step_for_a_small_hit() -> None:
     rig = Rig()
     rig.admission.compute_rate.seconds = lambda tokens, rest=1: 0.001 * tokens  # type: ignore[method-assign]
     request = rig.request("a", 8 * BLOCK + 1)
@@ -220,7 +220,7 @@ def failed_load(rig: Rig, **failure: bytes) -> list[bytes]:
     return keys
 
 
-def test_what_a_rank_refused_is_to_be_replaced_by_every_rank() -> None:
+def test_a_record_refused_by_one_rank_is_replaced_by_all() -> None:
     rig = Rig()
     failed_load(rig, refused=b"")
     other = rig.request("b", 5 * BLOCK)
@@ -351,7 +351,7 @@ def test_jobs_that_were_planned_are_sent_whatever_fails_after_them(
     assert all(rig.scheduler._block_tracker.is_stored(key) for key in keys)
 
 
-def test_what_is_stored_is_not_offered() -> None:
+def test_stored_blocks_are_not_offered() -> None:
     rig = Rig()
     request = rig.request("a", 3 * BLOCK + 2)
     rig.stored(request, 2)
@@ -397,7 +397,7 @@ def test_prompt_only() -> None:
     assert blocks_of(rig.step(request)) == []
 
 
-def test_what_the_store_has_or_another_request_writes_is_not_offered() -> None:
+def test_blocks_that_are_stored_or_being_stored_are_not_offered() -> None:
     rig = Rig()
     first = rig.request("a", 4 * BLOCK)
     rig.stored(first, 2)
@@ -470,7 +470,7 @@ def test_blocks_that_vllm_hands_to_others_are_read_before_the_step_writes_them(
     assert rig.scheduler.dumps.published_blocks == 2
 
 
-def test_what_is_overtaken_is_read_whatever_fails_beside_it(
+def test_blocks_that_vllm_reuses_are_read_first_if_another_part_of_the_step_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rig = Rig(blocks=2)
@@ -487,7 +487,7 @@ def test_what_is_overtaken_is_read_whatever_fails_beside_it(
     assert rig.step(second).jobs_to_flush == [job]
 
 
-def test_what_was_offered_at_the_end_and_is_overtaken_is_sent_and_settled_in_one_step() -> None:
+def test_the_last_dump_of_a_request_is_sent_and_read_in_the_step_that_reuses_its_blocks() -> None:
     rig = Rig(blocks=2)
     first = rig.request("a", 2 * BLOCK)
     rig.later.run()
@@ -547,7 +547,7 @@ def test_a_block_one_rank_could_not_publish_is_no_hit() -> None:
 
 
 @pytest.mark.parametrize(("busy", "hit"), [(True, 3), (False, 1)])
-def test_what_was_not_published_is_offered_again_though_a_memory_has_it(
+def test_a_block_that_was_not_published_is_offered_again_even_if_it_is_in_memory(
     busy: bool, hit: int
 ) -> None:
     rig = Rig()
@@ -588,7 +588,7 @@ def test_the_budget_is_the_least_any_rank_can_take() -> None:
     assert blocks_of(rig.step(request)) == [(2, 2)]
 
 
-def test_an_engine_that_rested_does_not_believe_that_its_ranks_are_still_full() -> None:
+def test_a_report_of_full_ranks_expires_while_an_engine_is_idle() -> None:
     rig = Rig()
     first = rig.request("a", 2 * BLOCK)
     rig.admit(first)
@@ -604,7 +604,7 @@ def test_an_engine_that_rested_does_not_believe_that_its_ranks_are_still_full() 
     assert blocks_of(rig.step(second)) == [(0, 2)]
 
 
-def test_what_a_finished_request_holds_is_offered_with_the_next_step() -> None:
+def test_blocks_of_a_finished_request_are_offered_with_the_next_step() -> None:
     rig = Rig()
     request = rig.request("a", BLOCK + 1)
     rig.admit(request)
@@ -630,7 +630,7 @@ def test_a_request_that_ends_while_loading_offers_nothing() -> None:
     assert blocks_of(rig.step()) == []
 
 
-def test_steps_without_sense_lose_neither_loads_nor_dumps_that_were_planned(
+def test_an_error_in_planning_a_step_loses_no_planned_load_or_dump(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rig = Rig()
@@ -694,7 +694,7 @@ def test_until_the_weights_are_known_requests_miss_and_are_offered_afterwards() 
     assert blocks_of(rig.step(request)) == [(0, 2)]
 
 
-def test_requests_wait_for_the_opening_but_not_for_ever() -> None:
+def test_requests_wait_for_the_store_to_open_within_a_bound() -> None:
     rig = Rig(opened=False)
     rig.shake()
     request = rig.request("a", 2 * BLOCK)
@@ -712,7 +712,7 @@ def test_requests_wait_for_the_opening_but_not_for_ever() -> None:
         ({"problem": "no such layout"}, "no such layout"),
     ],
 )
-def test_a_worker_that_differs_switches_everything_off(
+def test_a_worker_with_another_identity_disables_the_cache(
     changes: dict[str, object], said: str
 ) -> None:
     rig = Rig(opened=False)
@@ -724,7 +724,7 @@ def test_a_worker_that_differs_switches_everything_off(
     assert rig.step().setup is None
 
 
-def test_a_rank_whose_store_does_not_open_switches_everything_off() -> None:
+def test_a_rank_whose_store_does_not_open_disables_the_cache() -> None:
     rig = Rig()
     request = rig.request("a", 2 * BLOCK)
     rig.report(RankReport(0, broken="disk on fire"))
@@ -759,7 +759,7 @@ def test_debug_checks_that_the_counts_of_a_request_add_up(
     assert ("its counts do not add up" in caplog.text) == bool(lost)
 
 
-def test_debug_has_one_hit_in_n_computed_and_its_blocks_compared(
+def test_debug_computes_one_hit_in_n_and_compares_its_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(scheduler_side, "COMPARED", 2)

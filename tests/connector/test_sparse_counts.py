@@ -42,7 +42,7 @@ def test_new_counts_are_reported_once_and_rarely() -> None:
     assert counts.take(stats) == {"sparse.rows_sparse": 2}
 
 
-def test_they_reach_prometheus_and_the_log() -> None:
+def test_sparse_counts_reach_prometheus_and_the_log() -> None:
     stats = UcmStats(data={"sparse.blocks_new": 3}).aggregate(
         UcmStats(data={"sparse.blocks_new": 2})
     )
@@ -60,7 +60,7 @@ def test_they_reach_prometheus_and_the_log() -> None:
     assert REGISTRY.get_sample_value("ucm_sparse_new_blocks_total", labels) == 5
 
 
-def test_the_worker_half_tells_them() -> None:
+def test_the_worker_side_reports_sparse_counts() -> None:
     made = UCMConnector.__new__(UCMConnector)
     made._scheduler = made._worker = made._miss_stats = None
     made._exports_metrics = True

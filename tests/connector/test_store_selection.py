@@ -123,7 +123,7 @@ def test_the_store_that_looks_up_is_given_the_sizes_of_every_part(layers: tuple[
     ]
 
 
-def test_the_first_is_used_when_it_answers(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_store_is_used_if_it_is_available(caplog: pytest.LogCaptureFixture) -> None:
     rig = opening(Memory, Memory)
     with caplog.at_level(logging.INFO):
         setup = offered(rig)
@@ -135,7 +135,7 @@ def test_the_first_is_used_when_it_answers(caplog: pytest.LogCaptureFixture) -> 
     assert "of 2 stores the first available is used: Store0 on /nowhere" in caplog.text
 
 
-def test_those_that_fail_are_passed_over_and_the_log_says_why(
+def test_unavailable_stores_are_skipped_with_a_reason_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     rig = opening(broken, Sick, Memory)
@@ -160,7 +160,7 @@ def test_those_that_fail_are_passed_over_and_the_log_says_why(
     )
 
 
-def test_one_rank_that_cannot_makes_all_take_the_next() -> None:
+def test_all_ranks_change_to_the_next_store_if_one_cannot_open_it() -> None:
     first = Memory()
     rig = opening(lambda config: first, Memory, ranks=2)
     setup = offered(rig)
@@ -181,7 +181,9 @@ def test_one_rank_that_cannot_makes_all_take_the_next() -> None:
     assert rig.readiness.phase == OPEN
 
 
-def test_none_available_is_misses_and_another_round_later(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_an_available_store_requests_miss_and_stores_are_tried_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     answers: list[Callable[[], Any]] = [Sick, Sick, Memory]
     rig = opening(lambda config: answers.pop(0)(), broken)
     rig.later.run()
@@ -265,7 +267,7 @@ def test_a_store_that_opened_too_late_is_closed() -> None:
     assert late._closed
 
 
-def test_workers_that_are_configured_for_other_stores_switch_it_off() -> None:
+def test_a_worker_that_is_configured_for_another_store_disables_the_cache() -> None:
     rig = Rig(opened=False, stores=several(Memory, Memory))
     rig.shake(stores=("Store0",))
     assert rig.readiness.phase == OFF
@@ -306,7 +308,7 @@ def answer(worker: Worker, setup: StoreSetup) -> RankReport:
     return report.ranks[0]
 
 
-def test_a_worker_says_what_it_could_not_open_and_opens_the_next() -> None:
+def test_a_worker_reports_a_store_that_it_cannot_open_and_opens_the_next() -> None:
     made: list[Memory] = []
 
     def sick(config: dict[str, Any]) -> Any:

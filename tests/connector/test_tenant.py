@@ -41,7 +41,7 @@ def test_a_tag_is_a_digest_of_the_salt_and_keyed_where_there_is_a_key(tmp_path: 
         assert tags.of(salted(None)) == tags.of(salted("")) == tags.of(object()) == b""
 
 
-def test_a_key_that_is_none_is_refused_and_not_shown(tmp_path: Path) -> None:
+def test_a_wrong_key_is_refused_and_not_printed(tmp_path: Path) -> None:
     short = tmp_path / "short"
     short.touch(0o600)
     short.write_text("secret")
@@ -56,7 +56,9 @@ def test_a_key_that_is_none_is_refused_and_not_shown(tmp_path: Path) -> None:
         TenantTags.configured(str(short), {})
 
 
-def test_dumps_of_a_salted_request_say_whose_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dumps_of_a_salted_request_carry_the_tag_of_its_tenant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("UCM_TENANT_KEY", KEY)
     rig = Rig()
     plain, of_one = rig.request("a", 2 * BLOCK), rig.request("b", 2 * BLOCK, seed=1, salt="one")

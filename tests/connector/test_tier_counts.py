@@ -66,7 +66,7 @@ def test_a_store_without_tiers_is_read_once() -> None:
     assert store.asked == 1
 
 
-def test_they_reach_prometheus_with_their_tier() -> None:
+def test_counts_reach_prometheus_with_their_tier() -> None:
     ranks = [
         UcmStats(data={"tier.hits.memory": n, f"tier_now.used_bytes.memory.{n}": 7 * n})
         for n in (1, 2)

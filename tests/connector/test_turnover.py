@@ -369,7 +369,7 @@ def test_the_rule_holds_beside_expire_after() -> None:
     assert hits > 0
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_the_number_of_remembered_blocks_is_bounded() -> None:
     turnover = Turnover(lambda: 0.0)
     limit = StoreLimit("model", "storage_capacity", 1 << 40, RECORD, full=True)
     turnover.limited(limit)

@@ -10,7 +10,7 @@ import pytest
 
 core = pytest.importorskip("ucm._core", reason="the core is not compiled here")
 
-sys.path.append(str(Path(__file__).parents[1] / "mooncake"))
+sys.path += [str(Path(__file__).parents[1] / "mooncake"), str(Path(__file__).parents[2] / "demo")]
 
 from mooncake_pool import PACKAGE, Pool, why_not  # noqa: E402
 from required_servers import missing_server  # noqa: E402

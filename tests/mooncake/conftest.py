@@ -16,6 +16,7 @@ import pytest
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / ".tools" / "mooncake"
 sys.path[:0] = [str(HERE), str(HERE.parent / "store"), str(PACKAGE)]
+sys.path.append(str(HERE.parents[1] / "demo"))
 
 from mooncake_pool import Pool, why_not  # noqa: E402
 from required_servers import missing_server  # noqa: E402

@@ -13,6 +13,8 @@ import threading
 from pathlib import Path
 from typing import Any, Self
 
+from servers import held_port
+
 HOST = "127.0.0.1"
 HERE = Path(__file__).resolve().parent
 PACKAGE = Path(__file__).resolve().parents[2] / ".tools" / "mooncake"
@@ -39,15 +41,6 @@ def why_not() -> str:
     except OSError:
         return "Mooncake needs libibverbs.so.1; install libibverbs1, a package of the system"
     return ""
-
-
-def held_port() -> socket.socket:
-    """Bound to a port that nobody is given until it is closed; a server may listen there that
-    shares its address (``SO_REUSEADDR``)."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind((HOST, 0))
-    return held
 
 
 def _end_with_parent() -> None:

@@ -189,7 +189,7 @@ def test_learned_directions_come_from_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"not an archive", None])
-def test_a_file_that_is_none_is_refused(tmp_path: Path, content: bytes | None) -> None:
+def test_a_wrong_file_is_refused(tmp_path: Path, content: bytes | None) -> None:
     file = tmp_path / "w.npz"
     if content is not None:
         file.write_bytes(content)

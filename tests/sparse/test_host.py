@@ -65,7 +65,7 @@ def algorithm(request: pytest.FixtureRequest) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_what_comes_out_is_attention_over_what_is_kept(algorithm: str) -> None:
+def test_the_output_is_attention_over_the_kept_blocks(algorithm: str) -> None:
     engine = engine_of(algorithm)
     found = engine.run("a", PROMPT, STEPS, chunk=7)
     kept_less = 0
@@ -110,7 +110,7 @@ def test_a_short_request_is_dense_bit_by_bit(algorithm: str) -> None:
         )
 
 
-def test_where_all_is_kept_the_metadata_is_not_touched() -> None:
+def test_the_metadata_is_unchanged_if_all_blocks_are_kept() -> None:
     method = method_of("Quest", ratio=1.0)
     engine = Engine(method)
     engine.run("a", PROMPT, 1)
@@ -356,7 +356,7 @@ def test_generated_blocks_become_candidates() -> None:
 
 
 @pytest.mark.parametrize("lag", [0, 2])
-def test_between_choices_the_set_stays_and_new_blocks_are_kept(lag: int) -> None:
+def test_between_choices_the_kept_blocks_stay_and_new_ones_are_added(lag: int) -> None:
     engine = engine_of("Oracle", stride=4, lag=lag, **({"retrieval_ms": 60_000} if lag else {}))
     engine.run("a", PROMPT, 12)
     chosen = {step: set(engine.kept["a", step, 0]) for step in range(1, 13)}
@@ -371,7 +371,7 @@ def test_between_choices_the_set_stays_and_new_blocks_are_kept(lag: int) -> None
     engine.method.close()
 
 
-def test_a_lag_gives_the_choice_of_an_earlier_step() -> None:
+def test_with_a_lag_the_choice_of_an_earlier_step_is_used() -> None:
     now, later = engine_of("Oracle"), engine_of("Oracle", lag=1, retrieval_ms=60_000)
     now.run("a", PROMPT, 4)
     later.run("a", PROMPT, 4)
@@ -385,7 +385,7 @@ def test_a_lag_gives_the_choice_of_an_earlier_step() -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_dense_layers_and_layers_that_take_a_choice_over() -> None:
+def test_dense_layers_and_layers_that_reuse_a_choice() -> None:
     engine = Engine(method_of("Oracle", dense_layers=[0], reuse_from={3: 1}), layers=4)
     engine.run("a", PROMPT, 3)
     assert engine.method is not None
@@ -697,7 +697,7 @@ def test_recall_is_measured_against_all_keys() -> None:
     assert found["Oracle"] > found["Random"] > found["Windows"] > 0
 
 
-def test_density_is_what_is_kept_of_what_there_is() -> None:
+def test_density_is_the_share_of_kept_blocks() -> None:
     engine = engine_of("Quest")
     engine.run("a", PROMPT, STEPS)
     assert engine.method is not None
@@ -706,7 +706,7 @@ def test_density_is_what_is_kept_of_what_there_is() -> None:
     assert engine.method.stats.snapshot()["density"] == pytest.approx(kept / there)
 
 
-def test_a_request_below_what_was_measured_to_pay_is_dense() -> None:
+def test_a_request_shorter_than_the_measured_break_even_is_dense() -> None:
     engine = engine_of("Quest")
     assert engine.method is not None
     engine.method.break_even_tokens = PROMPT + 3
@@ -728,7 +728,7 @@ def test_few_long_requests_are_dense_where_the_user_says_so() -> None:
     assert len(engine.kept["a", 2, 0]) < 11 and len(engine.kept["b", 2, 0]) < 11
 
 
-def test_steps_without_rows_or_with_another_methods_words_choose_nothing() -> None:
+def test_steps_without_rows_or_with_foreign_metadata_choose_nothing() -> None:
     engine = engine_of("Quest")
     engine.run("a", PROMPT, 1)
     assert engine.method is not None

@@ -142,12 +142,12 @@ def test_another_request_of_the_same_place_starts_anew() -> None:
         ),
     ],
 )
-def test_what_is_missing_is_said(make: Callable[[Any], Any], sentence: str) -> None:
+def test_errors_name_what_is_missing(make: Callable[[Any], Any], sentence: str) -> None:
     with pytest.raises(InvalidInputError, match=sentence):
         make(GSA(WORKER, {}))
 
 
-def test_wrong_calls_of_the_positional_form_are_said() -> None:
+def test_wrong_calls_of_the_positional_form_are_refused_with_a_reason() -> None:
     gsa = GSA(WORKER, {})
     gsa.register_kv_caches({"layer": keys(4)})
     metadata = SimpleNamespace(block_table=torch.zeros(1, 2).int(), seq_lens=torch.tensor([5]))
@@ -428,7 +428,7 @@ def test_top_k_by_distance_of_the_book(latent: bool) -> None:
     ("length", "topk", "new"),
     [(100, 64, 52), (64, 64, 64), (10, 64, 10), (97, 64, 49), (112, 64, 64), (65, 64, 49)],
 )
-def test_lengths_lose_whole_blocks(length: int, topk: int, new: int) -> None:
+def test_lengths_are_shortened_by_whole_blocks(length: int, topk: int, new: int) -> None:
     """Not min(T, topk), as the book has it: the last block stays as full as it was."""
     assert update_seq_lens(torch.tensor([length]), topk, 16).tolist() == [new]
 

@@ -55,7 +55,7 @@ def test_priority_by_place_in_the_queue(position: int, priority: int) -> None:
     )
 
 
-def test_what_is_brought_is_there() -> None:
+def test_prefetched_blocks_are_returned() -> None:
     engine = PrefetchEngine(
         {"prefetch_workers": 2}, load=lambda blocks: [block.upper() for block in blocks]
     )
@@ -81,7 +81,7 @@ def test_the_most_urgent_goes_first_and_of_equals_the_first() -> None:
     engine.shutdown()
 
 
-def test_a_full_queue_refuses_or_gives_up_what_is_less_urgent() -> None:
+def test_a_full_queue_drops_a_less_urgent_prefetch_or_refuses() -> None:
     held = Held()
     engine = PrefetchEngine({"prefetch_workers": 1, "max_pending_prefetch": 2}, load=held)
     engine.submit_prefetch("busy", names(0))
@@ -115,7 +115,7 @@ def test_a_second_prefetch_of_a_request_replaces_the_first() -> None:
     engine.shutdown()
 
 
-def test_what_is_cancelled_is_not_brought_and_not_kept() -> None:
+def test_a_cancelled_prefetch_is_not_loaded_or_kept() -> None:
     held = Held()
     engine = PrefetchEngine({"prefetch_workers": 1}, load=held)
     running, waiting = engine.submit_prefetch("a", names(1)), engine.submit_prefetch("b", names(2))
@@ -132,7 +132,7 @@ def test_what_is_cancelled_is_not_brought_and_not_kept() -> None:
     engine.shutdown()
 
 
-def test_what_is_kept_is_bounded() -> None:
+def test_the_number_of_kept_prefetches_is_bounded() -> None:
     engine = PrefetchEngine({"prefetch_workers": 1, "prefetch_cache_size": 4}, load=list)
     for request, count in (("a", 2), ("b", 2)):
         assert engine.submit_prefetch(request, names(*range(count))).wait(LONG)

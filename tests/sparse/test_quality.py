@@ -65,13 +65,13 @@ def test_all_blocks_are_dense_attention_bit_by_bit(
 @pytest.mark.parametrize(
     ("name", "least"), [("gsa_on_device", 0.97), ("quest", 0.88), ("oracle", 0.97)]
 )
-def test_what_is_chosen_answers(model: Recall, records: Filled, name: str, least: float) -> None:
+def test_chosen_blocks_answer(model: Recall, records: Filled, name: str, least: float) -> None:
     found = under(model, records, name)
     assert found.stats["density"] <= 0.156
     assert found.share() >= least
 
 
-def test_blocks_by_lot_do_not(model: Recall, records: Filled) -> None:
+def test_random_blocks_do_not_answer(model: Recall, records: Filled) -> None:
     """Otherwise the share of the others would prove nothing."""
     found = under(model, records, "random")
     assert found.stats["density"] <= 0.156

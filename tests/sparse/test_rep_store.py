@@ -167,7 +167,7 @@ def test_more_open_blocks_than_there_is_room_for_cost_only_selection() -> None:
     st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True), max_size=24),
     st.integers(1, 3),
 )
-def test_whatever_is_written_what_is_ready_is_right(
+def test_ready_representations_are_right_after_any_writes(
     algorithm: str, steps: list[list[int]], room: int
 ) -> None:
     """Sequences begin, grow and end in any order, several in a step, in blocks that are used again:
@@ -229,7 +229,7 @@ def test_a_step_of_padding_alone_writes_nothing(algorithm: str) -> None:
     assert store.missing(range(16)) == list(range(16))
 
 
-def test_slots_may_be_what_an_engine_has() -> None:
+def test_slots_may_have_the_type_of_an_engine() -> None:
     store = store_of()
     for slots in ([8], np.array([8]), torch.tensor([8]), torch.tensor([8], dtype=torch.int32)):
         assert store.plan_write(slots).tokens.tolist() == [0]

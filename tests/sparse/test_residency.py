@@ -74,7 +74,7 @@ def test_loads_are_ordered_by_how_much_they_are_wanted() -> None:
     assert plan.load == [(0, 0), (7, 1)] and plan.dropped == [2, 5]
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_impossible_plans_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="shrink the windows"):
         plan_residency({}, [], 1, pinned=[0, 1])
     for resident in ({1: 0, 2: 0}, {1: 5}, {1: -1}):
@@ -196,7 +196,7 @@ def test_a_block_that_was_never_used_leaves_before_all_others() -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_the_last_choice_and_the_most_used_are_foreseen() -> None:
+def test_the_last_choice_and_the_most_used_blocks_are_predicted() -> None:
     predictor = Predictor(extra=2)
     for chosen in ([1, 2], [3, 1], [4, 1], [5, 6]):
         predictor.record(chosen)
@@ -204,14 +204,14 @@ def test_the_last_choice_and_the_most_used_are_foreseen() -> None:
     assert predictor.predict(3) == [5, 6, 1]
 
 
-def test_what_is_chosen_often_matters_most() -> None:
+def test_blocks_chosen_most_often_come_first() -> None:
     predictor = Predictor()
     for chosen in ([5, 7], [7, 9], [2]):
         predictor.record(chosen)
     assert predictor.by_use([2, 4, 5, 7, 9]) == [7, 2, 5, 9, 4]
 
 
-def test_foreseeing_looks_at_each_block_a_few_times() -> None:
+def test_a_prediction_visits_each_block_a_few_times() -> None:
     """It is done in every layer of every step: twice as many blocks take twice as long, not four
     times."""
     looks = 0
@@ -230,7 +230,7 @@ def test_foreseeing_looks_at_each_block_a_few_times() -> None:
     assert looks < 40 * len(blocks)
 
 
-def test_the_hit_rate_is_of_what_was_chosen() -> None:
+def test_the_hit_rate_counts_chosen_blocks() -> None:
     stats = SparseStats()
     predictor = Predictor(extra=1, stats=stats)
     assert predictor.hit_rate == 0.0

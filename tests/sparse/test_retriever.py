@@ -77,7 +77,7 @@ def sources(retriever: Retriever, steps: int, first: int = 1) -> list[int]:
 
 @FEW
 @given(st.integers(1, 6), st.integers(0, 9))
-def test_the_rhythm_is_stride_and_lag(stride: int, lag: int) -> None:
+def test_choices_follow_stride_and_lag(stride: int, lag: int) -> None:
     """A choice of the query of step s is used from step s + lag on; the first one at once."""
     for executor in (None, AtOnce()) if lag == 0 else (AtOnce(),):
         retriever = Retriever(
@@ -98,14 +98,14 @@ def test_the_rhythm_is_stride_and_lag(stride: int, lag: int) -> None:
         (3, 7, [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 4, 4, 4, 7]),
     ],
 )
-def test_known_rhythms(stride: int, lag: int, expected: list[int]) -> None:
+def test_choices_of_known_strides_and_lags(stride: int, lag: int, expected: list[int]) -> None:
     """Among them strides 1 and 2, where the original never chose, and waited for what it never
     asked."""
     retriever = Retriever(Policy(stride=stride, lag=lag), echo, SparseStats(), executor=AtOnce())
     assert sources(retriever, len(expected)) == expected
 
 
-def test_threads_give_what_no_threads_give() -> None:
+def test_results_with_and_without_threads_are_equal() -> None:
     policy = Policy(stride=2, lag=3)
     retriever = make_retriever(policy, echo, SparseStats(), threads=3, bound_s=60)
     assert sources(retriever, 30) == sources(
@@ -163,7 +163,7 @@ def test_a_query_that_the_engine_writes_over_is_not_what_is_scored() -> None:
     assert choice is not None and choice.middle[0].tolist() == [1]
 
 
-def test_what_is_late_is_dense_and_counted_and_used_when_it_is_there() -> None:
+def test_a_late_choice_is_counted_and_used_in_a_later_step() -> None:
     later, stats = Later(), SparseStats()
     retriever = Retriever(Policy(lag=2), echo, stats, executor=later, bound_s=0)
     assert retriever.step(0, rows_of(1, ["a"])) == [None]
@@ -251,7 +251,7 @@ def test_lag_and_turnover_are_counted() -> None:
 
 
 @pytest.mark.parametrize(("stride", "lag"), [(1, 1), (1, 3), (2, 3), (4, 1)])
-def test_a_thread_that_falls_behind_is_not_given_more_and_not_waited_for(
+def test_a_slow_thread_gets_no_more_work_and_is_not_waited_for(
     stride: int, lag: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what it brings at last is used again, in the rhythm of before."""
@@ -276,7 +276,7 @@ def test_a_thread_that_falls_behind_is_not_given_more_and_not_waited_for(
     assert found[-1] is not None and found[-1].step > 100
 
 
-def test_threads_that_hang_are_given_nothing_more_and_not_waited_for(
+def test_hanging_threads_get_no_more_work_and_are_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However many requests come and go; once they go on, so does everything else."""

@@ -130,7 +130,7 @@ def test_each_head_may_have_a_choice_of_its_own() -> None:
     assert [ids.tolist() for ids in found] == [[0, 3, 4], [0, 1, 4]]
 
 
-def test_what_was_no_candidate_yet_stays_until_the_next_choice() -> None:
+def test_blocks_that_were_no_candidates_are_kept_until_the_next_choice() -> None:
     """A choice of 10 blocks, used when there are 13: the window of then and all that came since are
     kept."""
     policy = Policy(init=1, local=2, ratio=0.3)

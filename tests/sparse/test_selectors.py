@@ -147,7 +147,7 @@ def test_the_length_of_a_query_does_not_change_the_order(
     assert torch.equal(orders[0], orders[1]) and torch.equal(orders[0], orders[2])
 
 
-def test_a_signature_tells_representations_apart() -> None:
+def test_different_representations_have_different_signatures() -> None:
     signatures = [
         selector_of(*case).signature()
         for case in ALGORITHMS
@@ -174,7 +174,7 @@ def test_a_query_of_another_shape_is_refused() -> None:
         ((4, 2, 8, 4), "one KV head"),
     ],
 )
-def test_a_geometry_that_cannot_be_is_refused(shape: tuple[int, int, int, int], named: str) -> None:
+def test_an_impossible_geometry_is_refused(shape: tuple[int, int, int, int], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         Geometry(*shape)
 
@@ -562,7 +562,7 @@ def test_the_key_of_the_query_is_found(
         assert where in torch.sort(scores, descending=True, stable=True).indices[:4].tolist()
 
 
-def test_by_lot_it_is_found_as_often_as_by_lot() -> None:
+def test_the_random_selector_finds_a_key_as_often_as_chance() -> None:
     """The control of the test above: a tenth of the blocks, a tenth of the prompts."""
     wide = Geometry(block_size=16, kv_heads=HEADS, head_dim=64)
     selector, found = selector_of("Random", {}, wide), 0

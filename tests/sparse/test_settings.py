@@ -68,7 +68,7 @@ def test_a_known_model_has_its_settings(preset: Preset) -> None:
     assert policy.min_concurrency == 1  # a batch decides nothing unless the user says so
 
 
-def test_what_is_written_is_stronger_than_what_is_known() -> None:
+def test_configured_keys_override_those_of_the_model() -> None:
     keys = {"topk_tokens": 1024, "min_tokens": 5, "rollback_layers": [2]}
     policy = policy_of(settings_of("GSAOnDevice", keys), 128, "Qwen/Qwen3-32B", layers=64)
     assert (policy.topk, policy.min_tokens, policy.dense_layers) == (8, 5, frozenset({2}))

@@ -34,11 +34,15 @@ _CLOCK = r"""
 #include <time.h>
 #include <unistd.h>
 
-static long shift(void) { const char *text = getenv("TRUST_CLOCK_SHIFT"); return text ? atol(text) : 0; }
+static long shift(void) {
+    const char *text = getenv("TRUST_CLOCK_SHIFT");
+    return text ? atol(text) : 0;
+}
 
 int clock_gettime(clockid_t clock, struct timespec *at) {
     int result = syscall(SYS_clock_gettime, clock, at);
-    if (result == 0 && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) at->tv_sec += shift();
+    if (result == 0 && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE))
+        at->tv_sec += shift();
     return result;
 }
 

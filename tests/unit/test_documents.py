@@ -206,6 +206,13 @@ PAGES = sorted(name for name in DOCUMENTS if re.fullmatch(r"docs/[\w-]+\.md", na
 MOST_WORDS = 1500
 
 
+def test_the_architecture_is_short_and_has_a_glossary_of_twenty_words() -> None:
+    text = DOCUMENTS["ARCHITECTURE.md"]
+    assert len(text.encode()) <= 10_000
+    words = re.findall(r"^\| ([^|]+) \|", text.partition("## Glossary")[2], re.MULTILINE)
+    assert len(words) == 20 + len(["word"])
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_begins_with_its_question(name: str) -> None:
     assert re.match(r"# .*\?.*\n", DOCUMENTS[name])

@@ -1,22 +1,11 @@
-"""Ports for servers of the tests."""
+"""Ports for servers of the tests: those of the demo's servers."""
 
 from __future__ import annotations
 
-import socket
+import sys
+from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[2] / "demo"))
 
-def held_port() -> socket.socket:
-    """Bound to a port that the system gives to nobody else until this is closed. A server that
-    reuses addresses, as all of these do, can listen there."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
-    return held
-
-
-def free_port() -> int:
-    """A port on which no server listens, held as long as this process lives."""
-    held = held_port()
-    port = int(held.getsockname()[1])
-    held.detach()
-    return port
+from servers import free_port as free_port
+from servers import held_port as held_port

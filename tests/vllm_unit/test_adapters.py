@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,8 @@ from vllm.lora.request import LoRARequest
 
 from ucm.errors import NotFoundError
 from ucm.integration.vllm.connector.identity import keys
-from ucm.integration.vllm.connector.identity.keys import (
-    AdapterDigests,
-    UnkeyableError,
-    adapter_digest,
-)
+from ucm.integration.vllm.connector.identity.keys import AdapterDigests, UnkeyableError
+from ucm.integration.vllm.connector.identity.weights import DigestMemory
 
 #: The first import of vLLM takes long on a busy machine.
 pytestmark = pytest.mark.timeout(300)
@@ -40,6 +38,10 @@ def make_adapter(path: Path, content: bytes = b"adapter", config: str = '{"r": 8
     (path / "adapter_model.safetensors").write_bytes(content)
     (path / "adapter_config.json").write_text(config)
     return path
+
+
+def adapter_digest(path: str) -> bytes:
+    return keys._digest_files(path, DigestMemory(None, time.time_ns), time.time_ns)[0]
 
 
 def lora(path: Path, number: int = 1, **args: Any) -> LoRARequest:
@@ -169,7 +171,7 @@ def test_only_a_check_that_began_afterwards_counts(
     assert digests.current(lora(path), computed)
 
 
-def test_an_adapter_being_hashed_holds_up_no_look_at_another(
+def test_hashing_one_adapter_does_not_delay_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seen for eight seconds: one thread hashed a large adapter, and another one overwritten
@@ -239,7 +241,7 @@ def test_a_hub_name_has_no_name(tmp_path: Path) -> None:
         AdapterDigests(since_ns=ALWAYS).payload(LoRARequest("x", 1, "org/adapter"))
 
 
-def test_only_the_first_question_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_call_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go, real = threading.Event(), keys._digest_files
 
     def slow(*args: Any) -> Any:

@@ -373,11 +373,14 @@ def test_an_abort_at_any_step_leaves_nothing(made: Any) -> None:
     served(engine)
     parts = [DOCS[1], DOCS[2]]
     prompt = [*joined(parts), *QUESTION]
-    for steps in range(12):
-        name = f"aborted {steps}"
+    for number in range(14):
+        name, blends = f"aborted {number}", len(engine.blends)
         request = engine.add(name, prompt, count=8, ucm={"chunks": ranges(parts)})
-        for _ in range(steps):
-            engine.step()
+        if number < 12:
+            for _ in range(number):
+                engine.step()
+        else:
+            engine.until(lambda before=blends: len(engine.blends) > before)
         engine.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
         engine.until(lambda: engine.idle() or bool(engine.scheduler.requests) is False)
         engine.settle()

@@ -46,5 +46,5 @@ class Timed(setup._Bench):
 @pytest.mark.parametrize(
     ("sparse", "pays"), [(0.9, True), (0.95, True), (0.97, False), (1.0, False), (2.0, False)]
 )
-def test_what_is_hardly_faster_does_not_pay(sparse: float, pays: bool) -> None:
+def test_a_small_gain_does_not_count(sparse: float, pays: bool) -> None:
     assert Timed(1.0, sparse, layers=8, selecting=8).pays(4096) == pays

@@ -79,7 +79,7 @@ def test_types_that_json_lacks(value: object, expected: object) -> None:
         assert list(plain(value)) == sorted(expected)
 
 
-def test_what_has_no_stable_description_is_refused() -> None:
+def test_a_value_without_a_stable_description_is_refused() -> None:
     cycle: list[object] = []
     cycle.append(cycle)
     for value in (object(), lambda: 0, functools.partial(print), cycle):

@@ -157,7 +157,7 @@ def run(engine: ToyEngine) -> None:
 
 @pytest.mark.parametrize("first", [1, 2, 3, 5, 9])
 @pytest.mark.parametrize(("side", "name"), [(side, name) for side in HOOKS for name in HOOKS[side]])
-def test_a_method_that_raises_from_some_call_on(
+def test_a_method_that_raises_in_every_call_after_the_first_ones(
     life: Callable[[], ToyEngine],
     stored: None,
     monkeypatch: pytest.MonkeyPatch,

@@ -78,7 +78,7 @@ def test_data_that_differ_in_anything_have_other_digests() -> None:
     assert digests == [Items().digest(item(name="dog", **content)) for content in contents]
 
 
-def test_what_is_only_laid_out_differently_is_the_same() -> None:
+def test_data_in_another_memory_layout_are_the_same() -> None:
     items, straight = Items(), torch.arange(6.0).reshape(2, 3)
     expected = items.digest(item(a=straight, b=1))
     assert items.digest(item(b=1, a=straight)) == expected
@@ -91,7 +91,7 @@ def test_the_tokens_that_take_the_embeddings_count() -> None:
     assert len({Items().digest(item(mask=mask, a=ones(2))) for mask in masks}) == 3
 
 
-def test_what_cannot_be_described_is_unsupported() -> None:
+def test_data_that_cannot_be_described_are_unsupported() -> None:
     with pytest.raises(UnkeyableError, match="Opaque") as refused:
         Items().digest(item(a=Opaque()))
     assert refused.value.reason == MissReason.UNSUPPORTED

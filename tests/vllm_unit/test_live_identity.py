@@ -37,7 +37,7 @@ def test_forgetting_gives_another_name_until_the_engine_ends(engines: Any, tiny:
     assert text == expected
 
 
-def test_other_weights_keep_the_word_of_an_engine_that_forgot(engines: Any, tiny: Path) -> None:
+def test_other_weights_keep_the_reset_marker_of_the_identity(engines: Any, tiny: Path) -> None:
     engine = LiveIdentity(
         engines.identity_of(tiny), WeightSource(str(tiny)), "declared:weights", None
     )

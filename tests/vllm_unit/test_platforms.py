@@ -122,7 +122,7 @@ def test_work_is_marked_by_an_event_on_the_stream_of_the_model(
         (None, {}, {"PLATFORM": "cuda"}),  # on the platform of the tests themselves
     ],
 )
-def test_both_halves_are_off_and_the_engine_starts(
+def test_both_sides_are_off_and_the_engine_starts(
     engines: Any,
     tiny: Path,
     tmp_path: Path,

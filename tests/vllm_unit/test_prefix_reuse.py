@@ -187,7 +187,7 @@ def test_a_workers_flag_counts_where_the_schedulers_is_true(engines: Any, tiny: 
     assert why_not_reusable(config, scheduler, False) == ""
 
 
-def test_the_scheduler_side_says_so_once_and_stores_nothing(
+def test_the_scheduler_side_logs_it_once_and_stores_nothing(
     engines: Any, tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = engines.engine_config(
@@ -215,7 +215,7 @@ def test_the_scheduler_side_says_so_once_and_stores_nothing(
     assert not (tmp_path / "root").exists()
 
 
-def test_a_worker_that_switches_the_flag_off_says_so_to_the_scheduler_side(
+def test_a_worker_reports_to_the_scheduler_side_that_it_switched_the_flag_off(
     engines: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it does while it builds its layers, in a process of its own: by the handshake of its first

@@ -405,7 +405,7 @@ def measured(rig: Rig) -> int:
     return measure(rig.host, rig.layers, step, **sizes)
 
 
-def test_what_is_measured_is_first_run_as_vllm_ran_it(
+def test_a_measurement_first_runs_the_layer_as_vllm_did(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kernel on metadata that nothing else made can end the process. So the system is asked for
@@ -546,9 +546,7 @@ def test_hooks_that_raise_leave_a_layer_dense(
         lambda given: (*given[:3], None),
     ],
 )
-def test_what_a_hook_returns_and_nothing_can_use_leaves_a_layer_dense(
-    config: Any, wrong: Any
-) -> None:
+def test_an_unusable_result_of_a_hook_leaves_a_layer_dense(config: Any, wrong: Any) -> None:
     class Wrong(UcmSparseBase):
         def attention_begin(
             self,
@@ -657,7 +655,7 @@ def test_nothing_is_made_of_the_blocks_of_a_load_that_is_given_up(
 
 
 @pytest.mark.parametrize("others", ["none", "written", "given", "unknown"])
-def test_what_is_read_after_the_first_step_is_not_read_from_blocks_that_it_gave_to_others(
+def test_reads_after_the_first_step_skip_blocks_that_were_given_to_others(
     config: Any, others: str
 ) -> None:
     """The request of the load was aborted, and its blocks are those of others by then."""
@@ -686,7 +684,7 @@ def test_what_is_read_after_the_first_step_is_not_read_from_blocks_that_it_gave_
 
 @pytest.mark.parametrize("kept", [None, 0, 4], ids=["no side shards", "none stored", "some stored"])
 @pytest.mark.parametrize("then", ["read", "unreadable", "loaded anew"])
-def test_what_is_loaded_before_vllm_has_computed_a_step_is_read_after_it(
+def test_blocks_loaded_before_the_first_step_are_read_after_it(
     config: Any,
     kept: int | None,
     then: str,

@@ -189,7 +189,7 @@ def test_blocks_that_leave_and_are_given_to_another_request_in_one_step(
     assert torch.equal(rig.attend(plan), expected)
 
 
-def test_what_cannot_be_loaded_is_left_out_and_counted(config: Any, rows: Rows) -> None:
+def test_blocks_that_cannot_be_loaded_are_left_out_and_counted(config: Any, rows: Rows) -> None:
     kept = kept_by(config, rows)[0]
     rig = Offloaded(config, rows)
     absent = next(block for block in kept if block in LEFT)
@@ -207,7 +207,7 @@ def test_what_cannot_be_loaded_is_left_out_and_counted(config: Any, rows: Rows) 
     assert torch.allclose(rig.attend(), rows.attended([kept, None, None]), atol=1e-5)
 
 
-def test_what_was_chosen_most_often_is_wanted_most(
+def test_blocks_chosen_most_often_are_loaded_first(
     config: Any, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loaded first, and the last to lose its place."""
@@ -232,7 +232,7 @@ def test_a_block_that_leaves_and_can_never_be_chosen_is_computed_again(
     assert rig.offload.take_lost() == []
 
 
-def test_a_lost_block_goes_the_whole_way_to_the_scheduler_half(config: Any, rows: Rows) -> None:
+def test_a_lost_block_is_reported_to_the_scheduler_side(config: Any, rows: Rows) -> None:
     """Once, with the other news of its rank, and without any."""
     rig = Offloaded(config, rows)
     connector, worker = UCMConnector.__new__(UCMConnector), SparseWorker.__new__(SparseWorker)
@@ -323,7 +323,7 @@ def test_a_late_load_is_waited_for_before_its_blocks_are_reused(config: Any, row
 
 
 @pytest.mark.parametrize("keep_all", [False, True])
-def test_without_a_choice_what_is_there_is_attended_to(
+def test_without_a_choice_attention_reads_the_blocks_on_the_device(
     config: Any, rows: Rows, keep_all: bool
 ) -> None:
     """It failed, or it is late, which elsewhere means that all blocks are kept."""
@@ -409,7 +409,7 @@ class Planned:
         return request
 
 
-def test_what_leaves_is_stored_lies_between_the_windows_and_is_decoding() -> None:
+def test_only_stored_blocks_between_the_windows_leave_while_decoding() -> None:
     planned = Planned()
     request, leaving = planned.begins(), planned.planner.leaving
     assert not leaving("a", TOKENS - 2, BLOCKS), "the prompt is not computed"
@@ -494,7 +494,7 @@ def test_the_number_of_rows_of_representations() -> None:
     assert planned.planner.leaving("a", TOKENS - 1, BLOCKS) == range(INIT, INIT + 7)
 
 
-def test_what_was_chosen_before_the_window_moved_on_stays() -> None:
+def test_blocks_chosen_before_the_window_moved_stay() -> None:
     planned = Planned(keys={"stride": 40, "lag": 3})
     request = planned.begins()
     request.num_tokens, request.num_output_tokens = TOKENS, 1
@@ -624,7 +624,7 @@ def test_a_request_whose_prompt_is_not_read_is_as_one_whose_blocks_have_left() -
     assert planned.exact(request) == TOKENS  # type: ignore[arg-type]
 
 
-def test_keys_of_what_is_approximate_are_no_other_requests(engines: Any) -> None:
+def test_approximate_blocks_have_keys_of_their_own(engines: Any) -> None:
     """The last block of a prompt that is selected from is stored, and hashed, before it turns out
     to be approximate."""
     del engines

@@ -45,7 +45,7 @@ class Request:
     request_id, num_tokens, num_preemptions = "a", 100, 0
 
 
-def test_what_is_learnt_while_a_step_is_planned_holds_from_the_next_on() -> None:
+def test_measurements_during_planning_apply_from_the_next_step_on() -> None:
     """vLLM has cached the blocks of the step by then, as exact ones: the workers are to compute
     them so."""
     first = scheduler()

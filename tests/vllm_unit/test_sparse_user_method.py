@@ -511,7 +511,7 @@ def test_a_method_that_is_no_more_the_one_of_its_process_is_closed_by_its_host()
 @pytest.mark.parametrize(
     ("method", "blocks"), [("Writing", 0), ("WritingAnswers", 2), ("Watching", 4)]
 )
-def test_others_get_what_a_users_method_calls_exact(
+def test_other_connectors_get_the_exact_tokens_of_a_users_method(
     start: Callable[..., Engine], method: str, blocks: int
 ) -> None:
     """From the store and from vLLM's prefix cache: of one that has a hook of its own and says

@@ -162,7 +162,7 @@ def test_latent_pages(name: str, with_head: bool) -> None:
     assert torch.equal(copy, view)
 
 
-def test_what_cannot_be_read_is_refused() -> None:
+def test_unreadable_pages_are_refused() -> None:
     layer = packed_layer("vec", 64, torch.float32)
     plain = torch.zeros(BLOCKS, HEADS, 32, 128)
     with pytest.raises(UnsupportedError, match="ROCM_ATTN are not read by token"):

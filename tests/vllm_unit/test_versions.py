@@ -216,7 +216,7 @@ def test_the_kv_of_tensor_ranks_is_stored_once_where_vllm_says_that_it_is_the_sa
     assert len(said) == (0 if named else 1)
 
 
-def test_only_one_room_mentions_versions_of_vllm() -> None:
+def test_only_one_module_mentions_versions_of_vllm() -> None:
     import re
 
     import ucm

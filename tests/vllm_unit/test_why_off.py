@@ -98,7 +98,7 @@ def test_windows_are_served_alone_and_beside_full_attention(engines: Any, tiny: 
             assert served(engines, tiny, layers, **args) == ""
 
 
-def test_a_connector_beside_ours_that_makes_vllm_keep_one_group_is_said(
+def test_a_connector_beside_ours_that_makes_vllm_keep_one_group_is_logged(
     engines: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Blocks of such an engine have another identity than those of ucm alone."""

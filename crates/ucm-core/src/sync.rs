@@ -49,7 +49,7 @@ impl<T> Mutex<T> {
         }
     }
 
-    /// The value, which nobody else can use now.
+    /// The value; `&mut self` proves that no other thread uses it.
     pub fn get_mut(&mut self) -> &mut T {
         unpoisoned(self.0.get_mut())
     }
@@ -81,7 +81,7 @@ impl<T> RwLock<T> {
 pub struct Condvar(std::sync::Condvar);
 
 impl Condvar {
-    /// Nobody waits.
+    /// A variable without waiters.
     pub const fn new() -> Self {
         Self(std::sync::Condvar::new())
     }

@@ -104,8 +104,8 @@ pub trait Stream: Send {
     /// Copies many device pieces into one host buffer, each to its own offset; bytes between them
     /// are unchanged. All pieces of a block are in one call, so that adjacent pieces can be joined
     /// and small ones staged in one transfer. While pieces are still to be copied, the device may
-    /// report to `landed` how many have been copied in order. The caller then computes their
-    /// checksum while they are in the processor's caches.
+    /// call `landed` with the number of pieces copied so far, in order. The caller then computes
+    /// their checksum while they are in the processor's caches.
     fn gather(&mut self, src: &[Piece], dst: &mut [u8], landed: &mut Landed<'_>) -> Result<()>;
 
     /// Copies one host buffer into many device pieces, each from its own offset; in one call as for

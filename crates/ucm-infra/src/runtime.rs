@@ -192,7 +192,9 @@ mod tests {
         let (tell, told) = tokio::sync::oneshot::channel();
         let work = async {
             let telling = tokio::spawn(async move { tell.send(7).map_err(drop) });
-            let number = told.await.map_err(|_| Error::internal("nobody told"))?;
+            let number = told
+                .await
+                .map_err(|_| Error::internal("the sender was dropped"))?;
             telling.await.unwrap().unwrap();
             Ok(number)
         };

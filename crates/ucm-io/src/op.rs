@@ -45,7 +45,7 @@ pub(crate) fn to_meta(stat: &Stat) -> FileMeta {
     }
 }
 
-/// What a read brought.
+/// The result of a read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Read {
     /// Bytes in the buffer; fewer than requested only at the end of the file.

@@ -82,7 +82,7 @@ impl DirectAlign {
     }
 }
 
-/// What a probe found.
+/// The findings of a probe.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Probe {
     /// Type of the file system.

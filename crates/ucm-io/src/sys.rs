@@ -10,7 +10,7 @@ use ucm_core::PAGE;
 
 use crate::usrbio::RingFile;
 
-/// Unit of offsets and lengths of direct I/O; a file system that asks for more is read and written
+/// Unit of offsets and lengths of direct I/O; a file system with a larger unit is read and written
 /// buffered.
 pub(crate) const SECTOR: usize = PAGE as usize;
 

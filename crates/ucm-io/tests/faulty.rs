@@ -299,7 +299,7 @@ fn a_hung_operation_is_written_off_and_its_slot_comes_back_with_the_call() {
     gate.open();
     eventually(|| slots.out() == 0 && pool.stuck() == 0);
     assert_eq!(names(bench.dir()), ["other"]);
-    assert!(hung.recv().is_err(), "told once only");
+    assert!(hung.recv().is_err(), "reported once only");
 }
 
 #[test]

@@ -1,13 +1,12 @@
 //! The seam between the engine and a medium.
 //!
 //! A backend moves named records between slots and one medium. It is called on a thread of a pool
-//! that keeps the time (a lookup also on the caller's thread, see [`Features`]), and blocks that
-//! thread: straight-line code that checks its [`IoJob`] before every effect, because a result past
-//! its deadline is dropped. A function returns what happened. One outcome alone is known
-//! later, that of a record which is published together with others: [`Written::Sealing`] names it
-//! by a receipt. A backend owns a slot until the operation has really ended, never touches device
-//! memory, and knows nothing of tasks, other media or vLLM. A new one is one file that implements
-//! this trait.
+//! with deadlines (a lookup also on the caller's thread, see [`Features`]) and may block it. It is
+//! straight-line code that checks its [`IoJob`] before every effect, because a result past its
+//! deadline is dropped. A function returns the outcome. Only the outcome of a record that is
+//! published together with others is known later: [`Written::Sealing`] names it by a receipt. A
+//! backend owns a slot until the operation has really ended, never touches device memory, and knows
+//! nothing of tasks, other media or vLLM. A new one is one file that implements this trait.
 
 use std::ops::{Deref, Range};
 use std::sync::Arc;
@@ -30,25 +29,25 @@ pub type OnSealed = Box<dyn Fn(Receipt, Result<()>) + Send + Sync>;
 /// Whether a record is there whole, or why it is no hit.
 pub type Presence = std::result::Result<(), MissReason>;
 
-/// What a read brought.
+/// A record that was read.
 pub struct ReadDone {
     /// The slot, filled from its start.
     pub slot: Slot,
     /// Bytes read.
     pub read: usize,
-    /// Length of the record on the medium: of one that ends before it should, where it ends. What
-    /// the slot has behind that is none of the record.
+    /// Length of the record on the medium; a truncated record is shorter than it should be. Bytes
+    /// of the slot behind it do not belong to the record.
     pub stored_len: u64,
-    /// The record where it lies, in place of the slot's bytes; what a medium lends to those who ask
-    /// so ([`BlockRead::in_place`]).
+    /// The record in the medium's own memory, instead of the slot's bytes. Only for a reader that
+    /// accepts that ([`BlockRead::in_place`]).
     pub lent: Option<Lent>,
 }
 
-/// A record where it lies, and is kept for as long as this lives.
+/// A record in the medium's own memory, which stays there until this value is dropped.
 pub enum Lent {
-    /// In memory of this process that the device was told of ([`Memory::region`]).
+    /// In memory of this process that is registered with the device ([`Memory::region`]).
     Region(Pinned),
-    /// In what a client of a server answered.
+    /// In the answer of a server.
     Answer(Vec<u8>),
 }
 
@@ -63,19 +62,19 @@ impl Deref for Lent {
     }
 }
 
-/// From where a reader takes a record.
+/// Which records a reader accepts outside of its slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum InPlace {
-    /// From its slot.
+    /// None.
     Never,
-    /// From where it lies, if that is memory that the device was told of: [`Lent::Region`].
+    /// Those in memory that is registered with the device: [`Lent::Region`].
     Region,
-    /// From wherever it lies in this process: any [`Lent`].
+    /// Those anywhere in this process: any [`Lent`].
     Anywhere,
 }
 
 impl ReadDone {
-    /// What was read.
+    /// The record's bytes.
     pub fn bytes(&self) -> &[u8] {
         match &self.lent {
             Some(lent) => lent,
@@ -85,17 +84,17 @@ impl ReadDone {
 }
 
 /// A part of a record that has arrived in its slot.
-pub struct Part<'a> {
-    /// The slot from its start, in which this part and those before it are.
+pub struct ReadPart<'a> {
+    /// The slot from its start. It contains this part and the earlier ones.
     pub record: &'a [u8],
-    /// Where it lies. One that begins at 0 begins the record anew.
+    /// Its place in the record. A part that begins at 0 restarts the record.
     pub range: Range<usize>,
     /// Length of the record on the medium.
     pub stored_len: u64,
 }
 
-impl<'a> Part<'a> {
-    /// What one operation brought; nothing begins the record anew.
+impl<'a> ReadPart<'a> {
+    /// The bytes of one operation; an operation without bytes restarts the record.
     pub fn of(step: &[Range<usize>], record: &'a [u8], stored_len: u64) -> Self {
         let start = step.first().map_or(0, |first| first.start);
         Self {
@@ -106,16 +105,16 @@ impl<'a> Part<'a> {
     }
 }
 
-/// Called with the parts of a record as they arrive, on the thread that reads. What it returns is
-/// read too, after the steps that are left.
-pub type Arrived = Box<dyn FnMut(&IoJob, Part<'_>) -> Option<Vec<Range<usize>>> + Send>;
+/// Called with each part of a record when it has been read, on the thread that reads. The ranges
+/// that it returns are read after the remaining steps.
+pub type Arrived = Box<dyn FnMut(&IoJob, ReadPart<'_>) -> Option<Vec<Range<usize>>> + Send>;
 
-/// How a record is read part by part. A medium without [`Features::reads_parts`] brings all at once
-/// and calls nothing.
+/// How a record is read part by part. A medium without [`Features::reads_parts`] reads the whole
+/// record and does not call `arrived`.
 pub struct Parts {
-    /// What each operation brings, in order: stretches, each to where it lies in the whole.
+    /// The byte ranges of each operation, in order. Each is read to the same place in the slot.
     pub steps: Vec<Vec<Range<usize>>>,
-    /// Told of each.
+    /// Called after each operation.
     pub arrived: Arrived,
 }
 
@@ -123,33 +122,33 @@ pub struct Parts {
 pub struct BlockRead {
     /// The record id.
     pub id: BlockId,
-    /// Where it goes, from the start.
+    /// The record is read to the start of this slot.
     pub slot: Slot,
-    /// Part by part; `None`: all of it at once, or as much as the slot has room for.
+    /// Part by part. `None`: all of it at once, or as much as the slot has room for.
     pub parts: Option<Parts>,
-    /// Its parts are the header and a side shard, a few pages: one thread reads many such.
+    /// Only the header and a side shard are read, a few pages: one thread reads many of these.
     pub sides: bool,
-    /// Past every cache (after a failed checksum).
+    /// Without any cache, because a checksum failed.
     pub again: bool,
-    /// When no one waits for it any more.
+    /// Time after which the caller no longer waits for it.
     pub deadline: MonotonicTime,
-    /// [`Indexed::look`] has been since it was missed: what is missed again is not there.
+    /// [`Indexed::look`] has run since the record was missed: if it is missed again it is absent.
     pub looked: bool,
-    /// Whether the reader that reads takes the record where it lies: [`ReadDone::lent`].
+    /// Which memory the reader accepts for [`ReadDone::lent`].
     pub in_place: InPlace,
 }
 
-/// What a read came to.
+/// The outcome of a read.
 pub enum Outcome {
-    /// The record, or why it could not be read. The error is `Foreign` where something has the
-    /// record's name that can never be read as one, so that nothing is wrong with the medium.
+    /// The record, or why it could not be read. The error is `Foreign` if the record's name belongs
+    /// to something that can never be a record; the medium itself is healthy then.
     Came(Result<ReadDone>),
-    /// It is not where it was known to be: to be read again after [`Indexed::look`].
+    /// The record is not where the index has it: to be read again after [`Indexed::look`].
     Moved(BlockRead),
 }
 
 impl BlockRead {
-    /// All of a record, through whatever is on the way.
+    /// A read of a whole record, through the caches.
     pub fn whole(id: BlockId, slot: Slot, deadline: MonotonicTime) -> Self {
         Self {
             id,
@@ -167,11 +166,11 @@ impl BlockRead {
 /// How soon records that wait for others are to be published.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Flush {
-    /// A caller waits for it; so seldom that not every block gets a file of its own.
+    /// A caller waits for it. Calls are rare enough that not every block gets its own file.
     Soon,
     /// As soon as it is written.
     Now,
-    /// The same, and from now on nothing waits any more: the store is about to close.
+    /// The same, and later records do not wait either: the store is about to close.
     Last,
 }
 
@@ -180,7 +179,7 @@ pub enum Flush {
 pub struct Receipt(u64);
 
 impl Receipt {
-    /// One unlike all others of this process.
+    /// A receipt that is unique in this process.
     pub fn next() -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         Self(NEXT.fetch_add(1, Ordering::Relaxed))
@@ -194,8 +193,8 @@ pub enum Written {
     Published,
     /// It was stored already and nothing was written.
     Present,
-    /// Nothing was written, because what is there cannot be read here and is not replaced, for this
-    /// reason.
+    /// Nothing was written: the stored record cannot be read here, for this reason, and is not
+    /// replaced.
     InTheWay(MissReason),
     /// The medium has the record, and this process can read it. By the deadline of the write
     /// [`Backend::on_sealed`] reports with this receipt whether it was published, or lost.
@@ -209,12 +208,12 @@ pub struct WriteOptions {
     pub len: usize,
     /// Position in its chain; ancestors count as used later than descendants.
     pub ordinal: u32,
-    /// In place of what is there under that name (it was refused).
+    /// Replace the stored record of this id (it was refused).
     pub replace: bool,
 }
 
 impl WriteOptions {
-    /// Of a copy, which takes the place of none.
+    /// Options for a copy, which replaces no record.
     pub fn of_copy(len: usize, ordinal: u32) -> Self {
         Self {
             len,
@@ -240,13 +239,13 @@ pub struct Listed {
 pub struct LocallyVisible {
     /// They can be read from now on.
     pub gained: Vec<BlockId>,
-    /// No longer only locally visible: published long enough ago for others to have found them, or
-    /// gone.
+    /// No longer only locally visible: removed, or published long enough ago for others to have
+    /// found them.
     pub lost: Vec<BlockId>,
 }
 
-/// A record that a memory gives up to make room. It can be found and read there until this is
-/// dropped, and stays if it was used meanwhile.
+/// A record that a memory evicts to make room. It can be found and read there until this value is
+/// dropped, and stays if it is used before that.
 pub trait Victim: Send {
     /// Its id.
     fn id(&self) -> BlockId;
@@ -255,38 +254,36 @@ pub trait Victim: Send {
     fn record(&self) -> &[u8];
 }
 
-/// Called with every record that is given up, on the thread that needs the room; must not wait.
+/// Called with every record that is evicted, on the thread that needs the room; must not wait.
 pub type Evicted = Box<dyn Fn(Box<dyn Victim>) + Send + Sync>;
 
-/// What a medium is and can do.
+/// The features of a medium.
 #[derive(Clone, Copy, Default)]
 pub struct Features<'a> {
     /// Name in logs and metrics.
     pub name: &'static str,
-    /// Lookups are answered from memory and without a system call, so that they may be asked on any
-    /// thread.
+    /// Lookups are answered from memory and without a system call, so any thread may call them.
     pub answers_at_once: bool,
-    /// A lookup is one request to a server, however many ids it has, for whose answer the backend
-    /// waits by the deadline of its job: the caller's own thread makes it.
+    /// A lookup is one request to a server, for any number of ids, and the backend waits for the
+    /// answer until the deadline of its job. The caller's own thread makes it.
     pub waits_by_itself: bool,
-    /// Parts of a record can be read by themselves.
+    /// Single parts of a record can be read.
     pub reads_parts: bool,
-    /// Writes fill memory, the page cache if nothing else, and wait for no device as long as all is
-    /// well.
+    /// Writes fill memory, such as the page cache, and normally wait for no device.
     pub writes_cached: bool,
-    /// Uses that another process of the same engine has told its own medium must be told here too:
-    /// they reach only what a process has to itself, such as its memory.
+    /// A use that another process of the same engine reported to its own medium must be reported to
+    /// this one too, because the medium belongs to one process, as its memory does.
     pub own_touches: bool,
-    /// The same as memory of this host, where it is that: it ends with the processes that use it.
+    /// Its functions as memory of this host, which ends with the processes that use it.
     pub memory: Option<&'a dyn Memory>,
-    /// Where its records lie, if it knows that without asking the medium.
+    /// Its index in memory, if it has one.
     pub index: Option<&'a dyn Indexed>,
-    /// What this process has of it before others, if there can be such.
+    /// Its records that only this process can read yet, if there can be any.
     pub local: Option<&'a dyn Local>,
 }
 
 impl Features<'_> {
-    /// See [`Indexed::runs`]; without an index each read by itself.
+    /// See [`Indexed::runs`]; without an index each read is a run.
     pub fn runs(&self, reads: &[&BlockRead], threads: usize) -> Vec<Vec<usize>> {
         match self.index {
             Some(index) => index.runs(reads, threads),
@@ -294,7 +291,7 @@ impl Features<'_> {
         }
     }
 
-    /// See [`Indexed::look`]; without an index every lookup asks the medium.
+    /// See [`Indexed::look`]; without an index every lookup reads the medium anyway.
     pub fn look(&self, deadline: MonotonicTime, done: Done<()>) {
         match self.index {
             Some(index) => index.look(deadline, done),
@@ -313,7 +310,7 @@ impl Features<'_> {
     }
 }
 
-/// What a medium holds and did; counters since the start.
+/// The use of a medium, and counters since the start.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct MediumStats {
     /// Bytes used and allowed.
@@ -328,41 +325,40 @@ pub struct MediumStats {
     pub more: Vec<(&'static str, u64)>,
 }
 
-/// Memory of this host: what it is asked for is done before it answers, and nothing waits.
+/// Memory of this host: a call has done its work when it returns, and never waits.
 pub trait Memory {
-    /// Copies a record, making room if need be. `Busy` when there is none now.
+    /// Copies a record, and makes room for it. `Busy` if there is none now.
     fn insert(&self, id: BlockId, record: &[u8], options: WriteOptions) -> Result<Written>;
 
     /// Whether it has a record.
     fn has(&self, id: BlockId) -> bool;
 
-    /// Sets, once, who is handed what is given up to make room. False where there is somebody
-    /// already.
+    /// Sets, once, the hook that is called with evicted records. False if one is set already.
     fn on_evicted(&self, hook: Evicted) -> bool;
 
-    /// This process's own memory, from which records are lent: a device copies from it at full
-    /// speed once it knows of it.
+    /// This process's own memory, from which records are lent. A device copies from it at full
+    /// speed once it is registered there.
     fn region(&self) -> Option<&Arc<SharedRegion>> {
         None
     }
 }
 
-/// An index in memory of what lies on a medium.
+/// An index in memory of the records on a medium.
 pub trait Indexed {
     /// Which of these reads one thread should do together, by their numbers, and in which order;
-    /// each comes once at most. What is left out is not known to be here, and comes again after
-    /// [`Indexed::look`]; with [`BlockRead::looked`] none is left out. Never waits. `threads`: how
-    /// many there are for reads.
+    /// each at most once. A record that is left out is not in the index, and is passed again after
+    /// [`Indexed::look`]; with [`BlockRead::looked`] none is left out. Never waits. `threads` is
+    /// the number of threads for reads.
     fn runs(&self, reads: &[&BlockRead], threads: usize) -> Vec<Vec<usize>>;
 
-    /// Finds what others have stored of late. Never waits: it calls back when that is done, with
-    /// `Timeout` at the deadline.
+    /// Refreshes the index with records that other processes stored. Never waits: it calls `done`
+    /// afterwards, with `Timeout` at the deadline.
     fn look(&self, deadline: MonotonicTime, done: Done<()>);
 
-    /// Whether a write would only find this record there.
+    /// Whether this record is published, so that a write of it would do nothing.
     fn is_published(&self, id: BlockId) -> bool;
 
-    /// Whether it knows where this record lies, also one that only this process can read yet.
+    /// Whether this record is in the index, even if only this process can read it yet.
     fn knows(&self, id: BlockId) -> bool;
 }
 
@@ -377,19 +373,19 @@ pub trait Local {
 ///
 /// A medium that is a map from ids to bytes implements [`Values`](crate::values::Values) instead.
 pub trait Backend: Send + Sync {
-    /// Makes the medium usable or says why it is not, by the deadline; again after a failure. The
-    /// answer is what it uses and why, in words for the log.
+    /// Makes the medium usable by the deadline, or fails with the reason; called again after a
+    /// failure. Returns a text for the log: what it uses, and why.
     fn open(&self, deadline: MonotonicTime) -> Result<String>;
 
-    /// What it is and can do. May change until it was opened.
+    /// Its features. They may change until it was opened.
     fn features(&self) -> Features<'_>;
 
-    /// Whether each record is present whole. With `stop_at_missing` the answer may end with the
-    /// first that is not.
+    /// Whether each record is complete. With `stop_at_missing` the answer may end with the first
+    /// one that is not.
     fn lookup(&self, io: &IoJob, ids: &[BlockId], stop_at_missing: bool) -> Result<Vec<Presence>>;
 
-    /// Reads the records of one run: an outcome for each, in the same order, whatever became of the
-    /// others.
+    /// Reads the records of one run: an outcome for each, in the same order; one that fails does
+    /// not end the others.
     fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome>;
 
     /// Writes a record privately and publishes it whole, or returns a receipt for that. Returns by
@@ -398,12 +394,12 @@ pub trait Backend: Send + Sync {
     /// record of a newer version stays.
     fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions) -> Result<Written>;
 
-    /// Sets, once and before [`Backend::open`], what is called with the outcomes of receipts. A
-    /// medium that gives none has no use for it.
+    /// Sets, once and before [`Backend::open`], the hook for the outcomes of receipts. A medium
+    /// without receipts ignores it.
     fn on_sealed(&self, _hook: OnSealed) {}
 
-    /// These records were used by a request: ids with their ordinals. Fire and forget, throttled by
-    /// the backend.
+    /// Notes that a request used these records: ids with their ordinals. Does not wait, and is
+    /// throttled by the backend.
     fn touch(&self, ids: &[(BlockId, u32)], deadline: MonotonicTime);
 
     /// Removes records by name; the answer counts those removed.
@@ -412,12 +408,12 @@ pub trait Backend: Send + Sync {
     /// Every record of this namespace that [`Backend::delete`] would find.
     fn list(&self, io: &IoJob) -> Result<Vec<Listed>>;
 
-    /// Publishes what is written and waits for others to be published with it. Never blocks.
+    /// Publishes records that are written and wait to be published with others. Never blocks.
     fn flush(&self, _how: Flush) {}
 
-    /// What it holds and did.
+    /// Its use and its counters.
     fn stats(&self) -> MediumStats;
 
-    /// Ends: finishes or fails what is under way within `drain`.
+    /// Closes it: operations in progress complete or fail within `drain`.
     fn close(&self, drain: Duration);
 }

@@ -51,7 +51,7 @@ pub(crate) struct ReadAt {
     pub(crate) offset: u64,
 }
 
-/// What a read came to.
+/// The outcome of a read.
 pub(crate) struct Filled {
     /// Bytes that arrived, from the first on.
     pub(crate) bytes: usize,

@@ -57,7 +57,7 @@ struct DirectoryBackend(Arc<Directory>);
 struct Directory {
     shared: Arc<Shared>,
     config: SegmentConfig,
-    /// What is asked unless it is segments.
+    /// The backend of the layout `file`.
     files: PosixBackend,
     decided: OnceLock<Decided>,
     /// When the marker is read again, and how long after the last time that is.

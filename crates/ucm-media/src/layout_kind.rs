@@ -26,7 +26,7 @@ impl LayoutKind {
     }
 }
 
-/// What was decided: `layout` in the marker.
+/// The decided layout: `layout` in the marker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct RootLayout {
     pub(crate) kind: LayoutKind,
@@ -37,7 +37,7 @@ pub(crate) struct RootLayout {
     pub(crate) decided: u64,
 }
 
-/// What this process goes by.
+/// The layout that this process uses for a root.
 pub(crate) struct Decision {
     pub(crate) kind: LayoutKind,
     /// Which layout and why, for the log.

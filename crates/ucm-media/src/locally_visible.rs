@@ -161,7 +161,11 @@ mod tests {
         news.take(NOW);
         news.gained(A);
         news.published(A, LATER);
-        assert_eq!(news.take(NOW).gained, [A], "though it was not told before");
+        assert_eq!(
+            news.take(NOW).gained,
+            [A],
+            "though it was not returned before"
+        );
         assert_eq!(news.take(MonotonicTime(199)), nothing());
         assert_eq!(news.take(LATER).lost, [A]);
         assert_eq!(news.take(MonotonicTime::NEVER), nothing());
@@ -197,7 +201,7 @@ mod tests {
         let news = LocalChanges::default();
         news.gained(A);
         news.published(A, LATER);
-        assert_eq!(news.take(NOW), nothing(), "nobody had asked");
+        assert_eq!(news.take(NOW), nothing(), "it was not called before");
         for n in 0..MOST_LEAVING + 3 {
             news.gained(id(n));
             news.published(id(n), LATER);

@@ -1,8 +1,8 @@
 //! What the clients of network media have in common.
 
-/// Has the clients of this process do their cryptography by ring, unless somebody chose otherwise
-/// before: rustls takes what the process has chosen, and no one chooses by itself where a build has
-/// several.
+/// Makes the clients of this process use ring for cryptography, unless a provider was chosen
+/// before. rustls uses the provider that the process chose; in a build with several it has no
+/// default.
 pub(crate) fn use_ring() {
     let _ = rustls::crypto::ring::default_provider().install_default();
 }
@@ -16,6 +16,6 @@ const ANSWERS: usize = 16 << 20;
 /// `M_TRIM_THRESHOLD`), a few hundred kilobytes at first, and each record that a server answers is
 /// made of new pages then, which the system clears one by one. It learns of one large block.
 pub(crate) fn keep_memory_of_answers() {
-    // no one writes there: it costs no memory
+    // never written to: it costs no memory
     drop(std::hint::black_box(Vec::<u8>::with_capacity(ANSWERS)));
 }

@@ -14,30 +14,30 @@ pub struct Item {
     /// `<namespace>/blocks/<hh>/<id>.bin`, `<namespace>/segments/<name>`,
     /// `<namespace>/manifest-<part>.json`, `ucm-root.json`, `space/<name>`. Empty: it is not ours.
     pub path: String,
-    /// What the server calls it.
+    /// Its name on the server.
     pub name: String,
     /// Bytes.
     pub len: u64,
     /// When it was last used, ns of Unix time, as far as the place has it; 0 where it never does.
     pub used_ns: u64,
-    /// What changes when it is replaced; empty where nothing does.
+    /// A value that changes when it is replaced; empty if there is none.
     pub version: String,
 }
 
-/// What a place says of itself.
+/// The use of a place.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Room {
-    /// Most bytes that it takes, and those it has; 0: it does not say.
+    /// Most bytes that it takes; 0: not known.
     pub limit: u64,
-    /// See `limit`.
+    /// Bytes that it has; 0: not known.
     pub used: u64,
-    /// What it is.
+    /// A text for people.
     pub words: String,
 }
 
 /// See the module. Every call waits for the server, for a minute at most.
 pub trait Place: Send + Sync {
-    /// What it says of itself.
+    /// Its use.
     fn room(&self) -> Result<Room>;
 
     /// Everything that lies there, of every namespace.
@@ -57,7 +57,7 @@ pub fn record_path(namespace: &str, id: &str) -> Option<String> {
     is_namespace(namespace.as_ref()).then(|| format!("{namespace}/blocks/{}/{id}.bin", &id[..2]))
 }
 
-/// What a segment lists.
+/// The records of a segment, by its footer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SegmentListing {
     /// Its file name.
@@ -70,7 +70,7 @@ pub struct SegmentListing {
     pub records: Vec<(BlockId, u64, u64)>,
 }
 
-/// What the last bytes of a segment say.
+/// The contents of the last bytes of a segment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SegmentTail {
     /// The whole footer.

@@ -1,4 +1,4 @@
-//! Reading records for a load, and reading back one just published where the writer asks for that.
+//! Reading records for a load, and reading a record back after it was published, if configured.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -7,7 +7,7 @@ use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_io::{IoJob, ReadMode};
 use ucm_record::{Expect, RecordHeader, verify_stored};
 
-use crate::backend::{BlockRead, Part, Parts, ReadDone};
+use crate::backend::{BlockRead, Parts, ReadDone, ReadPart};
 use crate::shared::Shared;
 
 /// Error numbers of what is there for others but never for us as a record: no permission (of the
@@ -41,7 +41,8 @@ impl Shared {
                     break 'steps;
                 }
             }
-            steps.extend(arrived(io, Part::of(&step, slot.as_slice(), stored_len)));
+            let part = ReadPart::of(&step, slot.as_slice(), stored_len);
+            steps.extend(arrived(io, part));
         }
         Ok(ReadDone {
             slot,
@@ -62,15 +63,15 @@ impl Shared {
         Ok(verify_stored(bytes, stored_len, &self.expect(id, bytes))?)
     }
 
-    /// What the record that begins with these bytes must be.
+    /// The expected properties of the record that begins with these bytes.
     pub(crate) fn expect(&self, id: BlockId, bytes: &[u8]) -> Expect<'_> {
         let namespace = *self.config.scope.identity.digest();
         self.lengths.expect(id, namespace, bytes)
     }
 }
 
-/// Tells why a file could not be read: the record's own fault, whatever the medium's health, or the
-/// medium's. No permission is the record's own fault if its directories can be searched.
+/// Why a file could not be read: because of the record alone, or of the medium. A missing
+/// permission is the record's own problem if its directories can be searched.
 pub(crate) fn explain(io: &IoJob, path: PathBuf, error: Error) -> Error {
     let own = match error.os_code() {
         Some(code) if NO_FILE.contains(&code) => true,

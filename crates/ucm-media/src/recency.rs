@@ -1,4 +1,4 @@
-//! When a record was used last, kept by the file system itself: what removal goes by.
+//! Time of a record's last use, which the file system keeps; eviction removes the oldest first.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -6,26 +6,26 @@ use hashlink::LruCache;
 use ucm_core::BlockId;
 use ucm_core::sync::Mutex;
 
-/// Time of use, told to the file system as a modification time.
+/// Times of use, which are stored as modification times of files.
 ///
-/// The time is cut to a minute and the block's ordinal in its chain is taken off in microseconds:
-/// within a minute a descendant is always older than its ancestors, so that removing the oldest
-/// first is removing the deepest first, without reading a header. A request touches its whole
-/// prefix, at most once a minute and block.
+/// A time is rounded down to a minute, minus the block's ordinal in its chain in microseconds.
+/// Within a minute a descendant is therefore older than its ancestors, and the deepest block is
+/// removed first, without reading a header. A request touches its whole prefix, each block at most
+/// once a minute.
 #[derive(Default)]
 pub struct Recency {
-    told: Mutex<Option<LruCache<BlockId, i64>>>,
+    noted: Mutex<Option<LruCache<BlockId, i64>>>,
     touched: AtomicU64,
 }
 
-/// Length of the step to which times of use are cut.
+/// Times of use are rounded down to a multiple of this.
 const STEP_NS: i64 = 60_000_000_000;
-/// Most blocks remembered as told.
-const TOLD: usize = 1 << 17;
+/// Most blocks whose stored time is remembered.
+const MOST_NOTED: usize = 1 << 17;
 
 impl Recency {
-    /// What counts as the last use of a block at this ordinal of its chain that is used at this
-    /// time, ns of Unix time.
+    /// The time of use to store for a block at this ordinal of its chain that is used at `wall_ns`;
+    /// both are ns of Unix time.
     pub fn time(ordinal: u32, wall_ns: u64) -> i64 {
         let now = i64::try_from(wall_ns).unwrap_or(i64::MAX);
         now - now % STEP_NS - i64::from(ordinal) * 1000
@@ -34,20 +34,21 @@ impl Recency {
     /// The time to give to a record being published.
     pub fn published(&self, id: BlockId, ordinal: u32, wall_ns: u64) -> i64 {
         let time = Self::time(ordinal, wall_ns);
-        let mut told = self.told.lock();
-        told.get_or_insert_with(|| LruCache::new(TOLD))
+        let mut noted = self.noted.lock();
+        noted
+            .get_or_insert_with(|| LruCache::new(MOST_NOTED))
             .insert(id, time);
         time
     }
 
-    /// Which of these blocks need to be told to the file system, and what.
+    /// The blocks among these whose stored time must change, with the new time.
     pub fn due(&self, ids: &[(BlockId, u32)], wall_ns: u64) -> Vec<(BlockId, i64)> {
-        let mut told = self.told.lock();
-        let told = told.get_or_insert_with(|| LruCache::new(TOLD));
+        let mut noted = self.noted.lock();
+        let noted = noted.get_or_insert_with(|| LruCache::new(MOST_NOTED));
         let times = ids
             .iter()
             .map(|&(id, ordinal)| (id, Self::time(ordinal, wall_ns)));
-        let due = times.filter(|&(id, time)| told.insert(id, time).is_none_or(|last| last < time));
+        let due = times.filter(|&(id, time)| noted.insert(id, time).is_none_or(|last| last < time));
         due.collect()
     }
 
@@ -76,7 +77,7 @@ mod tests {
         assert!(first > second, "written later, and still older");
         assert!(
             recency.due(&[(a, 0), (b, 1)], 5 * minute + 1000).is_empty(),
-            "told this minute"
+            "noted this minute"
         );
         let due = recency.due(&[(a, 0), (b, 1)], 6 * minute);
         assert_eq!(due.len(), 2);

@@ -30,7 +30,7 @@ pub(crate) fn unless_read_only<T>(result: Result<T>) -> Result<Option<T>> {
     }
 }
 
-/// What an empty path means: the current directory.
+/// The current directory instead of an empty path.
 fn or_here(path: &Path) -> &Path {
     if path.as_os_str().is_empty() {
         Path::new(".")
@@ -148,7 +148,7 @@ impl Shared {
         self.use_root(marker, deadline)
     }
 
-    /// Logs once that the configuration asks for another layout than the root has.
+    /// Logs once that the configured layout differs from the root's.
     fn tell_of_another_layout(&self, marker: &Marker) {
         let mut known = self.root.lock();
         if let Some(said) = &marker.layout
@@ -179,7 +179,7 @@ impl Shared {
         self.compare_with_disk(limit, deadline);
         self.config.place.facts.learn(&marker.uuid);
         self.root.lock().uuid = Some(marker.uuid);
-        let gone = || Error::new(ErrorKind::Closed, "the backend is gone");
+        let gone = || Error::new(ErrorKind::Closed, "the backend is closed");
         let weak = Arc::downgrade(self);
         let check = move |deadline| {
             let shared = weak.upgrade().ok_or_else(gone)?;
@@ -217,7 +217,7 @@ impl Shared {
             let above = root.ancestors().skip(1).map(or_here);
             let same = above.take_while(|above| mount_of(above).is_ok_and(|found| found == mount));
             let path = same.last().unwrap_or(&root).to_owned();
-            let gone = || Error::new(ErrorKind::Io, "the root is gone");
+            let gone = || Error::new(ErrorKind::Io, "the root was removed");
             let meta = io.look(path.clone())?;
             let meta = meta.ok_or_else(|| gone().with("root", root.display()))?;
             let FileMeta { dev, ino, .. } = meta;
@@ -373,7 +373,7 @@ impl Shared {
             .with("root", self.layout.root().display()))
     }
 
-    /// The directories of the namespace; also later, when somebody removed them.
+    /// Makes the directories of the namespace; again after they were removed.
     pub(crate) fn make_dirs(&self, deadline: MonotonicTime) -> Result<()> {
         let namespace = self.layout.namespace();
         let kind = self.root.lock().kind;

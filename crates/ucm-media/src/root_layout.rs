@@ -52,7 +52,7 @@ impl LayoutChoice<'_> {
         self.keep_layout(layout, marker, deadline).map(Some)
     }
 
-    /// What a marker says, remembered for the day on which the root has to be marked again.
+    /// The contents of a marker, kept for the case that the root has to be marked again.
     fn as_marked(&self, marker: &Marker) -> Option<Decision> {
         let said = marker.layout.as_ref()?;
         let layout = RootLayout::deserialize(said).ok();

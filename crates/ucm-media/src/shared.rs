@@ -1,4 +1,4 @@
-//! One root as every backend over it knows it, whatever the layout of its records.
+//! One root directory, for the backends of both layouts.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -23,22 +23,22 @@ use crate::spread::RootFacts;
 /// How long making the namespace's directories again may take.
 pub(crate) const MAKE_DIRS: Duration = Duration::from_secs(5);
 
-/// What the POSIX backend needs to know.
+/// Configuration of the POSIX backend.
 pub struct PosixConfig {
     /// The root directory.
     pub root: PathBuf,
     /// Whose records lie there.
     pub scope: Scope,
-    /// Whether the I/O engine was asked to go past the page cache.
+    /// Whether the I/O engine is configured to bypass the page cache.
     pub direct: bool,
     /// The limit on bytes below the root; `None`: the marker's, or a share of the file system.
     pub capacity: Option<Capacity>,
-    /// What is removed beside the oldest above the limit, and how much of the medium stays free.
+    /// Which records are removed besides the oldest ones above the limit, and how much of the
+    /// medium stays free.
     pub rules: Rules,
-    /// The process that writes, normally [`Process::this`]: others take over at once when it is
-    /// gone.
+    /// The process that writes, normally [`Process::this`]: others take over as soon as it ends.
     pub process: Process,
-    /// Permissions of what is made below the root.
+    /// Permissions of new files and directories below the root.
     pub modes: Modes,
     /// Its number among several roots; [`RootSlot::default`] for one alone.
     pub place: RootSlot,
@@ -83,33 +83,34 @@ pub(crate) struct MountPoint {
     pub(crate) ino: u64,
 }
 
-/// What is known of the root itself.
+/// The state of the root itself.
 #[derive(Default)]
 pub(crate) struct Root {
     /// Its device when it was first seen; another one means that a share was unmounted.
     pub(crate) device: Option<u64>,
-    /// Where it was mounted then: as long as that is the same, a root that is missing was removed.
+    /// Its mount point then: while that is the same, a missing root was removed, not unmounted.
     pub(crate) mounted: Option<MountPoint>,
-    /// Its mark, by which it is known again on another device (a share mounted anew).
+    /// Its UUID, which identifies it on another device (a share that was mounted again).
     pub(crate) uuid: Option<String>,
-    /// What the file system can do.
+    /// The abilities of the file system.
     pub(crate) probed: Option<Probe>,
-    /// How records lie below it, once that is known.
+    /// The layout of its records, once that is known.
     pub(crate) kind: Option<LayoutKind>,
-    /// What its marker says of that, or is to say.
+    /// The layout in its marker, or the one to be written there.
     pub(crate) layout: Option<RootLayout>,
-    /// The log was told that the configuration asks for another layout than it has.
+    /// A configured layout that differs from the root's was logged.
     pub(crate) warned: bool,
     /// A symbolic link below it was logged.
     pub(crate) link_logged: bool,
     /// A limit that is larger than its file system was logged.
     pub(crate) limit_logged: bool,
-    /// Somebody is looking whether it is back.
+    /// A thread is checking whether it is back.
     pub(crate) looking: bool,
 }
 
 impl Shared {
-    /// What both layouts go by; nothing is touched yet. `Config` if the limit is too small.
+    /// The state for either layout, without access to the root yet. `Config` if the limit is too
+    /// small.
     pub(crate) fn new(
         config: PosixConfig,
         kind: Option<LayoutKind>,
@@ -153,7 +154,7 @@ impl Shared {
         Ok(shared)
     }
 
-    /// What the root holds, and what was removed of it.
+    /// The use of the root, and what was removed from it.
     pub(crate) fn stats(&self) -> MediumStats {
         let (records_removed, bytes_removed) = self.space.removed();
         MediumStats {
@@ -165,20 +166,20 @@ impl Shared {
         }
     }
 
-    /// What a look at a record's name says: it is there whole, or why it is no hit.
+    /// Whether a record is complete, by its file's metadata, or why it is no hit.
     pub(crate) fn presence(&self, meta: Option<FileMeta>) -> Presence {
         let file = meta.filter(|meta| !meta.is_dir).ok_or(MissReason::Absent)?;
         self.lengths.presence(file.len)
     }
 
     /// Whether writes fill the page cache of a local file system; false while that is not known.
-    /// Only one thread at once can fill the pages of one file there (ext4 and XFS hold the inode's
-    /// lock meanwhile), and others spin: so several files are written side by side.
+    /// Only one thread at a time can fill the pages of one file there, because ext4 and XFS hold
+    /// the inode's lock, and others spin. So several files are written side by side.
     pub(crate) fn writes_cached(&self) -> bool {
         self.writes_cached.load(Ordering::Acquire)
     }
 
-    /// What the file system of the root can do.
+    /// Stores what the file system of the root can do.
     pub(crate) fn learn(&self, probe: Probe) {
         let direct = self.config.direct && probe.direct.is_some();
         let cached = !direct && !probe.fs.maybe_shared();
@@ -209,8 +210,8 @@ impl Shared {
         }
     }
 
-    /// The marker is there and on the device it was on: writing is safe. Else `Foreign`: the medium
-    /// answers, but it is not the root that was opened.
+    /// Checks that the marker is there, on the same device as before: writing is safe. Else
+    /// `Foreign`: the medium answers, but it is not the root that was opened.
     pub(crate) fn check_root(&self, marker: Option<FileMeta>) -> Result<()> {
         let device = self.root.lock().device;
         if marker.is_some_and(|meta| Some(meta.dev) == device) {

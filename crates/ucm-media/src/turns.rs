@@ -1,5 +1,5 @@
-//! Background threads that make one turn after the other. None does anything between two turns but
-//! wait, so a medium that nobody uses costs no more than a look at its clock.
+//! Background threads that repeat one piece of work, a turn. Between two turns they only wait, so
+//! an unused medium costs no more than reading its clock.
 
 use std::sync::Arc;
 use std::time::Duration;

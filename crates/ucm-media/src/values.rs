@@ -32,7 +32,7 @@ const REFRESH: Duration = Duration::from_secs(5);
 /// Most records that are assumed to be there; some 60 bytes each.
 const MOST_ASSUMED: usize = 1 << 17;
 
-/// What a medium of this shape is like.
+/// Properties of a medium of this shape.
 #[derive(Debug, Clone, Copy)]
 pub struct ValuesTraits {
     /// Name in logs and metrics.
@@ -49,16 +49,16 @@ pub struct ValuesTraits {
     pub manages_itself: bool,
 }
 
-/// What [`Values::open`] found.
+/// The result of [`Values::open`].
 #[derive(Debug, Clone)]
 pub struct ValuesOpened {
-    /// What is used and why, for the log.
+    /// A text for the log: what is used, and why.
     pub text: String,
     /// The values lie on several nodes. It opens also without the node that has the manifest.
     pub is_cluster: bool,
 }
 
-/// What a medium has under an id.
+/// The value of an id on the medium.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Existing {
     /// Nothing.
@@ -96,13 +96,13 @@ pub struct Put {
 /// until the medium has no more use for it, also after a timeout. `ucm_testkit::check_values` tests
 /// an implementation.
 pub trait Values: Send + Sync {
-    /// What it is like.
+    /// Its properties.
     fn traits(&self) -> ValuesTraits;
 
     /// Reaches the medium, or reports why that is not possible; again after a failure.
     fn open(&self, deadline: MonotonicTime) -> Result<ValuesOpened>;
 
-    /// What there is under each id, or why that is not known of one.
+    /// The value of each id, or why it is not known.
     fn exists(&self, io: &IoJob, ids: &[BlockId]) -> Result<Vec<Result<Existing>>>;
 
     /// Reads each value, or as much of it as its slot has room for; in the same order, whatever
@@ -145,7 +145,7 @@ pub trait Values: Send + Sync {
         Ok(())
     }
 
-    /// What it holds and did, from memory.
+    /// Its statistics, from memory.
     fn stats(&self) -> MediumStats {
         MediumStats::default()
     }

@@ -119,8 +119,9 @@ impl Shared {
         new.io.publish(publish).map(drop)
     }
 
-    /// A write that finds no directory: somebody removed them, so they are made again for the next
-    /// one, with the manifest. Not where the root is lost: they would lie on another file system.
+    /// After a write without a directory: the directories were removed, so they are made again for
+    /// the next write, with the manifest. Not if the root is lost: they would be on another file
+    /// system.
     pub(crate) fn missed(self: &Arc<Self>, error: &Error) {
         if error.kind() != ErrorKind::NotFound {
             return;

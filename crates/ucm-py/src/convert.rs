@@ -50,7 +50,7 @@ pub(crate) enum Failure {
     Python(PyErr),
 }
 
-/// What a call from Python gives.
+/// The result of a call from Python.
 pub(crate) type CallResult<T> = Result<T, Failure>;
 
 impl From<Error> for Failure {

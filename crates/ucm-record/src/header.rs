@@ -69,7 +69,7 @@ pub struct SideEntry {
 /// A header with correct checksums and a table that lies inside the record.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RecordHeader {
-    /// What its writer said.
+    /// The metadata of its writer.
     pub meta: RecordMeta,
     /// Format version.
     pub version: u32,

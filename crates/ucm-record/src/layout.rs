@@ -92,8 +92,8 @@ impl RecordLayout {
     pub fn encrypted(mut self) -> Result<Self> {
         self.room_for_seals = true;
         if self.header_len() > LONGEST_HEADER {
-            let text = "records of so many layers cannot be encrypted: their header has no room \
-                        for the tags";
+            let text = "a record with this number of layers cannot be encrypted: its header has no \
+                        room for the tags";
             return Err(Error::invalid(text).with("layers", self.layers));
         }
         Ok(self)

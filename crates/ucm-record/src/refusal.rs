@@ -11,9 +11,9 @@ pub struct Refusal {
     pub reason: MissReason,
     /// The faulty field.
     pub field: &'static str,
-    /// What it is.
+    /// The value that was found.
     pub found: String,
-    /// What it should be.
+    /// The value that was expected.
     pub expected: String,
 }
 

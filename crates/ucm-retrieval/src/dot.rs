@@ -101,7 +101,7 @@ pub struct DotScores<'a> {
     pub queries: &'a [f32],
     /// True if each representation of a block has a query of its own.
     pub own_queries: bool,
-    /// What is compared.
+    /// The way in which vectors are compared.
     pub metric: Metric,
     /// How the scores of a head's representations are combined.
     pub over_reps: Reps,

@@ -138,7 +138,7 @@ fn of_writes(error: &Error) -> Verdict {
     }
 }
 
-/// What an observation changed, for the log and the counters.
+/// The change after an observation, for the log and the counters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
     /// It opened.

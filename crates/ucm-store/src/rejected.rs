@@ -138,7 +138,7 @@ mod tests {
         assert!(refused.clear_bad(bad) && !refused.clear_bad(newer));
         assert!(!refused.contains(bad) && refused.contains(newer));
         refused.published(newer);
-        assert!(!refused.contains(newer), "it is gone, and ours is there");
+        assert!(!refused.contains(newer), "ours has replaced it");
         assert_eq!(
             (refused.kept_for(newer), refused.kept_for(bad)),
             (None, None)

@@ -194,7 +194,7 @@ fn other_namespaces_lengths_and_processes_that_share_nothing_are_not_seen() {
         alone
             .open(MonotonicTime::NEVER)
             .unwrap()
-            .contains("shared with nobody"),
+            .contains("not shared"),
         "{}",
         alone.open(MonotonicTime::NEVER).unwrap()
     );

@@ -122,7 +122,7 @@ fn dump(store: &Store, number: usize, blocks: &[BlockId]) {
     store.outcome(&task).unwrap();
 }
 
-/// Loads blocks of a part: from which tiers they came, or the first failure. Exact, or untouched.
+/// Loads blocks of a part: the tiers that had them, or the first failure. Exact, or untouched.
 fn load(store: &Store, number: usize, blocks: &[BlockId]) -> Result<[u64; 2], Error> {
     let ids = of_part(number, blocks);
     let device = Device::blank(&store.setup.of_part(number), &ids);
@@ -454,7 +454,7 @@ fn the_limit_of_the_root_holds_for_all_parts_together() {
         }
     }
     assert!(store.stat("records_removed") > 0);
-    // All were used in one minute, which counts as one time: any of them may be gone.
+    // All were used in one minute, which counts as one time: any of them may be evicted.
     for number in 0..PARTS {
         let left = ids(30)
             .into_iter()

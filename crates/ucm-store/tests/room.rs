@@ -292,7 +292,7 @@ fn room_made_for_a_record_that_is_present_by_then_is_returned() {
 
 #[test]
 fn every_block_of_a_first_dump_waits_for_the_first_grant() {
-    only_over!(FilesAlone, "a segment asks for room for all of its records");
+    only_over!(FilesAlone, "a segment reserves room for all of its records");
     let (dir, clock, gate) = (directory(), ManualClock::new(), Gate::new());
     let setup = Setup {
         slots: 600,

@@ -334,7 +334,7 @@ fn use_of_a_record_is_use_of_its_segment_once_a_minute() {
     assert_eq!(
         store.faults.count(OpKind::Touch),
         touches,
-        "told this minute"
+        "noted this minute"
     );
 }
 
@@ -373,7 +373,7 @@ fn a_segment_whose_footer_could_not_be_read_for_a_while_is_found_when_it_can() {
         .dump(&Device::filled(&quick(), &ids(2)), &ids(2))
         .unwrap();
     for _ in 0..5 {
-        assert!(!loads(&reader, &ids(2)), "each looks around");
+        assert!(!loads(&reader, &ids(2)), "each refreshes the index");
     }
     // A read that is under way would be joined, whatever it has seen.
     eventually("no read is under way", || {

@@ -279,7 +279,7 @@ def _existing(path: str, capacity: int) -> Iterator[Finding]:
     about = os.stat(path)
     yield note(
         f"{path} belongs to {about.st_uid}:{about.st_gid}, mode {about.st_mode & 0o7777:04o}; this"
-        f" process runs as {os.geteuid()}:{os.getegid()}",
+        f" process runs as {os.geteuid()}:{os.getegid()}"
     )
     yield from _space(path, capacity)
 

@@ -131,10 +131,7 @@ def _run(
         size = sum(found.size for name in names for found in root.scan(name).files)
         if command == "export":
             capacity = str(int(size * _SPARE) + _LEAST)
-        ends = (
-            _End(source, key_file, options, None),
-            _End(target, to_key_file, options, capacity),
-        )
+        ends = (_End(source, key_file, options, None), _End(target, to_key_file, options, capacity))
         interrupted, patience = False, _Patience()
         try:
             for name in names:

@@ -24,14 +24,7 @@ from pydantic import BaseModel, ValidationError
 from ucm.config.fields import Capacity, check_local, no_flag, parse_flag, scheme_of
 from ucm.config.model import STORE_SECTIONS, StoreSettings, UcmConfig, show
 from ucm.config.rules import problems_of, word_of
-from ucm.config.sparse import (
-    BUILT_IN,
-    UncheckedConfig,
-    algorithm_of,
-    algorithms,
-    folded,
-    keys_of,
-)
+from ucm.config.sparse import BUILT_IN, UncheckedConfig, algorithm_of, algorithms, folded, keys_of
 from ucm.config.words import (
     ALIASES,
     BACKEND_WORDS,
@@ -1100,6 +1093,12 @@ def load(
         warn_once(warning)
     config.require_built()
     return config
+
+
+def config_of(vllm_config: Any) -> UcmConfig:
+    """:func:`load` for the configuration inside vLLM's."""
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    return load(getattr(transfer, "kv_connector_extra_config", None) or {})
 
 
 def parse(

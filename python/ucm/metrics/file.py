@@ -99,7 +99,7 @@ def read(path: str | Path) -> MetricsFile:
 
 
 def dashboard(of: Dashboard, refresh: str) -> dict[str, Any]:
-    """Grafana's JSON of a dashboard. It asks for a Prometheus when it is imported."""
+    """Grafana's JSON of a dashboard. Grafana requests a Prometheus when it imports it."""
     panels, x, y = [], 0, 0
     for number, panel in enumerate(of.panels, 1):
         width = WIDTHS.get(panel.type, COLUMNS // 2)

@@ -335,12 +335,7 @@ class Proxy:
                 raise RefusedError(503 if outcome.why == "unreachable" else 502, text)
 
     async def _try(
-        self,
-        exchange: Exchange,
-        server: Server,
-        body: bytes,
-        attempt: int,
-        stack: AsyncExitStack,
+        self, exchange: Exchange, server: Server, body: bytes, attempt: int, stack: AsyncExitStack
     ) -> Answer | Failure:
         """Sends the request to one server. Its connection is left open in ``stack`` if the answer
         goes on."""

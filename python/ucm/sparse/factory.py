@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from ucm.config import UcmConfig, load
+from ucm.config.loading import config_of
 from ucm.config.sparse import AlgorithmConfig, algorithm_of, algorithms, chooses_blocks
 from ucm.config.words import hint
 from ucm.errors import ConfigError, UnknownConnectorError
@@ -81,9 +81,3 @@ class UcmSparseFactory:
         if not config.enabled or not config.sparse.enabled or config.sparse.type is None:
             return None
         return cls.method_class(config.sparse.type)(vllm_config, role)
-
-
-def config_of(vllm_config: Any) -> UcmConfig:
-    """ucm's configuration inside vLLM's."""
-    transfer = getattr(vllm_config, "kv_transfer_config", None)
-    return load(getattr(transfer, "kv_connector_extra_config", None) or {})

@@ -28,6 +28,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
+from ucm.config.loading import config_of
 from ucm.config.sparse import AlgorithmConfig
 from ucm.errors import ConfigError, InvalidInputError
 from ucm.sparse.base import (
@@ -40,7 +41,6 @@ from ucm.sparse.base import (
     UcmSparseMetadata,
     UcmSparseRole,
 )
-from ucm.sparse.factory import config_of
 from ucm.sparse.kernels import kernels_for
 from ucm.sparse.policy import Method, Policy, method_of, policy_of, resolve_auto, settings_of
 from ucm.sparse.rep_store import RepStore, WritePlan

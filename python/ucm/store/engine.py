@@ -47,13 +47,7 @@ from ucm.config.words import (
     own_keys,
     without_effect,
 )
-from ucm.errors import (
-    ClosedError,
-    ConfigError,
-    DeadlineError,
-    InvalidInputError,
-    UcmError,
-)
+from ucm.errors import ClosedError, ConfigError, DeadlineError, InvalidInputError, UcmError
 from ucm.store.kv_layout import KVLayout, block_numbers
 from ucm.store.ucmstore_v1 import (
     Medium,

@@ -22,13 +22,7 @@ from pydantic import ValidationError
 
 from ucm.config.fields import config_error
 from ucm.config.words import STORES, option_keys, options_of
-from ucm.errors import (
-    ClosedError,
-    ConfigError,
-    InvalidInputError,
-    NotFoundError,
-    UcmError,
-)
+from ucm.errors import ClosedError, ConfigError, InvalidInputError, NotFoundError, UcmError
 from ucm.store.engine import (
     EngineSettings,
     PosixTask,

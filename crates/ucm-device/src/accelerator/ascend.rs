@@ -27,7 +27,7 @@ const LIBRARY: Places = Places {
 };
 
 functions! {
-    /// What we call.
+    /// The functions that are called.
     Calls {
         Init(*const c_char) -> c_int;
         rtGetDeviceCount(*mut u32) -> c_int;

@@ -119,7 +119,7 @@ driver_calls! {
 }
 
 functions! {
-    /// What names an answer.
+    /// The function that returns the name of an error.
     Names {
         cuGetErrorName(c_uint, *mut *const c_char) -> c_uint;
     }

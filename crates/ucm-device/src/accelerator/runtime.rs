@@ -116,7 +116,7 @@ impl From<Error> for Failed {
     }
 }
 
-/// What a call of a library gave.
+/// The result of a call of a library.
 pub(super) type Answer<T = ()> = Result<T, Failed>;
 
 /// The result codes of CUDA's driver, and of runtimes of its shape, after which a context does

@@ -77,7 +77,7 @@ functions! {
     }
 }
 
-/// What all of them have from CUDA. The kinds of copies, by [`Direction`].
+/// Constants of CUDA that all of them use. The kinds of copies, by [`Direction`].
 ///
 /// [`Direction`]: super::runtime::Direction
 const KINDS: [c_int; 2] = [1, 2];

@@ -155,7 +155,7 @@ fn wrong_lengths_are_refused_before_the_first_byte_moves() {
         vec![wraps],
         end_to_end(0, &[null]),
     ] {
-        let mut none = |_: &mut [u8], landed| panic!("{landed} pieces landed");
+        let mut none = |_: &mut [u8], landed| panic!("{landed} pieces were copied");
         assert_eq!(
             kind(stream.gather(&wrong, &mut host, &mut none)),
             ErrorKind::InvalidInput

@@ -108,9 +108,8 @@ impl Registry {
         let dir = open(&self.dir, flags, Mode::empty()).map_err(|errno| refused(errno.into()))?;
         let meta = fstat(&dir).map_err(|errno| refused(errno.into()))?;
         if meta.st_uid != rustix::process::geteuid().as_raw() || meta.st_mode & 0o022 != 0 {
-            let text = "the directory in which memory regions are announced belongs to somebody \
-                        else or can be written \
-                        by others; remove it or name another";
+            let text = "the directory in which memory regions are announced belongs to another \
+                        user, or others can write to it; remove it or configure another one";
             return Err(Error::new(ErrorKind::Foreign, text).with("dir", self.dir.display()));
         }
         Ok(dir)

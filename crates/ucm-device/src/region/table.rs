@@ -180,7 +180,7 @@ impl<'a> Table<'a> {
     ///
     /// There are no tombstones: words that a search would no longer reach are moved up, so searches
     /// stay as short as if the name had never existed. A word is stored in its new place before its
-    /// old one is reused, and the generation of the index tells readers to search again.
+    /// old one is reused, and the generation of the index makes readers search again.
     pub(crate) fn unname(&self, id: BlockId, slot: usize) {
         let (mut buckets, tag) = self.search(id);
         let load = |bucket: usize| {

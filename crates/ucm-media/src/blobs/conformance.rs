@@ -246,7 +246,7 @@ impl<B: AppendBlobs> Suite<B> {
         self.assert_absent(growing(name), false);
         let other = at(growing(name), false, 0);
         let other = Self::read(&self.other, &self.job_now(), other, &[10]);
-        assert_eq!(other, Err(ErrorKind::NotFound), "nobody else finds it");
+        assert_eq!(other, Err(ErrorKind::NotFound), "no other process finds it");
         let meta = self.seal(name, end, self.job_now().deadline()).unwrap();
         self.blobs.commit(room, meta.len, None);
         assert_eq!(meta.len as usize, end + PAGE_LEN);

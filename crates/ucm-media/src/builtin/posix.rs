@@ -136,7 +136,7 @@ fn make(context: &BuildContext, options: PosixOptions) -> Result<Vec<BuiltLevel>
     make_over(context, &options, PsyncEngine::new)
 }
 
-/// The same over an engine of I/O for each directory; what that is told is whether it goes past the
+/// The same with an I/O engine for each directory. The engine's argument is whether it bypasses the
 /// page cache.
 pub(super) fn make_over<E: IoEngine + 'static>(
     context: &BuildContext,
@@ -227,7 +227,7 @@ impl PosixOptions {
     }
 }
 
-/// What holds of one of the directories, whatever its layout.
+/// Settings of one of the directories, for both layouts.
 fn config(
     context: &BuildContext,
     options: &PosixOptions,
@@ -256,7 +256,7 @@ fn config(
     }
 }
 
-/// What holds where records lie in segments.
+/// Settings for segments.
 fn segments(options: &PosixOptions) -> Result<SegmentConfig> {
     Ok(SegmentConfig {
         size: options.segment_size.0,

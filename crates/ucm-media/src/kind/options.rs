@@ -1,8 +1,8 @@
 //! Types of options beyond those of Rust: what a configuration may write for them, and how they are
 //! shown.
 //!
-//! The options of a kind are one struct that serde reads and schemars describes. The `format` of
-//! each type below tells Python how to read what a user wrote (`python/ucm/config/fields.py`);
+//! The options of a kind are one struct that serde reads and schemars describes. By the `format`
+//! of each type below Python knows how to read what a user wrote (`python/ucm/config/fields.py`);
 //! plain booleans, integers, numbers, texts and enums of unit variants need none. A text that is
 //! never shown has the format `secret`. A field may carry, with `#[schemars(extend(...))]`:
 //!

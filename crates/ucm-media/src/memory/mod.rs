@@ -65,7 +65,7 @@ pub struct MemoryConfig {
     pub scope: Scope,
     /// Bytes of the own region, see [`cache_bytes`]; `None`: it has none.
     pub capacity: Option<NonZeroU64>,
-    /// What is evicted first.
+    /// The policy of eviction.
     pub policy: Policy,
     /// Where regions are announced; `None`: the user's own directory
     /// ([`Registry::default_dir`](ucm_device::Registry)).
@@ -250,7 +250,8 @@ impl MemoryBackend {
                 .map(|part| part.end.min(len).saturating_sub(part.start));
             brought += lens.sum::<usize>();
             let record = lent.as_deref().unwrap_or(slot.as_slice());
-            steps.extend(arrived(io, backend::Part::of(&step, record, len as u64)));
+            let part = backend::ReadPart::of(&step, record, len as u64);
+            steps.extend(arrived(io, part));
         }
         Ok(ReadDone {
             slot,

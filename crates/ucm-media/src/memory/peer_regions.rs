@@ -106,7 +106,7 @@ impl PeerRegions {
         scan.refused.map_or(Ok(()), Err)
     }
 
-    /// What is mapped now.
+    /// The regions that are mapped now.
     pub(super) fn views(&self) -> Arc<Vec<Arc<RegionView>>> {
         Arc::clone(&self.views.read())
     }
@@ -155,7 +155,7 @@ impl PeerRegions {
     pub(super) fn words(&self) -> String {
         let dir = self.dir.lock();
         if dir.as_os_str().is_empty() {
-            return "shared with nobody".to_owned();
+            return "not shared".to_owned();
         }
         match &*self.trouble.lock() {
             Some(error) => format!("sharing is limited: {error}"),

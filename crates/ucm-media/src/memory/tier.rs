@@ -38,7 +38,7 @@ pub(super) struct Tier {
     pub(super) region: Option<Arc<SharedRegion>>,
     pub(super) lengths: Lengths,
     state: Mutex<State>,
-    /// What victims are passed to.
+    /// The hook that victims are passed to.
     pub(super) hook: OnceLock<Evicted>,
 }
 

@@ -520,7 +520,7 @@ impl Bucket {
         Ok(!self.replace(path, word("third"), version).await?)
     }
 
-    /// What an error of the client is here.
+    /// Converts an error of the client.
     pub(super) fn failed(&self, path: &Path, error: &ClientError) -> Error {
         let told = ErrorText::of(error);
         let at = |failed: Error| {

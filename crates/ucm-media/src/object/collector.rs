@@ -34,7 +34,7 @@ const ROUNDS: usize = 8;
 /// How long the object with a writer's uses is kept, at least.
 const USES_KEPT: Duration = Duration::from_secs(7 * 24 * 3600);
 
-/// What is below the prefix.
+/// The objects below the prefix.
 struct Contents {
     segments: Vec<(BlobName, Path, u64)>,
     /// Bytes of everything, and how many segments.

@@ -12,7 +12,7 @@ use crate::secret_file;
 
 /// Where a variable of the environment is looked up.
 type Environment<'a> = &'a dyn Fn(&str) -> Option<String>;
-/// What reads a file, where there is one.
+/// The function that reads a file, if there is one.
 type ReadFile<'a> = &'a dyn Fn(PathBuf) -> Result<Option<String>>;
 
 /// Variables that say by themselves who we are, so that no file is read.
@@ -80,7 +80,7 @@ fn text_of(path: PathBuf) -> Result<Option<String>> {
     Ok(Some(text))
 }
 
-/// What the files say that the environment does not.
+/// Settings of the files that the environment does not have.
 #[derive(Default)]
 struct Profile {
     keys: Option<(String, String)>,

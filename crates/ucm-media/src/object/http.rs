@@ -75,7 +75,7 @@ impl Most {
 /// Makes the clients of one store: that of the bucket, and those that ask for keys.
 #[derive(Debug, Clone)]
 pub(super) struct Connector {
-    /// What builders of clients vary and pass to [`HttpConnector::connect`].
+    /// Settings of a client, which are passed to [`HttpConnector::connect`].
     pub(super) options: ClientOptions,
     connections: usize,
     authorities: Vec<Certificate>,

@@ -9,8 +9,8 @@
 //! change by compare-and-swap, where the server has that ([`space`]); what was used longest ago
 //! goes ([`collector`], [`uses`]). [`bucket`] has the client, [`names`] where things lie.
 //!
-//! A segment is put once, under a name that no one else uses, and never changed; it goes whole.
-//! What a writer that dies had not put yet was never published.
+//! A segment is put once, under a name that no other writer uses, and never changed; it is removed
+//! as a whole. Records that a writer had not put before it died were never published.
 
 mod blobs;
 mod bucket;
@@ -68,7 +68,7 @@ const FOUND_WITHIN: Duration = Duration::from_secs(10);
 /// Most records in the index in memory; further ones are misses.
 const MOST_BLOCKS: usize = 1 << 24;
 
-/// What the backend needs to know.
+/// Configuration of the backend.
 #[derive(Debug, Clone)]
 pub struct ObjectConfig {
     /// Where the bucket is.

@@ -1,9 +1,9 @@
-//! What may be written: one document that writers change by compare-and-swap
+//! The limit of a bucket: one document that writers change by compare-and-swap
 //! ([`crate::quota::space_document`]).
 //!
-//! A segment is opened only for bytes that were granted. Who counts makes room
-//! ([`super::collector`]). A server without conditional writes cannot keep a limit that several
-//! share: there segments go by their age alone, and the log says so.
+//! A segment is opened only for bytes that were granted. The writer that counts makes room
+//! ([`super::collector`]). A server without conditional writes cannot keep a limit of several
+//! writers: there segments are removed by their age alone, and the log says so.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,10 +21,10 @@ use super::uses::SegmentUses;
 use crate::quota::space_document::{HOLDS, Silence, SpaceDocument, Use};
 use crate::quota::{FIRST, Pause, Usage};
 
-/// Age at which segments go where nothing else bounds what lies there.
+/// Age at which segments are removed where no limit can be kept.
 const DEFAULT_EXPIRY: Duration = Duration::from_secs(7 * 24 * 3600);
-/// How often a change of the document that others overtook is tried again, and the longest pause
-/// before that.
+/// Most attempts to change the document while others change it first, and the longest pause between
+/// two of them.
 const RACES: u32 = 8;
 const PAUSE: Duration = Duration::from_millis(40);
 
@@ -33,11 +33,11 @@ pub(super) struct Space {
     pub(super) remote: Arc<Remote>,
     pub(super) uses: SegmentUses,
     pub(super) state: Mutex<State>,
-    /// The documents that a writer needs are there. False where the keys may only read.
+    /// The documents that a writer needs exist. False if the keys may only read.
     pub(super) may_write: AtomicBool,
-    /// Notified when something was granted, or room was made.
+    /// Notified after a grant, and after room was made.
     pub(super) changed: Notify,
-    /// Notified when the thread that counts is to do so, and make room.
+    /// Notified when the collector's thread should count and make room.
     pub(super) wanted: Notify,
 }
 
@@ -45,32 +45,33 @@ pub(super) struct Space {
 pub(super) struct State {
     pub(super) grant: Grant,
     pub(super) limit: u64,
-    /// Nothing could be granted, and nothing was counted since.
+    /// A request was refused, and there was no count since.
     pub(super) short: bool,
     pub(super) silence: Silence,
     pub(super) pause: Pause,
-    /// When a count last began here, when one last ended well, and when the use was last written.
+    /// When this process last began a count, last completed one, and last wrote its use.
     pub(super) began: Option<MonotonicTime>,
     pub(super) counted: Option<MonotonicTime>,
     pub(super) spoke: Option<MonotonicTime>,
     /// Segments that were removed here, and their bytes.
     pub(super) removed: (u64, u64),
-    /// Why nothing can be granted: the document is damaged, or one of a newer version.
+    /// Why nothing can be granted: the document is damaged, or of a newer version.
     pub(super) unusable: Option<Error>,
-    /// It was logged that there is too much to count, and that something cannot be removed.
+    /// Already logged: there is too much to count; a segment cannot be removed.
     pub(super) logged_too_much: bool,
     pub(super) logged_stuck: bool,
 }
 
-/// What this writer may write.
+/// The bytes that this writer may write.
 #[derive(Default)]
 pub(super) struct Grant {
-    /// The id under which it asks; another one after a silence in which it was dropped.
+    /// Its id in the document; a new one after a silence in which it was dropped.
     pub(super) writer: u64,
     pub(super) used: Use,
-    /// Until when it holds.
+    /// End of its validity.
     pub(super) holds_until: MonotonicTime,
-    /// What was last seen of the document, and what this writer had begun to write when it was.
+    /// The use in the document when it was last read, and what this writer had begun to write by
+    /// then.
     pub(super) seen: SpaceDocument,
     pub(super) seen_at: u64,
 }
@@ -87,7 +88,7 @@ impl Space {
         }
     }
 
-    /// Asks for the use of this limit.
+    /// Enters this writer, and the limit, in the document.
     pub(super) fn open(&self, limit: u64, deadline: MonotonicTime) -> Result<()> {
         {
             let mut state = self.state.lock();
@@ -100,25 +101,25 @@ impl Space {
             return Ok(());
         }
         match self.ask(0, deadline) {
-            // Nothing is written then, and what is stored is read.
+            // Then nothing is written, and stored records are still read.
             Err(_) if self.state.lock().unusable.is_some() => Ok(()),
             asked => asked.map(|_| ()),
         }
     }
 
-    /// The limit, where it is kept to.
+    /// The limit, if it can be kept.
     pub(super) fn limit(&self) -> Option<u64> {
         let limit = self.state.lock().limit;
         (self.remote.has_conditions() && limit > 0).then_some(limit)
     }
 
-    /// The age at which segments go.
+    /// The age at which segments are removed.
     pub(super) fn expiry(&self) -> Option<Duration> {
         let needed = (!self.remote.has_conditions()).then_some(DEFAULT_EXPIRY);
         self.remote.config.expire_after.or(needed)
     }
 
-    /// How much is kept, in words.
+    /// The limit as a text for the log.
     pub(super) fn bound(&self) -> String {
         let expiry = |age: Duration| format!("segments go when not used for {} s", age.as_secs());
         let limit = |limit| format!("at most {} stored", in_units(limit));
@@ -127,14 +128,14 @@ impl Space {
         both.join(", ")
     }
 
-    /// False where the store was opened by keys that may only read.
+    /// False if the store was opened with keys that may only read.
     pub(super) fn may_write(&self) -> bool {
         self.may_write.load(Ordering::Acquire)
     }
 
-    /// Room for `bytes`: what is granted, or what the document grants now. `Busy` where that is too
-    /// little, and room is made in the background; only before its first grant a writer waits for
-    /// that, and gets `NoSpace` in the end. `Config` or `Foreign`: the document cannot be used.
+    /// Takes `bytes` of the grant, or of a new one from the document. `Busy` if there is too
+    /// little; room is then made in the background. Only before its first grant a writer waits for
+    /// that, and finally gets `NoSpace`. `Config` or `Foreign`: the document cannot be used.
     pub(super) fn take_room(&self, io: &IoJob, bytes: u64) -> Result<()> {
         let until = self.remote.clock.now().after(FIRST).min(io.deadline());
         loop {
@@ -167,12 +168,12 @@ impl Space {
         }
     }
 
-    /// Takes `bytes` of what is granted, if it is enough.
+    /// Takes `bytes` of the grant, if it is large enough.
     fn take_granted(&self, bytes: u64) -> Result<bool> {
         let now = self.remote.clock.now();
         let mut state = self.state.lock();
         if let Some(error) = &state.unusable {
-            return Err(error.clone()); // the thread that looks after the space tries again
+            return Err(error.clone()); // the collector's thread tries again
         }
         state.pause.check(now)?;
         let used = &state.grant.used;
@@ -185,7 +186,7 @@ impl Space {
         Ok(false)
     }
 
-    /// A segment for which there was room ended: `kept` bytes of it are there, or may be.
+    /// Ends the reservation of a segment: `kept` bytes of it are stored, or may be.
     pub(super) fn commit_room(&self, room: u64, kept: u64, error: Option<&Error>) {
         let now = self.remote.clock.now();
         let mut state = self.state.lock();
@@ -197,7 +198,7 @@ impl Space {
         }
     }
 
-    /// Asks for `bytes`, and writes down what was used; whether there is as much now.
+    /// Requests `bytes` and records what was used; whether that much is granted.
     pub(super) fn ask(&self, bytes: u64, deadline: MonotonicTime) -> Result<bool> {
         let (writer, used, limit, until) = {
             let state = self.state.lock();
@@ -207,7 +208,7 @@ impl Space {
         let lapsed = until != MonotonicTime::default() && self.remote.clock.now() >= until;
         let fresh = (ucm_infra::random_u64(), Use::default());
         let ask = move |document: &mut SpaceDocument| {
-            // A writer that was dropped since has nothing any more, and asks as another one.
+            // A writer that was dropped since then has no grant, and returns with a new id.
             let dropped = lapsed && !document.knows(writer);
             let (writer, used) = if dropped { fresh } else { (writer, used) };
             let asked = Use {
@@ -231,8 +232,8 @@ impl Space {
         Ok(used.granted.saturating_sub(used.reserved) >= bytes)
     }
 
-    /// Changes the document, as long as others do not overtake; nothing where there is nothing to
-    /// change.
+    /// Changes the document, again if another writer changes it first. Writes nothing if there is
+    /// nothing to change.
     pub(super) fn change<T>(
         &self,
         deadline: MonotonicTime,
@@ -268,8 +269,8 @@ impl Space {
         changed
     }
 
-    /// The document of the space could be read, or not for this reason. Where it cannot be used
-    /// nothing is written, which is logged once; reading goes on.
+    /// Notes whether the document could be read, or why not. If it cannot be used nothing is
+    /// written, which is logged once; reading continues.
     fn note_document(&self, error: Option<&Error>) {
         let unusable = match error {
             Some(error) if !matches!(error.kind(), ErrorKind::Config | ErrorKind::Foreign) => {
@@ -294,7 +295,7 @@ impl Space {
         }
     }
 
-    /// This writer writes no more.
+    /// Removes this writer from the document.
     pub(super) fn leave(&self, deadline: MonotonicTime) {
         let (writer, used) = {
             let state = self.state.lock();
@@ -303,7 +304,7 @@ impl Space {
         if !self.may_write() || writer == 0 {
             return;
         }
-        let _ = self.uses.write(deadline); // best effort, both: others notice the silence
+        let _ = self.uses.write(deadline); // best effort, both: others notice the missing heartbeat
         if self.remote.has_conditions() {
             let leave = move |document: &mut SpaceDocument| {
                 document.leave(writer, used);
@@ -313,14 +314,14 @@ impl Space {
         }
     }
 
-    /// Bytes used, as far as is known here.
+    /// Bytes used, by the document that was last read.
     pub(super) fn used(&self, state: &State) -> u64 {
         let grant = &state.grant;
         let since = grant.used.reserved.saturating_sub(grant.seen_at);
         grant.seen.usage().0.saturating_add(since)
     }
 
-    /// Bytes used and allowed, as far as is known here.
+    /// Bytes used and allowed, by the document that was last read.
     pub(super) fn usage(&self, records: u64) -> Usage {
         let state = self.state.lock();
         let conditional = self.remote.has_conditions();

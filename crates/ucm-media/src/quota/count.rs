@@ -71,7 +71,7 @@ pub(super) struct Outcome {
     pub(super) floor: bool,
 }
 
-/// What was found below a root.
+/// The contents of a root.
 #[derive(Default)]
 struct Everything {
     namespaces: Vec<PathBuf>,

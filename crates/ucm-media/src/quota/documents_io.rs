@@ -54,7 +54,7 @@ impl Look {
     }
 }
 
-/// What the backend provides of its root.
+/// Functions that the backend provides for its root.
 pub(super) struct Root {
     /// Fails if the root is not the one that was opened.
     pub(super) check: Box<dyn Fn(MonotonicTime) -> Result<()> + Send + Sync>,
@@ -84,7 +84,7 @@ impl SpaceFiles {
         self.io.call(LANE_SPACE, deadline, work)
     }
 
-    /// What a directory has; nothing where there is none.
+    /// The entries of a directory; none if it does not exist.
     pub(super) fn entries(&self, dir: PathBuf) -> Result<Entries> {
         if self.closing.load(Ordering::Acquire) {
             return Err(Error::new(ErrorKind::Closed, "the store is closed"));

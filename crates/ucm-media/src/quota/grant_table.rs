@@ -48,7 +48,7 @@ impl Account {
     }
 }
 
-/// What was known of the writers when a count began.
+/// The state of the writers when a count began.
 #[derive(Debug, Clone, Default)]
 pub struct Snapshot(BTreeMap<u64, (u64, bool)>);
 
@@ -147,7 +147,7 @@ impl GrantTable {
         (self.used().saturating_sub(own.written()), own.seen)
     }
 
-    /// What lies below the root as far as is known.
+    /// Bytes below the root, as far as is known.
     pub(crate) fn used(&self) -> u64 {
         let written = self.sum(Account::written);
         self.counted.unwrap_or(0).saturating_add(written)

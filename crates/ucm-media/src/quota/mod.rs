@@ -174,9 +174,9 @@ impl Quota {
         }
     }
 
-    /// Room for a write of `bytes`, for [`Quota::ended`] or [`Quota::commit`]. `None` where it only
-    /// has to be granted: see [`Quota::await_grant`]. `Busy` at once where the limit has no room, or
-    /// a write has waited in vain; the agent has the grant raised.
+    /// Room for a write of `bytes`, for [`Quota::ended`] or [`Quota::commit`]. `None` if it only
+    /// has to be granted: see [`Quota::await_grant`]. `Busy` at once if the limit has no room, or
+    /// an earlier wait for the grant failed; the agent then requests a larger grant.
     pub fn reserve(&self, bytes: u64) -> Result<Option<Reservation>> {
         let (had, wakes) = self.quota().reserve(bytes, self.clock.now());
         self.wake_if(wakes);

@@ -47,7 +47,7 @@ pub struct Rules {
     pub expire_after: Option<Duration>,
 }
 
-/// What stays free on the file system by default.
+/// Bytes of the file system that stay free by default.
 const FLOOR: Capacity = Capacity::Percent(5.0);
 
 impl Rules {
@@ -111,7 +111,7 @@ pub(super) fn low(limit: u64) -> u64 {
     (limit as f64 * LOW) as u64
 }
 
-/// What has to be removed.
+/// How much has to be removed.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Need {
     /// Bytes to free, of the oldest use in the whole root.

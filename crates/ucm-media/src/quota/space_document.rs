@@ -58,7 +58,7 @@ struct Counting {
     heartbeat: u64,
 }
 
-/// What one writer has used, and wants.
+/// The use of one writer, and its request.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Use {
     /// Bytes of writes that were begun, since it took its id.
@@ -273,7 +273,7 @@ mod tests {
         assert_eq!(document.usage(), (5, 1600, true));
         assert!(
             document.begin_count(1, &mut silence, at(121)).is_some(),
-            "nobody counts"
+            "no writer counts"
         );
     }
 

@@ -1,5 +1,5 @@
-//! What one writer may write: its grant, what it used of it, and the times when nothing may be
-//! written at all (the medium is full, or too little of it is free).
+//! The quota of one writer: its grant, the used part of it, and the times when nothing may be
+//! written (the medium is full, or too little of it is free).
 
 use std::time::Duration;
 
@@ -13,13 +13,13 @@ use super::pause::Pause;
 /// How long a write waits for a grant within the limit, and the control path for room: a collector
 /// at rest wakes once a second.
 pub(super) const PATIENCE: Duration = Duration::from_secs(2);
-/// How long a first write waits for a grant: what lies there is counted first, and a collector that
-/// stands still is followed.
+/// How long a first write waits for a grant: the root is counted first, and a collector that does
+/// not run is replaced.
 pub const FIRST: Duration = Duration::from_secs(25);
 /// Least time between two notifications of the quota agent while no write waits.
 const ASK_AGAIN: Duration = Duration::from_millis(50);
-/// How long a grant holds without news from its writer, by the writer's own clock; half of what the
-/// collector waits.
+/// How long a grant is valid without a heartbeat of its writer, by the writer's own clock; half of
+/// the time that the collector waits.
 pub const HOLDS: Duration = Duration::from_secs(300);
 
 /// True if the bytes of a write may be on the medium after this error.
@@ -30,7 +30,7 @@ pub fn is_unsure(error: &Error) -> bool {
     )
 }
 
-/// What a reserved write hands back when it ended.
+/// A reserved write, which is returned when the write has ended.
 #[derive(Debug, Clone, Copy)]
 pub struct Reservation {
     bytes: u64,
@@ -38,17 +38,17 @@ pub struct Reservation {
     writer: u64,
 }
 
-/// What one writer used and may use. All totals are bytes since it took its id.
+/// The bytes that one writer used and may use. Totals count since it took its id.
 #[derive(Default)]
 pub(super) struct WriterQuota {
-    /// Its id among the writers of the root; another one after a silence that made its grant void.
+    /// Its id among the writers of the root; a new one after its grant became invalid.
     pub(super) writer: u64,
-    /// Total of the writes that were begun.
+    /// Total of the writes that have begun.
     pub(super) reserved: u64,
     /// Bytes of them whose write has not ended.
     pub(super) pending: u64,
     pub(super) granted: u64,
-    /// Until when the grant holds.
+    /// End of the grant's validity.
     pub(super) holds_until: MonotonicTime,
     /// Bytes of the largest write so far.
     pub(super) unit: u64,
@@ -67,13 +67,13 @@ pub(super) struct WriterQuota {
 pub(super) struct Asking {
     /// Threads that wait for one.
     pub(super) waiting: usize,
-    /// No grant was to be had in time; until there is one no write waits.
+    /// No grant was given in time; until there is one, no write waits.
     pub(super) in_vain: bool,
     /// When the quota agent was last notified.
     last: Option<MonotonicTime>,
 }
 
-/// The root, and what its collector reported of it.
+/// The root, and the report of its collector.
 #[derive(Default)]
 pub(super) struct Told {
     /// Its path, for errors.
@@ -88,14 +88,14 @@ pub(super) struct Told {
     pub(super) trouble: Option<Error>,
 }
 
-/// How much of the medium was free when that was last read.
+/// Free bytes of the medium when they were last read.
 #[derive(Default)]
 pub(super) struct Free {
     /// Bytes that were free.
     pub(super) bytes: Option<u64>,
-    /// Bytes that stay free.
+    /// Bytes that must stay free.
     pub(super) floor: u64,
-    /// The total of writes begun from which on they count.
+    /// Total of the writes that had begun when it was read.
     pub(super) at: u64,
 }
 
@@ -128,7 +128,7 @@ impl WriterQuota {
         self.reserved.saturating_sub(self.pending)
     }
 
-    /// Bytes below the root, as far as is known.
+    /// Bytes below the root, by the last count and the own writes since.
     pub(super) fn used(&self) -> u64 {
         let written = self.reserved.saturating_sub(self.told.seen);
         self.told.others.saturating_add(written)
@@ -142,19 +142,19 @@ impl WriterQuota {
         self.granted.saturating_sub(self.reserved)
     }
 
-    /// Whether more should be asked for, when a grant reaches so far ahead: half of that is left,
-    /// or less than two writes where the grant reaches that far.
+    /// Whether to request more, if a grant is `ahead` bytes: less than half of that is left, or
+    /// less than two writes if the grant is that large.
     pub(super) fn is_low(&self, ahead: u64, now: MonotonicTime) -> bool {
         let two = (2 * self.unit).min(ahead);
         self.asking.waiting > 0 || self.left(now) < (ahead / 2).max(two).max(self.unit)
     }
 
-    /// A grant without news for too long is void, and its writer another one.
+    /// Ends a grant that is no longer valid: the writer takes a new id.
     pub(super) fn renew(&mut self, now: MonotonicTime, id: impl FnOnce() -> u64) -> bool {
         if self.holds_until == MonotonicTime::default() || now < self.holds_until {
             return false;
         }
-        // What is under way still counts with the old id, and ends within its deadline.
+        // Writes in progress still count with the old id, and end within their deadlines.
         self.told.others = self.used();
         self.writer = id();
         self.free.bytes = self.free.bytes.map(|_| self.free.now(self.reserved));
@@ -174,7 +174,7 @@ impl WriterQuota {
         }
     }
 
-    /// Why nothing may be written now, if so.
+    /// Why nothing may be written now, if that is so.
     pub(super) fn barred(&self, bytes: u64, now: MonotonicTime) -> Option<Error> {
         if self.closed {
             return Some(Error::new(ErrorKind::Closed, "the store is closed"));
@@ -203,8 +203,8 @@ impl WriterQuota {
         })
     }
 
-    /// Room for `bytes`, and whether the quota agent should look. `None` where it only has to be
-    /// granted; what the limit has no room for is refused.
+    /// Reserves `bytes`; also returns whether to notify the quota agent. `None` if they only have
+    /// to be granted; bytes that do not fit into the limit are refused.
     pub(super) fn reserve(
         &mut self,
         bytes: u64,
@@ -226,7 +226,7 @@ impl WriterQuota {
     }
 
     /// Whether a write waits for its grant: it is the first one, or the limit has room for it, and
-    /// no write has waited in vain since the last grant.
+    /// no wait has failed since the last grant.
     fn may_be_granted(&self, bytes: u64) -> bool {
         let fits = self.used().saturating_add(bytes) <= self.told.limit;
         !self.asking.in_vain && (self.reserved == 0 || fits)
@@ -240,12 +240,12 @@ impl WriterQuota {
         }
     }
 
-    /// Whether a thread that waits for `bytes` has its answer, whatever that is.
+    /// Whether the wait of a thread for `bytes` is over, with or without a grant.
     pub(super) fn answers(&self, bytes: u64, now: MonotonicTime) -> bool {
         bytes <= self.left(now) || self.asking.in_vain || self.barred(bytes, now).is_some()
     }
 
-    /// What can be had of the grant at once; the agent is not asked for more.
+    /// Reserves `bytes` of the grant without requesting more.
     pub(super) fn try_reserve(&mut self, bytes: u64, now: MonotonicTime) -> Option<Reservation> {
         let free = self.asking.waiting == 0
             && bytes <= self.left(now)
@@ -253,8 +253,8 @@ impl WriterQuota {
         free.then(|| self.take(bytes))
     }
 
-    /// Whether the quota agent may be asked to look; not with every write, for one look is several
-    /// calls on the medium.
+    /// Whether the quota agent may be notified. Not with every write, because it makes several
+    /// calls on the medium each time.
     fn may_ask(&mut self, now: MonotonicTime) -> bool {
         let last = self.asking.last;
         let may = last.is_none_or(|asked| now.since(asked) >= ASK_AGAIN);
@@ -264,14 +264,14 @@ impl WriterQuota {
         may
     }
 
-    /// Whether half of what may be written above the floor was written since that was looked at.
+    /// Whether half of the free bytes above the floor were written since they were last read.
     pub(super) fn is_half_free(&self) -> bool {
         let written = self.reserved.saturating_sub(self.free.at);
         let left = self.free.left(self.free.at);
         left.is_some_and(|left| written > left / 2)
     }
 
-    /// A larger grant.
+    /// Stores a larger grant.
     pub(super) fn adopt(&mut self, granted: u64) {
         if granted > self.granted {
             self.granted = granted;
@@ -307,14 +307,14 @@ impl WriterQuota {
         self.pause.record(error, now)
     }
 
-    /// Why there is no room. `Busy` where more will be granted.
+    /// Why there is no room. `Busy` if more will be granted later.
     fn refusal(&self) -> Error {
-        // Nothing is short on a read-only file system or behind a link: the error says so.
+        // A read-only file system and a link are no lack of space: their error says so.
         let no_way = |trouble: &&Error| matches!(trouble.os_code(), Some(EROFS | ELOOP));
         if let Some(trouble) = self.told.trouble.as_ref().filter(no_way) {
             return trouble.clone();
         }
-        // Nothing could ever be written, or only not now.
+        // No write was ever granted, or only this one is not granted now.
         let kind = match self.reserved {
             0 => ErrorKind::NoSpace,
             _ => ErrorKind::Busy,
@@ -359,7 +359,7 @@ mod tests {
         }
     }
 
-    /// Asks for room; `None`: its first grant is to come.
+    /// Reserves room; `None`: there is no grant yet.
     fn ask(quota: &mut WriterQuota, bytes: u64, now: MonotonicTime) -> Option<Result<Reservation>> {
         quota.reserve(bytes, now).0.transpose()
     }

@@ -79,7 +79,7 @@ impl Address {
         let info = info.map_err(|_| wrong("what follows the scheme"))?;
         if matches!(info.addr(), ConnectionAddr::TcpTls { insecure: true, .. }) {
             return Err(wrong(
-                "#insecure, which trusts whoever answers; name the authority with redis_tls_ca",
+                "#insecure, which accepts any certificate; name the authority with redis_tls_ca",
             ));
         }
         let mut settings = info.redis_settings().clone();

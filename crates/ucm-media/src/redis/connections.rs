@@ -51,7 +51,7 @@ const OF_KEY: usize = 64;
 const NO_LOGIN: &str = "the server does not let us in; check user and password (redis_username, \
                         redis_password) and their rights";
 
-/// What a command carries.
+/// The payload of a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Traffic {
     /// A few bytes there and back.
@@ -75,7 +75,7 @@ pub(super) struct Connections {
     in_flight: Semaphore,
 }
 
-/// What answers: one server, or a cluster.
+/// One server, or a cluster.
 #[derive(Clone)]
 enum Server {
     One(Box<Node>),
@@ -443,7 +443,7 @@ impl Node {
     }
 }
 
-/// What a command and its answer take of [`IN_FLIGHT`], in units.
+/// Units of [`IN_FLIGHT`] that a command and its answer take.
 fn units_of(command: &Cmd) -> usize {
     let sent = command.args_iter().map(|arg| match arg {
         Arg::Simple(word) => word.len(),

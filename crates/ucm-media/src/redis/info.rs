@@ -13,7 +13,7 @@ pub(super) struct ServerInfo {
     pub(super) used: u64,
     /// The limit on that; none where there is no limit.
     pub(super) limit: Option<u64>,
-    /// What is removed at the limit.
+    /// The server's policy of eviction.
     pub(super) policy: String,
 }
 

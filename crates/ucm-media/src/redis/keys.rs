@@ -21,7 +21,7 @@ const LONGEST: usize = 64;
 /// The keys of one namespace.
 #[derive(Debug, Clone)]
 pub(super) struct Keys {
-    /// What every key of the namespace begins with.
+    /// The prefix of every key of the namespace.
     start: String,
 }
 

@@ -49,7 +49,7 @@ pub struct RedisConfig {
     pub login: Login,
     /// Files for TLS.
     pub tls: TlsFiles,
-    /// What every key begins with.
+    /// The prefix of every key.
     pub prefix: String,
     /// The namespace of the records.
     pub namespace: String,
@@ -84,7 +84,7 @@ impl RedisValues {
         })
     }
 
-    /// What is used and why, for the log.
+    /// A text for the log: what is used, and why.
     fn describe(&self, info: &ServerInfo) -> String {
         let (version, bound) = (&info.version, info.bound());
         let what = match info.is_cluster {

@@ -12,7 +12,7 @@ pub(crate) const TAIL: u64 = 32 << 10;
 /// Longest footer that is read, bytes.
 const LONGEST: u64 = 64 << 20;
 
-/// What a segment's footer says.
+/// The contents of a segment's footer.
 pub(crate) struct Footer {
     /// When it was sealed, by its writer's clock, ns of Unix time.
     pub(crate) sealed_ns: u64,
@@ -20,7 +20,7 @@ pub(crate) struct Footer {
     pub(crate) entries: Vec<Entry>,
 }
 
-/// What the bytes at the end of a segment say.
+/// The contents of the bytes at the end of a segment.
 pub(crate) enum Tail {
     /// The footer, which lies in them.
     Whole(Footer),

@@ -186,7 +186,7 @@ pub(crate) fn encode_footer(owner: &Owner, start: u64, entries: &[Entry]) -> Vec
     out
 }
 
-/// What the last bytes of a segment say.
+/// The contents of the last bytes of a segment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Trailer {
     pub(crate) owner: Owner,

@@ -64,10 +64,10 @@ const LANE_DISCOVERY: usize = 1;
 const LANE_MERGER: usize = 2;
 /// Bytes of dead writers' segments that the process that opens a root waits for.
 const AT_OPENING: u64 = 32 << 20;
-/// Longest a segment may be told to be, bytes.
+/// Largest `segment_size` that is accepted, bytes.
 const LONGEST: u64 = 1 << 30;
 
-/// What the segment layout goes by beside what every POSIX root does.
+/// Configuration of segments, beside that of every POSIX root.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SegmentConfig {
     /// Length at which a segment is sealed, bytes, at most 1 GiB. Never more than a 64th of the
@@ -166,7 +166,7 @@ impl SegmentBackend {
 }
 
 impl Segments {
-    /// What is used and why, for the log.
+    /// A text for the log: what is used, and why.
     fn words(&self) -> String {
         let (size, age) = (in_units(self.room()), self.config.age.as_secs_f64());
         let (index, words) = (&self.cache.index, self.shared.words());

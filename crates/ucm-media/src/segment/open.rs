@@ -1,8 +1,8 @@
 //! One segment being written: places for records are reserved in order, then it is closed to new
 //! ones, and when the last write has ended it can be sealed.
 //!
-//! A write that failed or came too late leaves a hole that the footer does not name. So does one
-//! whose thread hangs: when its job is no longer waited for, the segment goes on without it.
+//! A write that fails or is too late leaves a hole that the footer does not name. So does a write
+//! whose thread hangs: after the deadline of its job the segment continues without it.
 //! Nothing here touches the medium.
 
 use std::time::Duration;
@@ -57,7 +57,7 @@ struct Inner {
     flush_due: Option<MonotonicTime>,
     /// The place nearest to the start of its chain, which is used last.
     first_ordinal: u32,
-    /// What went wrong, as the medium reported it.
+    /// The error that the medium reported.
     trouble: Option<Error>,
 }
 
@@ -78,7 +78,7 @@ enum Stage {
     Failed,
 }
 
-/// What it takes to seal a segment.
+/// The inputs for sealing a segment.
 pub(super) struct Contents {
     /// Where the records end.
     pub(super) end: u64,
@@ -89,7 +89,7 @@ pub(super) struct Contents {
     pub(super) trouble: Option<Error>,
 }
 
-/// What to do when a write has ended.
+/// The next step after a write.
 pub(super) enum Next {
     Wait,
     /// It holds its first record now, or none after all: the timer counts from here on.

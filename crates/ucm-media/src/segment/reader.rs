@@ -15,7 +15,7 @@ use ucm_io::{IoJob, ReadMode};
 
 use super::cache::SegmentCache;
 use super::index::Hit;
-use crate::backend::{BlockRead, Done, Indexed, Outcome, Part, Parts, ReadDone};
+use crate::backend::{BlockRead, Done, Indexed, Outcome, Parts, ReadDone, ReadPart};
 use crate::blobs::{BlobName, Blobs, Filled, ReadAt};
 
 /// Most records of one operation.
@@ -183,11 +183,11 @@ impl<B: Blobs> SegmentCache<B> {
             let slot = one.read.slot.as_mut_slice();
             match self.blobs.read_parts(io, one.hit.at(), &step, slot) {
                 Some(read) if read == want => {
-                    steps.extend(arrived(io, Part::of(&step, slot, one.hit.len)));
+                    steps.extend(arrived(io, ReadPart::of(&step, slot, one.hit.len)));
                 }
                 _ => {
                     // What was read before is read again.
-                    arrived(io, Part::of(&[], slot, one.hit.len));
+                    arrived(io, ReadPart::of(&[], slot, one.hit.len));
                     return None;
                 }
             }

@@ -229,5 +229,5 @@ impl Recovery<'_> {
 }
 
 fn gone() -> Error {
-    Error::new(ErrorKind::NotFound, "the private segment is gone")
+    Error::new(ErrorKind::NotFound, "the private segment was removed")
 }

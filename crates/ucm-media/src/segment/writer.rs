@@ -78,7 +78,7 @@ struct Queued<'a> {
 /// A segment, and a place in it.
 type Placed<R> = (Arc<OpenSegment<R>>, Append);
 
-/// What a thread with a record does next.
+/// The next step of a thread with a record.
 enum Step<R> {
     /// Writes it into this segment.
     Write(Arc<OpenSegment<R>>, Append),
@@ -341,7 +341,7 @@ impl<B: AppendBlobs> SegmentWriter<B> {
         receipt.map(Written::Sealing).ok_or_else(late)
     }
 
-    /// What follows when a write to a segment has ended.
+    /// The next step after a write to a segment.
     pub(super) fn go_on(self: &Arc<Self>, open: &Arc<OpenSegment<B::Room>>, next: Next) {
         match next {
             Next::Wait => {}

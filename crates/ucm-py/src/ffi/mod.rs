@@ -156,7 +156,7 @@ impl Published {
         })
     }
 
-    /// What `cc_store()` returns.
+    /// The result of `cc_store()`.
     pub(crate) fn address(&self) -> usize {
         self.address
     }

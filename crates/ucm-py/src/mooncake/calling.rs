@@ -32,7 +32,7 @@ pub(super) fn begin(pool: Pool, clock: Arc<dyn Clock>) -> Result<Client> {
     Ok(Client::of(shared))
 }
 
-/// What the thread owns.
+/// The state of the thread.
 struct Thread {
     shared: Arc<Shared>,
     pool: Pool,

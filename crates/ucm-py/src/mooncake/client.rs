@@ -18,7 +18,7 @@ use ucm_infra::{Clock, MonotonicTime, Notify};
 /// Most bytes of one call; a single record may be larger.
 const BATCH: usize = 8 << 20;
 
-/// What the client is to do, and where the result goes.
+/// A job for the client, and the receiver of its result.
 pub(super) enum Work {
     /// Sets up the clients, if that was not done, and checks that they reach the master.
     Open(Reply<()>),
@@ -75,7 +75,7 @@ pub(super) struct Write {
 /// The client, as its callers have it.
 pub(super) struct Client(Arc<Shared>);
 
-/// What both sides have.
+/// The state that both sides share.
 pub(super) struct Shared {
     clock: Arc<dyn Clock>,
     queue: Mutex<Queue>,

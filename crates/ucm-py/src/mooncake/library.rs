@@ -307,7 +307,7 @@ pub(super) fn error_of(code: i64) -> Error {
         code if NO_MASTER.contains(&code) => (ErrorKind::Io, "Mooncake's master does not answer"),
         _ => (
             ErrorKind::Io,
-            "Mooncake could not move the bytes; their owner may be gone",
+            "Mooncake could not transfer the bytes; the process that holds them may have ended",
         ),
     };
     Error::new(kind, text).with("code", code)

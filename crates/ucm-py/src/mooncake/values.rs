@@ -21,7 +21,7 @@ use super::client::{Client, Reply, Work, Write};
 
 /// See the module.
 pub(super) struct MooncakeValues {
-    /// What every key begins with.
+    /// The prefix of every key.
     prefix: String,
     /// Number of the store in the log.
     writer: u64,
@@ -57,7 +57,7 @@ impl MooncakeValues {
         self.client.call(work, io.deadline())
     }
 
-    /// What was read, unless it can be none of ours.
+    /// The value that was read, if it can be one of ours.
     fn read_done(&self, id: BlockId, slot: Slot, stored_len: u64) -> Result<ReadDone> {
         // others may keep more beside the KV
         let read = usize::try_from(stored_len).map_or(slot.len(), |len| len.min(slot.len()));

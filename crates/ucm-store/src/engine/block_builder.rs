@@ -29,8 +29,8 @@ pub(super) struct BlockBuilder {
 }
 
 pub(super) struct Inner {
-    /// The record in the making; away while somebody copies into it, and once it was handed to the
-    /// backend or given up.
+    /// The record that is being filled; `None` while a thread copies into it, and after it was
+    /// passed to the backend or given up.
     pub(super) slot: Option<Slot>,
     /// Which shards were gathered.
     pub(super) have: Vec<bool>,
@@ -50,13 +50,13 @@ pub(super) struct Inner {
 pub(super) enum Stage {
     /// Shards are still to come.
     Filling,
-    /// The record is whole and with the backend, which tells how that ended.
+    /// The record is complete and with the backend, which will report the outcome.
     Publishing,
     /// Published, or given up.
     Ended(Result<()>),
 }
 
-/// What becomes of rows that were gathered.
+/// The next step for rows that were gathered.
 pub(super) enum After {
     /// They end here.
     Ended(Result<()>),
@@ -105,7 +105,7 @@ impl BlockBuilder {
         }
     }
 
-    /// What comes next for rows that were gathered into this block.
+    /// The next step for rows that were gathered into this block.
     pub(super) fn after(&self, task: &Arc<TaskState>, rows: &[usize]) -> After {
         let mut inner = self.inner.lock();
         let whole = inner.have.iter().all(|&have| have);

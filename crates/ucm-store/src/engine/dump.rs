@@ -70,7 +70,7 @@ struct CopyJob {
     in_hand: Mutex<Option<InHand>>,
 }
 
-/// What a thread does with a block.
+/// The next step of a thread with a block.
 enum InHand {
     /// It copies from the device the block of this index.
     Gathering(usize),
@@ -226,9 +226,9 @@ impl Dumps {
         }
     }
 
-    /// Takes one block of a dump after the other and carries it as far as it goes: to the medium,
-    /// or, on the thread that is kept from media so that the device waits for none, to a thread of
-    /// the tier. That one stands by where the others need nothing but their processors.
+    /// Gathers and writes the blocks of a dump, one after the other. One copy thread never writes,
+    /// so that the device does not wait for a medium: it passes its blocks to a thread of the tier.
+    /// It is idle while the writes of the others fill only the page cache.
     fn dump_blocks(self: &Arc<Self>, run: &Arc<Run>, job: &CopyJob) {
         let (writers, cached) = (&self.inline_writers, self.core.tiers.table.writes_cached());
         let mut writer = writers.begin();

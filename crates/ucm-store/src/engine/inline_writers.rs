@@ -1,10 +1,10 @@
 //! Which threads that copy from the device also write what they copied.
 //!
 //! A record is written at half the cost while it is in the cache of the core that gathered it. But
-//! a thread that writes waits for the medium, and the device must not: so all threads but one write
-//! *inline*, each block all the way, and the one that is left gathers on. Where writes fill only
-//! the page cache, that one would push out of the caches what the others are about to write; there
-//! it stands by as long as the others are quick.
+//! a thread that writes waits for the medium, and the device must not wait. So all threads but one
+//! write *inline*: they gather a block and write it. The last thread only gathers. Where writes
+//! fill only the page cache, its blocks would replace in the processor's cache those that the
+//! others are about to write; there it is idle as long as the others are fast.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ use ucm_infra::Notify;
 const QUICK: u64 = 256 << 20;
 /// Least time for one block: a busy processor gives a thread its turn within it.
 const LEAST: Duration = Duration::from_millis(25);
-/// Times that one block may take, for which a thread stands by at most: other dumps may keep the
+/// Longest time that a thread is idle, in times that one block may take: other dumps may keep the
 /// others busy for long.
 const LONGEST: u32 = 8;
 

@@ -68,7 +68,7 @@ struct Cut {
     /// The first block that is cancelled.
     first: usize,
     error: Error,
-    /// What is counted for each.
+    /// The reason that is counted for each cancelled block; `None`: none is.
     miss: Option<MissReason>,
 }
 

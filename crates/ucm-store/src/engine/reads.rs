@@ -17,7 +17,7 @@ use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, limits};
 use ucm_device::Slot;
 use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
-use ucm_media::backend::{BlockRead, InPlace, Part, Parts, ReadDone};
+use ucm_media::backend::{BlockRead, InPlace, Parts, ReadDone, ReadPart};
 use ucm_record::{LayerEntry, RecordHeader, Refusal, verify_layers, verify_rest};
 
 use super::LANE_LOADS;
@@ -329,7 +329,7 @@ impl Loads {
 
     /// Part of a record was read: the layers that are whole by now are verified and go where they
     /// are wanted, before the rest of it is there.
-    fn part_read(&self, io: &IoJob, read: &Progress, part: &Part<'_>) {
+    fn part_read(&self, io: &IoJob, read: &Progress, part: &ReadPart<'_>) {
         let (records, verified) = (&read.records, &read.verified);
         let from = match part.range.start {
             0 => read.layers.start, // it begins anew
@@ -616,7 +616,7 @@ impl Reading {
         let last = steps.last().and_then(|step| step.last());
         let end = last.map_or(0, |last| last.end);
         let (loads, progress) = (Arc::downgrade(&self.loads), Arc::clone(&self.progress));
-        let arrived = move |io: &IoJob, part: Part<'_>| {
+        let arrived = move |io: &IoJob, part: ReadPart<'_>| {
             // The last one is verified with the whole.
             if part.range.end < end
                 && let Some(loads) = loads.upgrade()

@@ -16,7 +16,7 @@ use ucm_core::sync::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, PAGE, Result, limits};
 use ucm_device::Slot;
 use ucm_io::IoJob;
-use ucm_media::backend::{BlockRead, InPlace, Part, Parts, ReadDone};
+use ucm_media::backend::{BlockRead, InPlace, Parts, ReadDone, ReadPart};
 use ucm_record::{RecordHeader, RecordLayout, Refusal, verify_side};
 
 use super::LANE_SIDES;
@@ -348,7 +348,7 @@ impl SideReading {
         }
         let (wanted, room, brought) = (layout.sides()[index].clone(), slot.len(), first.clone());
         let mut found = false;
-        let arrived = move |_: &IoJob, part: Part<'_>| {
+        let arrived = move |_: &IoJob, part: ReadPart<'_>| {
             let header = RecordHeader::decode(part.record).ok().filter(|_| !found)?;
             let pages = header.side_of(&wanted)?.pages();
             let holds = |part: &Range<usize>| part.start <= pages.start && pages.end <= part.end;

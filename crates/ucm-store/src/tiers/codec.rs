@@ -16,7 +16,7 @@ use crate::records::OwnParts;
 /// One record in this many is decoded again before it is written, and compared.
 const PROVEN: u64 = 64;
 
-/// What the codec of a tier did; counters since the start, lengths of records with their headers.
+/// Counts of the codec of a tier; counters since the start, lengths of records with their headers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub(super) struct Compression {
     /// Records encoded.
@@ -71,7 +71,7 @@ impl TierCodec {
         })
     }
 
-    /// What it does, for the log.
+    /// A description for the log.
     pub(super) fn describe(&self) -> String {
         let width = |part: &PartCodec| part.codec.width().to_string();
         let mut widths: Vec<_> = self.parts.iter().map(width).collect();

@@ -79,7 +79,7 @@ impl StoredForm {
         self.codec.is_some() || self.keys.is_some()
     }
 
-    /// What the codec did, if there is one.
+    /// Counts of the codec, if there is one.
     pub(super) fn compression(&self) -> Option<Compression> {
         self.codec.as_ref().map(TierCodec::stats)
     }

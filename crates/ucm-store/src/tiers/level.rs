@@ -261,7 +261,7 @@ impl TierTable {
     }
 }
 
-/// What two media side by side hold and did.
+/// The statistics of two media side by side, as one.
 fn together(mut one: MediumStats, other: MediumStats) -> MediumStats {
     let (sum, of) = (&mut one.usage, other.usage);
     sum.used += of.used;

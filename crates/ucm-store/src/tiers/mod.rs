@@ -103,7 +103,7 @@ pub(crate) struct Request {
 /// The tier that has a record whole, counted from the top, or why it is no hit.
 pub type LookupResult = Result<u8, MissReason>;
 
-/// What one tier did and holds; counters since the start, sizes in bytes.
+/// Statistics of one tier; counters since the start, sizes in bytes.
 #[derive(Serialize)]
 pub(crate) struct TierStats<'a> {
     /// Its name, unlike those of the others.
@@ -180,7 +180,7 @@ pub(crate) struct TiersConfig {
     pub(crate) staging: String,
 }
 
-/// What the tiers of one store have in common.
+/// The state that the tiers of one store share.
 struct TierSetup {
     store: u64,
     parts: Arc<OwnParts>,
@@ -411,7 +411,7 @@ impl Tiers {
             .sum()
     }
 
-    /// What each tier did and holds, top first.
+    /// Statistics of each tier, top first.
     pub(crate) fn stats(&self) -> Vec<TierStats<'_>> {
         self.table.tiers.iter().map(Tier::stats).collect()
     }

@@ -15,7 +15,7 @@ use super::prefetch::Prefetches;
 use super::probes::Probes;
 use crate::stats::{StageSpan, add, stage_time};
 
-/// What a record is read for.
+/// The purpose of a read.
 pub(crate) trait Reader: Send + 'static {
     /// The read ended: called once, on a thread of the tier, when the record is in its slot, or
     /// with the reason why it is not. What the read held is free by then, or stuck with its thread.

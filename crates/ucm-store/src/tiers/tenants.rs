@@ -76,7 +76,7 @@ pub(super) struct Tenants {
     logged: Logged,
 }
 
-/// What the log says already.
+/// Warnings that were logged already.
 #[derive(Default)]
 struct Logged {
     /// An operation fails.

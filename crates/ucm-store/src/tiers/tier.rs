@@ -30,7 +30,7 @@ pub(crate) struct Tier {
     pub(super) health: Health,
     /// A probe of it is under way.
     pub(super) probing: AtomicBool,
-    /// What it said when it was opened.
+    /// The text that it returned when it was opened.
     pub(super) description: Mutex<String>,
     /// Its copies that are no hits.
     refused: RejectedRecords,

@@ -3,8 +3,8 @@
 //!
 //! A dump is published by the lowest level that is written through and outlives this process, in
 //! the member that its spread gives it to. The other levels get copies: a memory at once, a file in
-//! a spare slot, and no one waits for them. A copy that finds no spare slot, or a tier that is not
-//! well, is dropped and counted. The outcome of a record that its medium publishes later is
+//! a spare slot, and no caller waits for them. A copy that finds no spare slot, or a tier that is
+//! not well, is dropped and counted. The outcome of a record that its medium publishes later is
 //! reported by receipt ([`Receipts`]).
 
 use std::collections::HashMap;
@@ -50,7 +50,7 @@ pub(crate) struct WriteTarget {
     enough: bool,
 }
 
-/// What a record is written for.
+/// The purpose of a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum WriteReason {
     /// A dump that this tier decides on.
@@ -63,7 +63,7 @@ enum WriteReason {
     Demotion,
 }
 
-/// What is kept until a copy has ended: dropped then.
+/// Values that are dropped when a copy has ended.
 pub(super) type Held = Box<dyn Send>;
 
 /// The records that media have and have not published yet. A receipt is returned by the write on
@@ -89,7 +89,7 @@ enum Open {
     Sealed(Result<()>),
 }
 
-/// What moves records between tiers.
+/// The moves of records between tiers.
 pub(super) struct Moves {
     /// A record on its way has one of these.
     pub(super) spare: Arc<SlotPool>,
@@ -118,7 +118,7 @@ impl Writes {
         let _ = self.receipts.on_dump.set(hook); // it is set once
     }
 
-    /// What a medium calls with the outcomes of its receipts.
+    /// The hook that a medium calls with the outcomes of its receipts.
     pub(super) fn on_sealed(self: &Arc<Self>) -> OnSealed {
         let weak = Arc::downgrade(self);
         Box::new(move |receipt, result| {

@@ -96,8 +96,8 @@ impl Drop for Place {
     }
 }
 
-/// Copies everything below one directory to another; once more where a store that is open has
-/// renamed a file meanwhile.
+/// Copies everything below one directory to another; again if an open store renames a file during
+/// the copy.
 pub(crate) fn copy_all(from: &Path, to: &Path) {
     super::eventually("it is copied", || {
         run(Command::new("cp").arg("-a").arg(from.join(".")).arg(to)).is_ok()

@@ -62,6 +62,14 @@ def section_of(connector: Any, extra: Any) -> Any:
     return None
 
 
+def extra_config(vllm_config: Any) -> Any:
+    """Our section of vLLM's configuration, also inside a MultiConnector; None without one."""
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    if transfer is None:
+        return None
+    return section_of(transfer.kv_connector, transfer.kv_connector_extra_config or {})
+
+
 def why_wrong(extra: Any) -> str:
     """What is wrong in a configuration, with what to write instead; empty if nothing is."""
     try:

@@ -39,8 +39,6 @@ Total = Callable[[Tensor], Tensor]
 RATIO, HEAD_TOKENS = 0.15, 2
 #: Most tokens of a question whose attention counts, the last ones.
 QUESTION_TOKENS = 64
-#: Deviation from which a token is computed again where no share is written (``hkvd_threshold``).
-THRESHOLD = 0.1
 #: Factor of a mean before it becomes an integer, and the largest mean.
 _FIXED_POINT, _LARGEST = 1 << 40, float(1 << 14)
 

@@ -56,7 +56,7 @@ fn foreign_and_dead_files_are_left_alone_or_swept() {
     std::fs::write(dir.join("00000000000000AB.region"), &text).unwrap();
     std::fs::create_dir(dir.join("00000000000000cd.region")).unwrap();
     std::os::unix::fs::symlink("/dev/zero", dir.join("00000000000000ef.region")).unwrap();
-    // No one holds these.
+    // No process holds these.
     std::fs::write(dir.join("0000000000000001.region"), &text).unwrap();
     std::fs::write(dir.join("0000000000000002.new"), "").unwrap();
     let scan = place.look();

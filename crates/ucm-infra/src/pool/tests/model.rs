@@ -69,9 +69,15 @@ impl Book {
                 value == id && !self.held.contains_key(&id),
                 "{id} ended while held"
             ),
-            Err(kind) => assert!(kind == ErrorKind::Timeout && due, "{id} told {kind:?}"),
+            Err(kind) => assert!(
+                kind == ErrorKind::Timeout && due,
+                "{id} ended with {kind:?}"
+            ),
         }
-        assert!(self.told.insert(id, result).is_none(), "{id} told twice");
+        assert!(
+            self.told.insert(id, result).is_none(),
+            "{id} was reported twice"
+        );
     }
 
     /// Time passes; every job held past its deadline must be reported by the pool itself.

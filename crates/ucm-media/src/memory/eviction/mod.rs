@@ -38,7 +38,7 @@ ucm_core::named! {
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
     #[serde(rename_all = "lowercase")]
     pub enum Policy {
-        /// What was used longest ago, descendants before ancestors.
+        /// The record that was used longest ago, descendants before ancestors.
         #[default]
         Lru = "lru",
         /// Three queues: what is not used again soon is evicted first.

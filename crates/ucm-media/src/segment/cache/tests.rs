@@ -130,7 +130,7 @@ impl Fixture {
         self.cache.blobs.blobs.lock().insert(name(sequence), bytes);
     }
 
-    /// Lists all of the shelf and reads footers: the segments that are gone.
+    /// Lists all of the shelf and reads footers: the segments that were removed.
     fn turn(&mut self) -> Vec<SegmentName> {
         let mut all = ListingAll::begin(&self.cache);
         let mut found = Vec::new();

@@ -93,7 +93,7 @@ impl Reinsertion<'_> {
         if let Ok(Some(known)) = &made {
             done.number = self.take_up(known, &copies);
             if done.number.is_none() {
-                let text = "the new segment is gone already";
+                let text = "the new segment was removed already";
                 return Err(Error::new(ErrorKind::NotFound, text));
             }
         } else {

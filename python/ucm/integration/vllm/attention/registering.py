@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ucm.errors import ConfigError
-from ucm.integration.vllm.early import refuse, refuse_wrong, section_of
+from ucm.integration.vllm.early import extra_config, refuse, refuse_wrong
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -88,14 +88,6 @@ def vllms_own(name: str) -> type[AttentionBackend]:
 
     found: type[AttentionBackend] = resolve_obj_by_qualname(AttentionBackendEnum[name].value)
     return found
-
-
-def extra_config(vllm_config: Any) -> Any:
-    """Our section of vLLM's configuration, also inside a MultiConnector; None without one."""
-    transfer = getattr(vllm_config, "kv_transfer_config", None)
-    if transfer is None:
-        return None
-    return section_of(transfer.kv_connector, transfer.kv_connector_extra_config or {})
 
 
 def _current_config() -> VllmConfig | None:

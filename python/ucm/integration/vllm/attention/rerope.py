@@ -18,9 +18,8 @@ from torch import Tensor
 
 from ucm.config import parse
 from ucm.errors import ConfigError
-from ucm.integration.vllm.attention.registering import extra_config
 from ucm.integration.vllm.compat.versions import installed, why_unserved
-from ucm.integration.vllm.early import UNROTATED
+from ucm.integration.vllm.early import UNROTATED, extra_config
 from ucm.sparse.rerope.rule import RotationTable, Rule, paged_attention
 
 if TYPE_CHECKING:

@@ -28,10 +28,10 @@ from ucm.errors import ConfigError, UnsupportedError
 from ucm.integration.vllm.attention.host import SparseHost
 from ucm.integration.vllm.attention.offload import SPARE
 from ucm.integration.vllm.attention.plan import SparsePlan
-from ucm.integration.vllm.attention.registering import extra_config
 from ucm.integration.vllm.attention.tables import Rewriter
 from ucm.integration.vllm.compat.versions import installed, why_unserved
 from ucm.integration.vllm.connector.identity.engine_identity import layer_specs, transferable_groups
+from ucm.integration.vllm.early import extra_config
 from ucm.sparse.base import SparseRow, UcmSparseBase, UcmSparseRole
 from ucm.sparse.factory import UcmSparseFactory
 from ucm.sparse.method import BlockSparse

@@ -159,8 +159,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Nothing is done layer by layer inside of a graph. vLLM asks in its first process, where a
-        wrong configuration is refused."""
+        """Nothing is done layer by layer inside of a graph. vLLM calls this in its first process,
+        where a wrong configuration is refused."""
         refuse_wrong(extra_config)
         return False
 
@@ -441,8 +441,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """vLLM may sleep: it calls the next two methods. It asks in its first process, where a
-        wrong configuration is refused."""
+        """vLLM may sleep: it calls the next two methods. It calls this one in its first process,
+        where a wrong configuration is refused."""
         refuse_wrong(kv_transfer_config.kv_connector_extra_config)
         return True
 

@@ -357,19 +357,12 @@ RECHECK_S = 1.0
 _ADAPTER_LABEL = b"UCMADAPTER"
 
 
-def adapter_digest(
-    path: str, root: str | None = None, *, now_ns: Callable[[], int] = time.time_ns
-) -> bytes:
-    """SHA-256 over the files of the adapter at a local ``path``, 32 bytes; reads them, which may
-    take long. ``root`` is a directory in which digests are remembered. Raises
-    :class:`~ucm.errors.NotFoundError` when there is no adapter, :class:`OSError`, and
-    :class:`~.weights.FileChangedError`."""
-    return _digest_files(path, DigestMemory(root, now_ns), now_ns)[0]
-
-
 def _digest_files(
     path: str, memory: DigestMemory, now_ns: Callable[[], int]
 ) -> tuple[bytes, dict[str, FileStamp]]:
+    """SHA-256 over the files of the adapter at a local ``path``, and their stamps. Raises
+    :class:`~ucm.errors.NotFoundError` when there is no adapter, :class:`OSError`, and
+    :class:`~.weights.FileChangedError`."""
     directory = os.path.expanduser(path)
     listed = _listed(directory)
     names = sorted({name for one in ADAPTER_FILES for name in fnmatch.filter(listed, one)})

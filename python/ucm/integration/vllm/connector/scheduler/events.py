@@ -2,8 +2,8 @@
 
 An engine reports the blocks that it stored, and those that a lookup of it found, since its start.
 A block is reported as removed when a later lookup does not find it, when its record was refused,
-when vLLM emptied its caches, and when so many blocks are reported that it is the oldest of them.
-Other engines' blocks, and the eviction of a block that no request asks for, are not seen here.
+when vLLM emptied its caches, and when it is the oldest of the largest number of reported blocks.
+Other engines' blocks, and the eviction of a block that no request looks up, are not seen here.
 
 Of a model with several KV groups each group's blocks have events of their own, with the number and
 the block size that vLLM has for the group.
@@ -133,10 +133,7 @@ class BlockEvents:
         return events
 
     def _answered(
-        self,
-        request: Request,
-        lookup: Lookup,
-        refused: Callable[[Sequence[bytes]], Sequence[int]],
+        self, request: Request, lookup: Lookup, refused: Callable[[Sequence[bytes]], Sequence[int]]
     ) -> None:
         """A lookup found these blocks of a request, and others not."""
         behind = ABSENT if lookup.reason in _GONE else UNKNOWN

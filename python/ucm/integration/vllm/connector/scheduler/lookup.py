@@ -731,7 +731,7 @@ class Lookups:
                 lookup.give_up(MissReason.INTERNAL)
 
     def _steps(self, keys: list[bytes], of: Lookup) -> Steps:
-        """What a lookup asks, without a reference to it: one that is dropped ends what it began."""
+        """The steps of a lookup, without a reference to it: one that is dropped ends its steps."""
         return self._each(keys) if of.each else self._of_hit(keys, of.limit, of.why)
 
     def _each(self, keys: list[bytes]) -> Steps:

@@ -6,9 +6,9 @@ key of the last full block of its prompt, as soon as vLLM ends it: its blocks ma
 way. A request with that key (``kv_transfer_params.ucm.wait_for``) is a consumer's. It waits until
 a lookup finds the block in every KV group, at most ``pd_wait_ms``, then it is computed. Its own hit
 may be shorter: it never has the last token, and then ends where every group can serve it. A store
-that answers from a
-list of what others have published refreshes that list while a request waits. Where waits are in
-vain, as with a prefill engine on another store, only one request waits now and then.
+that answers from a list of the blocks that others have published refreshes it while a request
+waits. If several waits in a row fail, as with a prefill engine on another store, only one request
+waits now and then.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 #: Seconds between two lookups for one request, and between two refreshes of the store.
 POLL_S, REFRESH_S = 0.01, 0.02
-#: Waits in a row that end without the block, after which only one request waits in so many seconds.
+#: Waits in a row that end without the block, after which one request waits in this many seconds.
 MOST_IN_VAIN, TRIAL_S = 4, 10.0
 #: Most identities of prefill engines that are compared with the own one in the log.
 MOST_IDENTITIES = 8
@@ -141,7 +141,7 @@ class PublishWaits:
         return True
 
     def _allowance(self, now: float) -> float:
-        """Seconds that a request may wait: nothing after some waits in vain, but for a trial."""
+        """Seconds that a request may wait: none after several failed waits, except for a trial."""
         if self._in_vain >= MOST_IN_VAIN and now < self._trial_at:
             return 0.0
         self._trial_at = now + TRIAL_S

@@ -616,9 +616,9 @@ class UCMConnectorScheduler:
 
     @harmless(None)
     def _spare(self, tokens: int, requests: int, *, pins: bool = False) -> None:
-        """vLLM may allocate blocks for so many tokens: of those that wait for the store, it is to
-        take as few as it can. ``pins``: it may have to wait for others instead, unless it computes
-        nothing then, or the store has failed."""
+        """vLLM may allocate blocks for this number of tokens: it is to take as few as it can of
+        the blocks that wait for the store. ``pins``: it may have to wait for others instead, unless
+        it computes nothing then, or the store has failed."""
         if self._deferred and self._pool is not None:
             blocks = (tokens // self._block_tokens + requests) * len(self._groups)
             share = self._hold_share if pins and self.health.all_healthy else 0

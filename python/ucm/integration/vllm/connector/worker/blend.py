@@ -2,7 +2,7 @@
 
 The load has brought the records of the chunks into blocks of the request, one after the other. In
 the step that first runs the request, before the model, :meth:`BlendWorker.run` brings every key and
-value to its slot, turned to its position; asks which tokens of the chunks matter; and computes
+value to its slot, turned to its position; finds which tokens of the chunks matter; and computes
 those, and all tokens between the chunks, by the model's own layers. Each layer is called as the
 model calls it, with attention metadata from vLLM's builder in which tokens that follow each other
 are one row: each token sees exactly the tokens before it.
