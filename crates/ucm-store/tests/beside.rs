@@ -3,10 +3,11 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
-use ucm_core::BlockId;
+use ucm_core::{BlockId, Part};
 use ucm_infra::{Clock, LANE_LOAD};
 use ucm_media::spread::StoragePolicy;
 use ucm_store::breaker::BreakerConfig;
@@ -192,6 +193,123 @@ fn what_a_hot_root_evicts_is_a_hit_below() {
         std::fs::remove_dir_all(&roots(dir.path(), 2)[0]).unwrap();
         let without = Beside::open(dir.path(), &several);
         without.await_all(&all);
+    }
+}
+
+/// Hosts that share the cold root and have a hot one each: a published block is a hit on the other,
+/// which has read nothing yet.
+#[test]
+fn hosts_that_share_the_cold_root_find_what_is_published() {
+    for layout in layouts() {
+        let (dir, several) = (directory(), over(layout, Several::tiered(&[200, 200])));
+        let several = Several {
+            setup: several.setup.clone().unhurried(),
+            ..several
+        };
+        let host = |hot: &str| {
+            let roots = vec![dir.path().join(hot), dir.path().join("cold")];
+            Beside::over(roots, &several, ucm_infra::SystemClock::shared())
+        };
+        let (one, other) = (host("hot"), host("hot of the other host"));
+        assert!(one.dump(&ids(6)).is_empty());
+        other.await_all(&ids(6));
+        assert_eq!(other.tier(1, "blocks_read"), 6, "from the shared root");
+    }
+}
+
+/// The collector of a root removes the oldest records, whoever stored them: here a process that has
+/// ended, of another model and another part.
+#[test]
+fn what_another_model_evicts_from_a_hot_root_is_a_hit_below() {
+    for layout in layouts() {
+        let (dir, several) = (directory(), over(layout, Several::tiered(&[24, 2000])));
+        let hot = roots(dir.path(), 2).remove(0);
+        let store = Beside::open(dir.path(), &several);
+        assert!(store.dump(&ids(8)).is_empty());
+        eventually("the hot root has them too", || {
+            store.load(&ids(8)); // which copies up what it has not
+            store.places(&ids(8)) == [0; 8]
+        });
+        drop(store);
+        let theirs = records_below(&hot);
+        for path in &theirs {
+            let file = std::fs::File::options().write(true).open(path).unwrap();
+            let long_ago = SystemTime::now() - Duration::from_secs(7200);
+            file.set_modified(long_ago).unwrap();
+        }
+        let mut another = several.clone();
+        another.setup.weights = "of another model";
+        another.setup.part = Part {
+            tensor_rank: 1,
+            ..Part::default()
+        };
+        let store = Beside::open(dir.path(), &another);
+        let mut blocks = (100..=255).map(id).cycle();
+        eventually("theirs are evicted", || {
+            let block = [blocks.next().unwrap()];
+            store.dump(&block);
+            store.load(&block); // a copy that was dropped is made after a load
+            theirs.iter().all(|path| !path.exists())
+        });
+        drop(store);
+        let store = Beside::open(dir.path(), &several);
+        store.await_all(&ids(8));
+        assert_eq!(store.tier(1, "blocks_read"), 8);
+    }
+}
+
+/// The files with records below a root.
+fn records_below(dir: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(dir).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            found.extend(records_below(&path));
+        } else if path
+            .extension()
+            .is_some_and(|end| end == "bin" || end == "seg")
+        {
+            found.push(path);
+        }
+    }
+    found
+}
+
+/// Such a block is not written down later: it is a hit as long as the hot root keeps it.
+#[test]
+fn a_block_stored_while_the_cold_root_is_off_lies_in_the_hot_one() {
+    for layout in layouts() {
+        let (dir, mut several) = (directory(), over(layout, Several::tiered(&[200, 200])));
+        several.setup.breaker = BreakerConfig {
+            threshold: 2,
+            cool_down: OFF,
+            ..BreakerConfig::default()
+        };
+        let clock = Arc::new(Leaping::default());
+        let store = Beside::over(
+            roots(dir.path(), 2),
+            &several,
+            Arc::clone(&clock) as Arc<dyn Clock>,
+        );
+        store.faults[1].add(Rule::always(Fault::Errno(5)));
+        eventually("its breaker opened", || {
+            store.dump(&[id(100)]);
+            store.tier(1, "healthy") == 0
+        });
+        assert!(store.dump(&ids(6)).is_empty(), "published by the hot one");
+        assert_eq!(store.places(&ids(6)), [0; 6]);
+        store.faults[1].clear();
+        clock.leap(OFF);
+        eventually("the cold one is used again", || {
+            store.dump(&[id(101)]);
+            store.tier(1, "healthy") == 1
+        });
+        assert!(store.load(&ids(6)).is_empty());
+        drop(store);
+        std::fs::remove_dir_all(&roots(dir.path(), 2)[0]).unwrap();
+        let store = Beside::open(dir.path(), &several);
+        store.await_all(&[id(101)]);
+        assert_eq!(store.hits(&ids(6)), [false; 6]);
     }
 }
 

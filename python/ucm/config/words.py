@@ -272,8 +272,8 @@ _VLLM = "the option of vLLM of that name, on vLLM's own command line"
 _METRICS_FILE = "`metrics.config_path`: the metrics file with these sections"
 _THREADS = "nothing: blocks are read and written by threads, `posix_data_trans_concurrency` of them"
 _BOTH = (
-    "nothing: `storage_policy: tiered` writes every block to the colder directories too, and brings"
-    " up what is read there"
+    "nothing: with `storage_policy: tiered` a dump writes every directory, so that no block has to"
+    " be moved down later, and a block that is read in a colder one is copied up"
 )
 _NOT_KEPT = "nothing: a damaged record stays where it is until the next dump replaces it"
 
