@@ -103,8 +103,7 @@ endif
 # Tests with engines wait most of the time, so the other Python tests and (in make test) the crates run beside them.
 BESIDE = tools/beside build "$(MAKE) $(1)" test-engines "$(MAKE) test-engines"
 .PHONY: test
-test: servers $(RUN_ENV) .tools/.stamp-mooncake ## run all tests of this machine
-	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda -p soft3fs
+test: servers $(RUN_ENV) .tools/.stamp-mooncake soft-drivers ## run all tests of this machine
 	@$(STAGE) "build the tests of the crates" $(RUST_TESTS) --no-run
 	@$(call BESIDE,test-main) test-crates "$(MAKE) test-rust loom test-wheel test-kinds test-apart"
 
@@ -158,24 +157,28 @@ loom: ## check every interleaving of the hand-written atomics
 		$(STAGE) "loom" cargo test --locked --quiet -p ucm-infra --test loom
 
 .PHONY: test-py
-test-py: $(RUN_ENV) servers .tools/.stamp-mooncake ## run the Python tests, with and without vLLM engines
-	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda -p soft3fs
+test-py: $(RUN_ENV) servers .tools/.stamp-mooncake soft-drivers ## run the Python tests, with and without vLLM engines
 	@$(call BESIDE,test-without-engines)
 
 .PHONY: test-without-engines
 test-without-engines: test-main test-apart ## run the Python tests without vLLM engines
 
+# The driver and the client of 3FS that tests load, in place of a vendor's.
+.PHONY: soft-drivers
+soft-drivers: ## build the software driver and the client of 3FS for the tests
+	@$(STAGE) "build the software drivers" cargo build --locked --quiet -p softcuda -p soft3fs
+
 test-main test-apart test-engines: export UCM_TEST_DRIVER = $(SOFTCUDA)
 test-main test-apart test-engines: export UCM_TEST_SOFT3FS = $(dir $(SOFTCUDA))libsoft3fs.so
 .PHONY: test-main
-test-main: $(if $(WHEEL),,$(RUN_ENV)) ## run the Python tests that need no engine and no process of their own
+test-main: $(if $(WHEEL),,$(RUN_ENV)) soft-drivers ## run the Python tests that need no engine and no process of their own
 	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --durations 20 --timeout 300 tests \
 		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py --ignore tests/trans --ignore tests/gpu \
 		--ignore tests/triton --ignore tests/mooncake --ignore tests/remote/test_engine.py \
 		--ignore tests/connector/test_long_prompts.py --ignore tests/e2e
 
 .PHONY: test-apart
-test-apart: $(if $(WHEEL),,$(RUN_ENV)) ## run the Python tests that need processes of their own
+test-apart: $(if $(WHEEL),,$(RUN_ENV)) soft-drivers ## run the Python tests that need processes of their own
 	@TRITON_INTERPRET=1 $(STAGE) "pytest triton, interpreted" $(RUN_BIN)/python -m pytest --quiet tests/triton
 	@$(MAKE) --no-print-directory test-mooncake
 	@$(STAGE) "pytest trans" $(RUN_BIN)/python -m pytest --quiet tests/trans tests/gpu
@@ -185,7 +188,7 @@ test-apart: $(if $(WHEEL),,$(RUN_ENV)) ## run the Python tests that need process
 		$(STAGE) "pytest trans on $(device)" $(RUN_BIN)/python -m pytest --quiet tests/trans -k $(device);)
 
 .PHONY: test-engines
-test-engines: $(if $(WHEEL),,$(RUN_ENV)) ## run the Python tests with vLLM engines, one at a time
+test-engines: $(if $(WHEEL),,$(RUN_ENV)) soft-drivers ## run the Python tests with vLLM engines, one at a time
 	@$(STAGE) "pytest vllm" $(RUN_BIN)/python -m pytest --durations 20 tests/vllm tests/trust/test_engine.py \
 		tests/remote/test_engine.py
 	@$(STAGE) "end to end, without the evaluator" $(RUN_BIN)/python -m pytest --quiet tests/e2e --stage 0-2
@@ -211,8 +214,7 @@ test-kinds: $(VENV)/.stamp-dev .tools/.stamp-mooncake ## test a new kind of tier
 
 # Longer tests, in four parallel lines, because they wait as much as they compute.
 .PHONY: test-long
-test-long: $(RUN_ENV) servers-long .tools/.stamp-mooncake ## run the long tests: all columns of the stores, the long trust matrix (tables: build/trust*.md), engines
-	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda -p soft3fs
+test-long: $(RUN_ENV) servers-long .tools/.stamp-mooncake soft-drivers ## run the long tests: all columns of the stores, the long trust matrix (tables: build/trust*.md), engines
 	@tools/beside build "$(MAKE) test-long-engines" test-long-stores "$(MAKE) test-long-stores" \
 		test-long-processes "$(MAKE) test-long-processes" test-long-rust "$(MAKE) test-long-rust"
 
