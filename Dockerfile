@@ -36,4 +36,4 @@ SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
     python3 -m pip install --no-cache-dir /dist/*.whl ${EXTRA:+"$EXTRA"} && ucm --help
 ENTRYPOINT []
-CMD ["vllm", "--help"]
+CMD ["python3", "-m", "vllm.entrypoints.openai.api_server", "--help"]

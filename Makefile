@@ -131,7 +131,7 @@ over = $(STAGE) "the store over $(1)$(2)" env UCM_TEST_SKIPPED=$(CURDIR)/$(SKIPP
 DRIVERS := env CARGO_TARGET_DIR=target/drivers cargo build --locked --quiet
 SOFTCUDA := $(CURDIR)/target/drivers/debug/libsoftcuda.so
 .PHONY: drivers
-drivers:
+drivers: ## build the software driver and the client of 3FS for the tests
 	@$(STAGE) "build the software drivers" $(DRIVERS) -p softcuda -p soft3fs
 # The same over the software driver (tests/softcuda), as CUDA, where every copy uses streams, staging and kernels, or as
 # the runtime of another vendor.

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import sys
 from importlib.machinery import ModuleSpec
+from typing import Any
 
 _PATCH = "no patch is needed: the connector works through vLLM's own interfaces"
 _STATE = "what a request needs is private to the connector and changes; write a store of your own"
 _MEASURED = "selection works on block tables through an attention backend, without this function"
 _CONNECTOR = "ucm.integration.vllm.ucm_connector"
+_POSIX = "its name is UcmPosixStore, and its constructor sets it up"
 
 #: Name -> why there is none.
 REFUSED = {
@@ -35,7 +37,9 @@ REFUSED = {
     f"{_CONNECTOR}.UCMSchedulerMixin": "derive from UCMConnector; its two sides are no mixins",
     f"{_CONNECTOR}.UCMWorkerMixin": "derive from UCMConnector; its two sides are no mixins",
     f"{_CONNECTOR}.BlockHashCache": "keys are computed faster than a cache finds them: BlockHasher",
-    "ucm.store.PosixStore": "its name is UcmPosixStore, and its constructor sets it up",
+    "ucm.store.PosixStore": _POSIX,
+    "ucm.store.posix.connector.PosixStore": _POSIX,
+    "ucm.store.posix.cc": "the compiled store is in ucm._core; use UcmPosixStore",
     "ucm.store.redis": "ucm.store.factory_v1 makes it: create_connector('UcmRedisStore', config)",
     "ucm.store.object": "ucm.store.factory_v1 makes it: create_connector('UcmObjectStore', config)",
 }
@@ -57,6 +61,11 @@ def refuse(module: str, name: str) -> AttributeError | ImportError:
     return (
         ImportError(why) if why else AttributeError(f"module {module!r} has no attribute {name!r}")
     )
+
+
+def of_posix(name: str) -> Any:
+    """The ``__getattr__`` of :mod:`ucm.store.posix.connector`."""
+    raise refuse("ucm.store.posix.connector", name)
 
 
 class _Finder:

@@ -330,6 +330,21 @@ def test_a_server_that_does_not_answer(examine: Json, config: Callable[..., Path
     assert "check address" in error["remedy"]
 
 
+def test_a_platform_without_its_devices(
+    examine: Json, config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files: list[str] = []
+    monkeypatch.setattr(machine.glob, "glob", lambda _: files)
+    wanted = config(platform="cuda")
+    error = only(examine("--config", wanted), "error")
+    assert error["text"] == "platform is cuda, and this machine shows no accelerator"
+    assert "--gpus all" in error["remedy"]
+    files.append("/dev/nvidia0")
+    found = examine("--config", wanted)
+    assert found["exit"] == 0
+    assert any("1 device files of cuda" in one["text"] for one in found["findings"])
+
+
 def arguments(*words: str, **transfer: Any) -> tuple[str, ...]:
     given = {"kv_connector": "UCMConnector", "kv_role": "kv_both"} | transfer
     return ("--", "vllm", "serve", "model", "--kv-transfer-config", json.dumps(given), *words)

@@ -3,6 +3,8 @@ key."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,6 +68,57 @@ def test_what_is_there_is_passed_over_so_it_goes_on(
     assert (first["copied"], first["present"]) == (2, 0)
     second = ucm_json("export", root.path, tmp_path / "archive")
     assert (second["exit"], second["copied"], second["present"]) == (0, 4, 2)
+
+
+#: ``ucm import`` in batches of four blocks, which stops in the middle of the third: its blocks were
+#: passed to the store, which is writing them.
+IN_THE_MIDDLE = """
+import sys, threading
+from ucm.cli import main, transfer
+from ucm.store.posix import UcmPosixStore
+
+transfer._batches = lambda headers: [headers[at : at + 4] for at in range(0, len(headers), 4)]
+dumped, dump = [], UcmPosixStore.dump_data
+
+def dump_data(store, *arguments, **more):
+    task = dump(store, *arguments, **more)
+    dumped.append(task)
+    if len(dumped) == 3:
+        print("in the middle", flush=True)
+        threading.Event().wait()
+    return task
+
+UcmPosixStore.dump_data = dump_data
+main(sys.argv[1:])
+"""
+
+
+def test_a_killed_import_leaves_whole_records_and_goes_on(
+    root: Written, tmp_path: Path, ucm_json: Json
+) -> None:
+    root.fill("one", 20)
+    before = content(root, root.ids)
+    new = Written(tmp_path / "new")
+    words = ["import", str(root.path), str(new.path), "--capacity", "64MiB"]
+    command = [sys.executable, "-c", IN_THE_MIDDLE, *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as importing:
+        assert importing.stdout is not None
+        assert importing.stdout.readline() == "in the middle\n"
+        importing.kill()
+    visible = ucm_json("verify", new.path)
+    assert (visible["exit"], visible["bad"]) == (0, 0), visible
+    assert 8 <= visible["good"] < 20
+    with new.open(layout="segment") as store:
+        there = store.lookup(root.ids)
+    seen = [at for at, is_there in enumerate(there) if is_there]
+    # More than were published: a store that opens takes over what the dead one had written whole.
+    assert visible["good"] <= len(seen) < 20
+    found = content(new, [root.ids[at] for at in seen], layout="segment")
+    assert (found == before[seen]).all()
+    again = ucm_json(*words)
+    assert (again["exit"], again["present"], again["failed"]) == (0, len(seen), 0)
+    assert again["copied"] == 20 - len(seen)
+    assert (content(new, root.ids, layout="segment") == before).all()
 
 
 def test_a_damaged_record_is_not_copied_and_is_named(

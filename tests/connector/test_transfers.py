@@ -4,7 +4,6 @@ does."""
 from __future__ import annotations
 
 import ctypes
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from parts import BLOCK, Clock, configured_store  # noqa: E402
+from plain_profile import events_of  # noqa: E402
 
 from ucm.errors import (  # noqa: E402
     BusyError,
@@ -337,7 +337,7 @@ def test_the_profile_has_the_stages_that_a_store_measures(
         assert worker.step()[0] == {"s"}, "a profile costs no load"
     finally:
         profile.close()
-    events = json.loads(path.read_text()[:-2] + "]")
+    events = events_of(path)
     begun = {one["name"]: one for one in events if one["ph"] == "b"}
     ends = {one["id"]: one["ts"] for one in events if one["ph"] == "e"}
     stages = ("queue", "read", "verify", "scatter")

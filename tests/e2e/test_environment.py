@@ -27,3 +27,11 @@ def test_every_tier_works(target: Target) -> None:
     tiers = [line for line in text.splitlines() if line.startswith("ucm_tier_healthy{")]
     assert tiers
     assert all(float(line.rpartition(" ")[2]) == 1 for line in tiers), tiers
+
+
+@pytest.mark.platform("cpu")
+def test_a_block_of_a_cpu_has_its_tokens(target: Target) -> None:
+    """vLLM computes attention on a CPU in blocks of a multiple of 32 tokens; on a GPU it has 16."""
+    size = target.label("vllm:cache_config_info", "block_size")
+    assert size is not None
+    assert int(size) % 32 == 0

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from blocks import PATIENT, Memory, ids
+from click.testing import CliRunner
 from moto_server import MotoServer
-from remote_columns import MOTO, started
+from remote_columns import MOTO, REDIS, Column, started
 from test_matrix import loaded, opened
 
 from servers import MissingError
+from ucm.cli import main
 from ucm.errors import ConfigError, UnhealthyError
 
 COUNT = 8
@@ -125,3 +128,50 @@ def test_a_file_that_is_missing_or_has_no_certificate(secure: Secure, name: str)
         opened(MOTO, secure.at, reached=False, **keys),
     ):
         pass
+
+
+# ucm doctor
+# -------------------------------------------------------------------------------------------
+
+
+def examined(directory: Path, keys: Mapping[str, Any], *words: str) -> dict[str, tuple[str, str]]:
+    """The findings of ``ucm doctor`` about the store: text and remedy by level."""
+    file = directory / "ucm.yaml"
+    file.write_text(json.dumps({name: keys[name] for name in keys if name != "deadlines"}))
+    done = CliRunner().invoke(main, ["doctor", "--json", "--config", str(file), *words])
+    found = [one for one in json.loads(done.stdout)["findings"] if one["area"] == "store"]
+    assert len({one["level"] for one in found}) == len(found), found
+    return {one["level"]: (one["text"], one["remedy"]) for one in found}
+
+
+def test_doctor_reaches_a_server_whose_authority_is_trusted(secure: Secure, tmp_path: Path) -> None:
+    keys = MOTO.keys(secure.at) | secure.keys("ours")
+    found = examined(tmp_path, keys, "--production")
+    assert found == {"ok": (f"{keys['storage_backends']} answers", "")}
+
+
+@pytest.mark.parametrize("authority", DOUBTING)
+def test_doctor_names_a_certificate_that_is_not_trusted(
+    secure: Secure, tmp_path: Path, authority: str | None
+) -> None:
+    found = examined(tmp_path, MOTO.keys(secure.at) | secure.keys(authority))
+    assert found.keys() == {"error"}
+    text, remedy = found["error"]
+    assert "certificate" in text
+    assert remedy.startswith("check address, network, certificate and login")
+
+
+@pytest.mark.parametrize("medium", [MOTO, REDIS], ids=lambda medium: medium.name)
+def test_doctor_warns_of_a_server_without_encryption_before_production(
+    medium: Column, tmp_path: Path
+) -> None:
+    with started(medium, tmp_path / "server") as server:
+        keys = medium.keys(server.at)
+        answers = {"ok": (f"{keys['storage_backends']} answers", "")}
+        assert examined(tmp_path, keys) == answers
+        found = examined(tmp_path, keys, "--production")
+    endpoint = keys.get("object_endpoint", keys["storage_backends"])
+    text, remedy = found.pop("warning")
+    assert found == answers
+    assert text == f"{endpoint} is not encrypted"
+    assert "rediss:// or https://" in remedy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from blocks import ids
+from plain_profile import events_of
 
 from ucm.profiling import Profile
 from ucm.store.posix import UcmPosixStore
@@ -27,7 +27,7 @@ def profile(tmp_path: Path) -> Iterator[Profile]:
 
 def spans(path: Path) -> dict[str, tuple[int, int, dict[str, Any]]]:
     """Begin, end and arguments of each span, in microseconds."""
-    events = json.loads(path.read_text()[:-2] + "]")
+    events = events_of(path)
     ends = {one["id"]: one["ts"] for one in events if one["ph"] == "e"}
     begun = (one for one in events if one["ph"] == "b")
     return {one["name"]: (one["ts"], ends[one["id"]], one["args"]) for one in begun}

@@ -1,20 +1,24 @@
 """Every block of code in the documents is run, parsed as its program parses it, or marked as
 ``text``: a picture, or output.
 
-``python`` runs, all blocks of a page in one process; ``yaml`` is a configuration, or names servers
-for Prometheus; of ``sh`` bash checks the syntax, ``vllm serve`` and ``ucm`` their arguments; ``c``
-is compiled.
+``python`` runs, all blocks of a page in one process; ``yaml`` is a configuration, a metrics file,
+or names servers for Prometheus; of ``sh`` bash checks the syntax, ``vllm serve`` and ``ucm`` their
+arguments, and commands of ``ucm`` run; ``c`` is compiled.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 import textwrap
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import click
@@ -22,8 +26,13 @@ import pytest
 import yaml
 from test_documents import DOCUMENTS, REPOSITORY
 
+sys.path += [str(REPOSITORY / "tests" / name) for name in ("cli", "store")]
+
+from cli_roots import Written
+
 from ucm.cli import main
 from ucm.config import load
+from ucm.metrics.file import MetricsFile
 
 BLOCK = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 LANGUAGES = {"python", "yaml", "sh", "c", "text"}
@@ -113,6 +122,9 @@ def test_configurations_are_read(text: str) -> None:
         assert job.keys() == {"job_name", "static_configs"}
         assert all(":" in one for targets in job["static_configs"] for one in targets["targets"])
         return
+    if "grafana" in given:
+        assert all(dashboard.panels for dashboard in MetricsFile(**given).grafana.dashboards)
+        return
     if not given.keys() & STORE:
         given["storage_backends"] = "/data/ucm"
     assert load(given, {}).store_config()
@@ -146,6 +158,155 @@ def test_commands_parse(text: str) -> None:
             given = json.loads(words[words.index("--kv-transfer-config") + 1])
             if given["kv_connector"] == "UCMConnector":
                 load(given["kv_connector_extra_config"], {})
+
+
+#: Commands that do not run here, by their first words, and the reason.
+LEFT_OUT = {
+    "bench": "it measures for minutes: tests/cli/test_bench.py",
+    "doctor --": "vLLM makes its configuration of a model: tests/vllm_unit/test_doctor_probe.py",
+    "pd-proxy": "it serves until it is stopped: tests/pd",
+}
+#: The commands of a block run by this: ``ucm`` is the one of this tree, ``vllm`` prints its words
+#: and writes a trace where it is to. Status and words of each ``ucm`` go to a file.
+SHELL = """
+set -euo pipefail
+ucm() {
+    case "$* " in LEFT_OUT) echo "left out: $1" >> ran; return ;; esac
+    case "$*" in *--watch*) set -- "$@" --times 1 ;; esac
+    local status=0
+    PYTHON -m ucm "$@" || status=$?
+    echo "$status ${*//$'\\n'/ }" >> ran
+}
+"""
+VLLM = """#!/bin/sh
+if [ -n "$UCM_BLOCK_TRACE" ]; then
+    echo '{"t":1,"blocks":["a","b"]}' > "$UCM_BLOCK_TRACE"
+fi
+printf '%s\\n' "$@" > served
+"""
+#: Configuration of the model that the pages name, as far as its KV has a size.
+QWEN = {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
+QWEN |= {"head_dim": 128, "hidden_size": 4096, "intermediate_size": 12288, "vocab_size": 151936}
+PAGES_OF_UCM = sorted({page for page, _, text in FOUND["sh"] if re.search(r"\bucm [a-z]", text)})
+
+
+class Metrics(BaseHTTPRequestHandler):
+    """Answers as vLLM's server with ucm: ``/metrics``, and the endpoint for the mode."""
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        mode = json.dumps({"file": "/run/ucm/ucm-mode.json", "mode": "off"})
+        self.wfile.write((mode if "/v1/ucm/mode" in self.path else SERIES).encode())
+
+    def do_PUT(self) -> None:
+        self.do_GET()
+
+
+def _series() -> str:
+    """Every series that ``ucm stats`` shows, as vLLM exports it."""
+    of = 'engine="0",model_name="m"'
+    labels = 'version="1",identity="i",layout="segment",tiers="posix",mode="read-write"'
+    lines = [f"ucm_info{{{of},{labels}}} 1", f'ucm_missed_blocks_total{{{of},reason="absent"}} 2']
+    counters = ("asked_blocks", "hit_blocks", "loaded_blocks", "loaded_bytes", "published_blocks")
+    lines += [f"ucm_{name}_total{{{of}}} 3" for name in (*counters, "saved_prefill_seconds")]
+    lines += [f'ucm_requests_total{{{of},status="{one}"}} 1' for one in ("success", "error")]
+    lines += [f'ucm_io_throughput_gbps{{{of},operation="load"}} 2.5']
+    for name in ("lookup", "load", "dump"):
+        lines += [f"ucm_{name}_seconds_{part}{{{of}}} 1" for part in ("count", "sum")]
+    return "\n".join(lines) + "\n"
+
+
+SERIES = _series()
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """``host:port``."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Metrics) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    """A directory with what the pages suppose, each place below it."""
+    for place in ("data/kv", "data/ucm", "mnt/kv"):
+        root = Written(tmp_path / place)
+        root.path.parent.mkdir(parents=True, exist_ok=True)
+        root.fill("one", 3)
+    for directory in ("etc/ucm", "run/ucm", "tmp", "backup", "bin", "hub"):
+        (tmp_path / directory).mkdir(parents=True)
+    (tmp_path / "etc/ucm/ucm.yaml").write_text(f"storage_backends: {tmp_path}/data/ucm\n")
+    (tmp_path / "etc/ucm/key").touch(0o600)
+    (tmp_path / "etc/ucm/key").write_text(f"{7:064x}\n")
+    (tmp_path / "bin/vllm").write_text(VLLM)
+    (tmp_path / "bin/vllm").chmod(0o755)
+    snapshot = tmp_path / "hub/models--Qwen--Qwen3-8B/snapshots/1"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(QWEN))
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs/main").write_text("1")
+    (page,) = (text for _, _, text in FOUND["yaml"] if "grafana:" in text)
+    (tmp_path / "metrics_configs.yaml").write_text(page)
+    return tmp_path
+
+
+def _translated(text: str, machine: Path, server: str) -> str:
+    """The commands with the places and servers of a test."""
+    places = ("/data/", "/mnt/", "/etc/ucm/", "/backup/", "/tmp/", "/run/ucm")
+    text = re.sub("|".join(map(re.escape, places)), lambda found: f"{machine}{found[0]}", text)
+    text = re.sub(r"http://(host|other|localhost):8000", f"http://{server}", text)
+    (namespace,) = {path.parent.name for path in machine.glob("mnt/kv/*/manifest.json")}
+    return text.replace("--namespace 3f2a", f"--namespace {namespace[:6]}")
+
+
+def _ran(page: str, machine: Path, server: str) -> list[str]:
+    """Status and words of each command of ucm on a page."""
+    patterns = "|".join(f'"{words} "*' for words in LEFT_OUT)
+    program = SHELL.replace("LEFT_OUT", patterns).replace("PYTHON", sys.executable)
+    blocks = [text for name, _, text in FOUND["sh"] if name == page]
+    # pip changes an environment
+    chosen = [text for text in blocks if re.search(r"\bucm [a-z]", text)]
+    lines = re.sub(r"^pip .*$", "", "\n".join(chosen), flags=re.MULTILINE)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("UCM_")}
+    done = subprocess.run(
+        ["bash"],
+        input=program + _translated(lines, machine, server),
+        cwd=machine,
+        env=kept
+        | {"PATH": f"{machine}/bin:{kept['PATH']}", "UCM_STATE_DIR": f"{machine}/state"}
+        | {"HF_HUB_CACHE": f"{machine}/hub", "TERM": "xterm-256color"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout + done.stderr, "piped output has no colours"
+    return (machine / "ran").read_text().splitlines()
+
+
+@pytest.mark.parametrize("page", PAGES_OF_UCM)
+def test_commands_of_ucm_run(page: str, machine: Path, server: str) -> None:
+    ran = _ran(page, machine, server)
+    blocks = [text for name, _, text in FOUND["sh"] if name == page]
+    written = sum(len(re.findall(r"(?:^|\$\()ucm [a-z]", text, re.MULTILINE)) for text in blocks)
+    assert len(ran) == written
+    # A machine of tests may have few descriptors or a slow disk, of which doctor warns.
+    good = re.compile("left out: |0 |1 doctor ")
+    assert [line for line in ran if not good.match(line)] == []
+
+
+def test_only_what_is_written_is_left_out() -> None:
+    written = "\n".join(text for _, _, text in FOUND["sh"])
+    assert all(f"ucm {words} " in written for words in LEFT_OUT)
 
 
 def _check_ucm(words: list[str]) -> None:

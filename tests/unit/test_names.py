@@ -25,6 +25,7 @@ LIGHT = [
     "ucm.logger.init_logger",
     "ucm.logger.ucm_logger",
     "ucm.utils.include_dir",
+    "ucm.metrics.UCMMetrics",
     "ucm.utils.validate_config",
     "ucm.utils.estimate_storage_requirements",
     "ucm.bench.BenchmarkMetrics",
@@ -119,10 +120,12 @@ TORCH = [
     "ucm.sparse.kvstar.multistep.ReqMeta",
     "ucm.sparse.kvstar.multistep.ReqStage",
     "ucm.sparse.rerope.rerope_utils.default_config",
+    "ucm.sparse.rerope.triton_unified_attention_rerope.unified_attention_rerope",
 ]
 
 #: Names that need vLLM.
 VLLM = [
+    "ucm.integration.vllm.blend_connector.UCMBlendConnector",
     "ucm.integration.vllm.connector.UCMConnector",
     "ucm.integration.vllm.ucm_connector.UCMConnector",
     "ucm.integration.vllm.ucm_connector.UCMDirectConnector",

@@ -2,61 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import multiprocessing
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
-from jsonschema import Draft202012Validator
+from plain_profile import events_of
 
 from ucm.profiling import Profile
-
-#: Chrome's trace event format, as far as we write it: the "JSON array" form and its event types.
-NUMBER = {"type": "integer", "minimum": 0}
-ALL = {"name": {"type": "string"}, "pid": NUMBER, "tid": NUMBER}
-SCHEMA = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "required": ["name", "ph", "pid", "tid"],
-        "oneOf": [
-            {
-                "properties": ALL | {"ph": {"const": "M"}, "args": {"required": ["name"]}},
-                "additionalProperties": False,
-            },
-            {
-                "properties": ALL
-                | {"ph": {"const": "X"}, "cat": {"type": "string"}, "ts": NUMBER, "dur": NUMBER}
-                | {"args": {"type": "object"}},
-                "required": ["ts", "dur", "cat"],
-                "additionalProperties": False,
-            },
-            {
-                "properties": ALL
-                | {"ph": {"enum": ["b", "e"]}, "cat": {"type": "string"}, "ts": NUMBER}
-                | {"id": NUMBER, "args": {"type": "object"}},
-                "required": ["ts", "id", "cat"],
-                "additionalProperties": False,
-            },
-        ],
-    },
-}
-
-
-def events_of(path: Path) -> list[dict[str, Any]]:
-    """All events; the array of the file is not closed."""
-    text = path.read_text()
-    assert text.startswith("[\n") and text.endswith(",\n")
-    found: list[dict[str, Any]] = json.loads(f"{text[:-2]}]")
-    Draft202012Validator(SCHEMA).validate(found)
-    opened = [(one["pid"], one["id"]) for one in found if one["ph"] == "b"]
-    closed = [(one["pid"], one["id"]) for one in found if one["ph"] == "e"]
-    assert sorted(opened) == sorted(closed)
-    assert len(set(opened)) == len(opened)
-    return found
 
 
 def record(path: Path, process: str, spans: int) -> None:

@@ -33,3 +33,9 @@ def test_the_readme_has_every_promise() -> None:
 
 def test_the_readme_fits_on_two_screens() -> None:
     assert len(README.splitlines()) <= 120
+
+
+def test_the_readme_has_every_way_to_install_in_one_sentence() -> None:
+    sentences = README.replace("\n", " ").split(". ")
+    ways = ("`make wheel`", "`pip install 'ucm-kv[vllm]'`", "`docker build .`")
+    assert any(all(way in sentence for way in ways) for sentence in sentences)

@@ -21,6 +21,7 @@ import yaml
 from ends_with_us import Group
 from harness import EngineHost, machine_lock, run_program
 from models import llama_config, write_model
+from plain_profile import events_of
 from ports import free_port
 from served import write_tokenizer
 from specs import PATIENT
@@ -110,7 +111,7 @@ def test_offline(tmp_path: Path) -> None:
     keys = UNHURRIED | {"profile": profile}
     given += [f"--set={key}={json.dumps(value)}" for key, value in keys.items()]
     assert_reused(program("offline.py", tmp_path, *given))
-    events = json.loads((tmp_path / "profile.json").read_text()[:-2] + "]")
+    events = events_of(tmp_path / "profile.json")
     spans = {event["name"] for event in events if event["ph"] == "b"}
     loaded = {f"load {stage}" for stage in ("queue", "read", "verify", "scatter")}
     assert spans >= {"lookup", "queue", "load", "gather", "dump queue", "dump copy"} | loaded

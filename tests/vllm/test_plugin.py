@@ -7,7 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from harness import EngineHost, run_program
+from harness import EngineHost, machine_lock, run_program
+from served import PATIENCE, vllm_server
+from specs import EngineSpec, StoreSpec
 
 import ucm
 from ucm.integration.vllm.early import UNROTATED
@@ -54,6 +56,27 @@ def test_a_core_that_cannot_be_imported_harms_no_engine_without_ucm(
     assert warned == ["sparse"]
     assert len(answers["sparse"]["warnings"]) == 1
     assert "ucm._core" in answers["sparse"]["warnings"][0]
+
+
+def test_a_server_with_a_typo_ends_with_one_sentence(
+    host: EngineHost, model: Path, tmp_path: Path
+) -> None:
+    """vLLM's own server, before it loads anything."""
+    host.stop()
+    log = tmp_path / "log"
+    store = StoreSpec(tmp_path / "root", "UcmPosixStore")
+    spec = EngineSpec(model, store=store, extra_config={"admision": "no"})
+    with machine_lock():
+        server = vllm_server(spec, log)
+        try:
+            assert server.process.wait(PATIENCE) == 1
+        finally:
+            server.close()
+    lines = log.read_text().splitlines()
+    sentence = 'ucm: unknown key "admision" in kv_connector_extra_config; did you mean "admission"?'
+    assert [line for line in lines if "admision" in line] == [sentence], lines
+    assert not any("Traceback" in line for line in lines), lines
+    assert not (tmp_path / "root").exists()
 
 
 #: Entries of vLLM's registries that ucm makes through vLLM's own functions: the only permitted

@@ -20,6 +20,8 @@ from models import llama_config, write_model
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text()
 COMMANDS = re.findall(r"^```sh\n(.*?)^```", README.partition("## What lies where")[0], re.M | re.S)
+#: The line of the log that shows the hit, and the metric, as the README prints them.
+(SHOWN,) = re.findall(r"^```text\n(the first load: .*)\nucm_loaded_blocks_total", README, re.M)
 #: All that this test runs otherwise than the README says: the text there, and here.
 SUBSTITUTIONS = {
     # A machine without a GPU, from the wheel under test.
@@ -91,5 +93,7 @@ def test_the_commands(host: EngineHost, checkpoint: Path, tmp_path: Path) -> Non
     texts = [answer["choices"][0]["text"] for answer in answers(output)]
     assert len(texts) == 3, logged
     assert len(set(texts)) == 1, texts
+    lines = (output + (tmp_path / "log").read_text()).splitlines()
+    assert sum(line.endswith(SHOWN) for line in lines) == 1, logged
     loaded = re.findall(r"^ucm_loaded_blocks_total\{.*\} (\S+)$", output, re.MULTILINE)
     assert [float(number) for number in loaded] == [3.0], logged

@@ -18,7 +18,7 @@ from typing import NoReturn
 import pytest
 from wheels import machine_of
 
-#: Set where Debian and qemu are known to be there, by ``.ci/run`` and for a release.
+#: Set where Debian and qemu are known to be there: in the workflow, and for a release.
 SWITCH = "UCM_REQUIRE_DEBIAN"
 VERSION = "3.13"
 LIBC = "glibc 2.41"

@@ -111,6 +111,24 @@ fn a_refresh_finds_what_was_published_before_the_next_listing_is_due() {
 }
 
 #[test]
+fn the_log_names_the_size_of_segments_where_they_are_written_alone() {
+    let dir = directory();
+    let lookups = Setup {
+        lookup_only: true,
+        ..quick()
+    };
+    let opened = |setup: Setup| {
+        let store = Store::open(dir.path(), setup);
+        let said = store.said();
+        said.into_iter().find(|line| line.contains("segments"))
+    };
+    let (writer, scheduler) = (opened(quick()).unwrap(), opened(lookups).unwrap());
+    assert!(writer.contains(", segments of ") && writer.contains(" sealed after "));
+    assert!(scheduler.contains(", segments are looked up; 0 blocks"));
+    assert!(!scheduler.contains("segments of"), "{scheduler}");
+}
+
+#[test]
 fn a_segment_is_sealed_when_its_oldest_record_is_old_enough() {
     let (dir, clock) = (directory(), ManualClock::new());
     let setup = Setup {

@@ -51,7 +51,15 @@ fn a_refused_record_is_no_hit_until_a_dump_replaced_it() {
         ErrorKind::Corrupt,
         "not even read again"
     );
+    let before = store.said(); // the refusal
     store.dump(&device, &ids(1)).unwrap();
+    let name = id(0).to_string();
+    assert!(before.iter().any(|line| line.contains(&name)));
+    let mut after = store.said().into_iter();
+    assert!(
+        !after.any(|line| line.contains(&name)),
+        "it is only counted"
+    );
     assert_eq!(
         (store.stat("records_replaced"), store.stat("refused_now")),
         (1, 0)

@@ -141,7 +141,7 @@ def engines_of(text: str) -> list[dict[str, Any]]:
             if name == INFO_GAUGE.name:
                 engine.update({"store": labels} if value else {})
             elif not name.endswith(("_bucket", "_created")):
-                _add(engine, short, labels, int(value) if value.is_integer() else value)
+                _add(engine, short, labels, int(value) if float(value).is_integer() else value)
     for engine in found.values():
         for short in [name.removesuffix("_count") for name in engine if name.endswith("_count")]:
             _mean(engine, short)

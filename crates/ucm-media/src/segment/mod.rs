@@ -175,10 +175,12 @@ impl Segments {
             0 => String::new(),
             more => format!(", {more} more do not fit the index and are misses"),
         };
-        format!(
-            "{words}, segments of {size} sealed after {age} s; {blocks} blocks in {known} of \
-             them found{left_out}"
-        )
+        let sealing = if self.shared.config.scope.lookup_only {
+            ", segments are looked up".to_owned() // the limit, and so their size, is a writer's
+        } else {
+            format!(", segments of {size} sealed after {age} s")
+        };
+        format!("{words}{sealing}; {blocks} blocks in {known} of them found{left_out}")
     }
 
     /// Takes over what dead writers left: see [`Recovery::run`].

@@ -648,10 +648,8 @@ impl Dumps {
                     && *written == Written::Published
                     && self.core.refused.clear_bad(builder.id)
                 {
+                    // Counted and not logged: after a root was lost, these are all its blocks.
                     add(&self.core.stats.records_replaced, 1);
-                    let id = builder.id;
-                    info!(store = self.core.parts.writer, block = %id, "a refused record was \
-                    replaced: {id}");
                 }
             }
             Err(error) => {
