@@ -217,8 +217,8 @@ fn hosts_that_share_the_cold_root_find_what_is_published() {
     }
 }
 
-/// The collector of a root removes the oldest records, whoever stored them: here a process that has
-/// ended, of another model and another part.
+/// The collector of a root removes the oldest records of all processes: here one that has ended, of
+/// another model and another part.
 #[test]
 fn what_another_model_evicts_from_a_hot_root_is_a_hit_below() {
     for layout in layouts() {
