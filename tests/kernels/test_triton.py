@@ -68,7 +68,8 @@ def code(*shape: int) -> Tensor:
 
 def every_kernel() -> None:
     """Heads of 128 channels, 8 of them and 4 queries each, blocks of 128 tokens; a latent of 512
-    and 64 channels; a step by the rule of ReRoPE over the blocks of vLLM's Triton backend."""
+    and 64 channels; steps by the rule of ReRoPE over blocks of vLLM's Triton backend, also with
+    heads of 64 channels and one query each."""
     table, blocks = torch.zeros((2, 256), dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     slots, query = torch.zeros(64, dtype=torch.int64), half(2, 32, 128)
     gpu.hash_encode(half(64, 8, 128), torch.zeros(128, 128), code(32, 128, 8, 16), slots)
@@ -81,10 +82,11 @@ def every_kernel() -> None:
     gpu.quest_scores(query, half(32, 2, 8, 128), table, blocks)
     gpu.select_blocks(torch.zeros((2, 1, 256), dtype=torch.int32), table, blocks, 128, [8, 8])
     gpu.select_blocks(torch.zeros((2, 1, 256)), table, blocks, 128, [8, 8])
-    keys, values = half(64, 8, 16, 256).transpose(1, 2).chunk(2, dim=-1)
     rotation, starts = torch.zeros(4096, 128), torch.tensor([0, 40, 41], dtype=torch.int32)
-    given = starts, 40, blocks, 128**-0.5, 512, table, rotation
-    unified_attention_rerope(half(41, 32, 128), keys, values, half(41, 32, 128), *given)
+    for dim, heads in ((128, 32), (64, 8)):
+        keys, values = half(64, 8, 16, 2 * dim).transpose(1, 2).chunk(2, dim=-1)
+        given = starts, 40, blocks, dim**-0.5, 512, table, rotation[:, :dim].contiguous()
+        unified_attention_rerope(half(41, heads, dim), keys, values, half(41, heads, dim), *given)
 
 
 @pytest.fixture

@@ -344,7 +344,7 @@ def test_the_connector_of_blend_by_the_name_of_the_original(
     given = config, KVConnectorRole.SCHEDULER, engines.kv_configs(config)[0]
     with set_current_vllm_config(config):
         if not extra:
-            with pytest.raises(ConfigError, match='UCMBlendConnector needs Blend: write "blend": {}'):
+            with pytest.raises(ConfigError, match="UCMBlendConnector needs Blend: write"):
                 KVConnectorFactory.create_connector(*given)
             return
         made: Any = KVConnectorFactory.create_connector(*given)
