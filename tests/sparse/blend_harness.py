@@ -372,7 +372,7 @@ def table(model: Recall) -> list[str]:
     }
     made = {name: Setting(model, **given) for name, given in settings.items()}
     lines = [
-        f"| rule: error (accuracy) at r = .02 / .05 / .15 / .30 | {' | '.join(settings)} |",
+        f"| rule: error (accuracy) at r = .02, .05, .15, .30 | {' | '.join(settings)} |",
         "|---|" + "---|" * len(settings),
     ]
     reuse = [str(each.measure("epic", 0.0)) for each in made.values()]
@@ -398,7 +398,7 @@ def table(model: Recall) -> list[str]:
                 if keys.pop("gradual", False):
                     keys["hkvd"] = gradual(ratio)
                 found.append(str(each.measure(select, ratio, **keys)))
-            cells.append(" / ".join(found))
+            cells.append(", ".join(found))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
