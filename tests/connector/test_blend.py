@@ -240,6 +240,46 @@ def test_a_claim_computes_no_more_than_a_step() -> None:
         assert asked(rig, other(rig)) == (claimed, claimed > 0)
 
 
+@pytest.mark.parametrize("release", ["runs", "ends", "fails"])
+def test_claims_that_may_run_in_one_step_fit_into_it_together(release: str) -> None:
+    """Each has twelve tokens between its chunks, four of them, and a question of three: the second
+    claim has room for its first chunk alone, and the third request computes as usual. The room of a
+    claim is free once its request runs, or will not."""
+    blend = planner(step_tokens=32, question_tokens=3, ratio=0.25)
+    rig, ends = rig_with(blend), list[int]()
+    tokens = [*range(500, 508), *STORED[8:16], *range(600, 604), *STORED[24:32], *QUESTION]
+
+    def claims(name: str) -> Request:
+        request = rig.request(name, 0, tokens=tokens)
+        rig.later.run()
+        ends.append(asked(rig, request)[0] or 0)
+        admitted(rig, request, ends[-1])
+        return request
+
+    first, _, third = [claims(f"r{at}") for at in range(3)]
+    assert ends == [7 * BLOCK, 4 * BLOCK, 0]
+    assert blend.exact_tokens(third) == ALL_TOKENS
+    rig.step()
+    if release == "runs":
+        assert runs(rig, first)
+    elif release == "ends":
+        blend.finished(first)
+        rig.scheduler.request_finished(first)
+    else:
+        rig.report(failed(rig, first), recved={"r0"})
+        assert asked(rig, first) == (0, False)
+    claims("r3")
+    assert ends[3] == 7 * BLOCK
+
+
+def test_a_claim_that_vllm_has_no_room_for_takes_none_from_others() -> None:
+    rig = rig_with(planner(step_tokens=15, question_tokens=3, ratio=0.25))
+    for at in range(3):
+        assert asked(rig, other(rig, f"r{at}")) == (6 * BLOCK, True)
+    admitted(rig, rig.scheduler._live["r1"].request, 6 * BLOCK)
+    assert asked(rig, rig.scheduler._live["r0"].request) == (0, False)
+
+
 def test_fewer_blocks_than_the_least_are_not_blended() -> None:
     for least, claimed in ((4, 6 * BLOCK), (5, 0)):
         rig = rig_with(planner(min_hit_blocks=least))
@@ -501,12 +541,24 @@ def test_a_prompt_is_hashed_once_however_long_its_answer_is() -> None:
     assert counts == [1, 1, 1]
 
 
-@pytest.mark.parametrize("why", [{"no_blend": "no rotary embedding"}, {"beside": True}])
-def test_workers_may_refuse(why: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("why", "text"),
+    [
+        ({"no_blend": "no rotary embedding"}, "no rotary embedding"),
+        ({"beside": True}, "other connectors"),
+    ],
+)
+def test_workers_may_refuse(
+    why: dict[str, Any], text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which is logged once, for all ranks, however often they connect."""
     blend = planner()
-    rig = Rig(opened=False, blend=blend)
-    rig.shake(**why)
+    rig = Rig(ranks=2, opened=False, blend=blend)
+    for _ in range(2):
+        rig.shake(**why)
     rig.later.run()
+    (said,) = [each.getMessage() for each in caplog.records if "Blend is off" in each.msg]
+    assert text in said
     rig.ready()
     rig.readiness.request_weights_check()
     rig.weights_checked(rig.step())
@@ -517,14 +569,18 @@ def test_workers_may_refuse(why: dict[str, Any]) -> None:
     assert asked(rig, other(rig)) == (0, False)
 
 
-def test_without_a_manager_of_ours_nothing_is_blended() -> None:
-    """vLLM's own manager would put approximate KV into its prefix cache."""
+def test_without_a_manager_of_ours_nothing_is_blended(caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM's own manager would put approximate KV into its prefix cache. Of several reasons the
+    first one is logged."""
     blend = planner()
     blend.bind_kv_cache_manager(
-        SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=[object()]))
+        SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=[object()] * 2))
     )
+    blend.refuse("another reason")
     rig = rig_with(blend)
     assert asked(rig, other(rig)) == (0, False)
+    (said,) = [each.getMessage() for each in caplog.records if "Blend is off" in each.msg]
+    assert "no place where ucm can keep approximate KV out" in said
 
 
 def test_what_the_workers_did_is_counted() -> None:
@@ -603,7 +659,7 @@ def engine(**changes: Any) -> Any:
         "num_ubatches": 1,
     }
     parallel = fields | {key: value for key, value in changes.items() if key in fields}
-    model = {"is_moe": changes.get("is_moe", False), "is_encoder_decoder": False}
+    model = {key: changes.get(key, False) for key in ("is_moe", "is_encoder_decoder")}
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel),
         speculative_config=changes.get("speculative_config"),
@@ -618,6 +674,7 @@ def engine(**changes: Any) -> Any:
         ({"speculative_config": SimpleNamespace(method="ngram")}, 1, ""),
         ({"data_parallel_size": 2}, 1, ""),
         ({}, 2, "2 KV cache groups"),
+        ({"is_encoder_decoder": True}, 1, "attends to an encoder"),
         ({"pipeline_parallel_size": 2}, 1, "pipeline"),
         ({"decode_context_parallel_size": 2}, 1, "context parallelism"),
         ({"prefill_context_parallel_size": 2}, 1, "context parallelism"),

@@ -1,4 +1,4 @@
-"""Sparse attention's Triton kernels, compiled for absent devices.
+"""The Triton kernels of sparse attention and of ReRoPE, compiled for absent devices.
 
 The functions that launch them are called with tensors of the host; instead of a launch, Triton
 compiles for the device of a dummy driver. So the compiled code is that of a GPU for these shapes:
@@ -28,6 +28,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton interprets in this process", allow_module_level=True)
 
 from ucm.sparse.kernels import gpu  # noqa: E402
+from ucm.sparse.rerope.triton_unified_attention_rerope import unified_attention_rerope  # noqa: E402
 
 # Half a minute each, of several compilers; more than two beside a busy build.
 pytestmark = pytest.mark.timeout(900)
@@ -67,7 +68,8 @@ def code(*shape: int) -> Tensor:
 
 def every_kernel() -> None:
     """Heads of 128 channels, 8 of them and 4 queries each, blocks of 128 tokens; a latent of 512
-    and 64 channels."""
+    and 64 channels; steps by the rule of ReRoPE over blocks of vLLM's Triton backend, also with
+    heads of 64 channels and one query each."""
     table, blocks = torch.zeros((2, 256), dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     slots, query = torch.zeros(64, dtype=torch.int64), half(2, 32, 128)
     gpu.hash_encode(half(64, 8, 128), torch.zeros(128, 128), code(32, 128, 8, 16), slots)
@@ -80,6 +82,11 @@ def every_kernel() -> None:
     gpu.quest_scores(query, half(32, 2, 8, 128), table, blocks)
     gpu.select_blocks(torch.zeros((2, 1, 256), dtype=torch.int32), table, blocks, 128, [8, 8])
     gpu.select_blocks(torch.zeros((2, 1, 256)), table, blocks, 128, [8, 8])
+    rotation, starts = torch.zeros(4096, 128), torch.tensor([0, 40, 41], dtype=torch.int32)
+    for dim, heads in ((128, 32), (64, 8)):
+        keys, values = half(64, 8, 16, 2 * dim).transpose(1, 2).chunk(2, dim=-1)
+        given = starts, 40, blocks, dim**-0.5, 512, table, rotation[:, :dim].contiguous()
+        unified_attention_rerope(half(41, heads, dim), keys, values, half(41, heads, dim), *given)
 
 
 @pytest.fixture
@@ -123,6 +130,7 @@ def assembled(ptx: str, arch: str, to: Path) -> str:
 
 
 NAMES = {"encode_write", "scatter", "count_bits", "hamming_block", "dot_block", "select_row"}
+NAMES |= {"rerope_tile"}
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,28 @@ class Blended:
     chosen: Tensor
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """Scores of a question's attention by another rule than the product's."""
+
+    #: The first of the layers whose scores are added up.
+    first: int = LAYERS // 3
+    #: Of the mean over heads, the norm over the question's tokens, in place of the mean over both.
+    norm: bool = False
+
+    def of(self, query: Tensor, keys: Tensor, own: Tensor, known: Tensor) -> Tensor:
+        """The scores in a layer of the tokens ``keys [t, kv_heads, d]``, of which those that are
+        not ``known`` are hidden; ``own``: the keys of the question itself."""
+        grouped = query.view(len(query), KV_HEADS, HEADS // KV_HEADS, SIZE)
+        logits = torch.einsum("qhgd,thd->hgqt", grouped, torch.cat([keys, own])) * SCALE
+        hidden = torch.ones(len(query), len(own), dtype=torch.bool).triu(1)
+        hidden = torch.cat([(~known).expand(len(query), -1), hidden], dim=-1)
+        weights = logits.masked_fill(hidden, -torch.inf).softmax(dim=-1).double()
+        by_query = weights.mean(dim=(0, 1))[:, : len(keys)]
+        score = by_query.norm(dim=0) if self.norm else by_query.mean(dim=0)
+        return (score * 2**40).round().long()
+
+
 # The model
 # --------------------------------------------------------------------------------------------------
 
@@ -136,9 +158,10 @@ def blend(
     question: int | None = None,
     hkvd: HKVDCalculator | None = None,
     head_tokens: int = 2,
+    scoring: Scoring | None = None,
 ) -> Blended:
     """A prompt with its chunks, of which a share is computed. ``question``: tokens of the suffix
-    that score, all by default."""
+    that score, all by default; ``scoring``: by another rule."""
     tokens, context = case.tokens, len(case.context)
     new, old = positions_of(case.hits)
     factors = ROTATION.factors(old, new)
@@ -153,7 +176,7 @@ def blend(
     scores = None
     if select in ("union", "query"):
         asked = tokens[context:][:question][-QUESTION_TOKENS:]
-        scores = ask(model, asked, layers, context, new)
+        scores = ask(model, asked, layers, context, new, scoring)
     chosen = choose(select, case.hits, ratio, head_tokens=head_tokens, scores=scores)
     kept = torch.ones(len(tokens), dtype=torch.bool)
     kept[new] = False
@@ -170,18 +193,27 @@ def _calculator(ratio: float) -> HKVDCalculator:
     return HKVDCalculator(LAYERS, ratio=ratio)
 
 
-def ask(model: Recall, asked: Tensor, layers: Layers, context: int, known: Tensor) -> Tensor:
+def ask(
+    model: Recall,
+    asked: Tensor,
+    layers: Layers,
+    context: int,
+    known: Tensor,
+    scoring: Scoring | None = None,
+) -> Tensor:
     """The scores of the context by the attention of a question that stands behind it."""
     question, x = Question(LAYERS, context), model.embed_tokens(asked)
     places = torch.arange(context, context + len(asked))
-    there = torch.zeros(context, dtype=torch.bool)
+    there, others = torch.zeros(context, dtype=torch.bool), torch.zeros(context, dtype=torch.int64)
     there[known] = True
     for layer, (keys, values) in enumerate(layers):
         q, k, v = project(model, layer, x, places)
         both = (keys[:context], k), (values[:context], v)
         found = question.attend(layer, q, *both, SCALE, there)
+        if scoring is not None and layer >= scoring.first:
+            others += scoring.of(q, keys[:context], k, there)
         x = step(model, layer, x, found.flatten(1))
-    return question.scores()
+    return question.scores() if scoring is None else others
 
 
 def _by_deviation(
@@ -277,6 +309,11 @@ class Figures:
         """Relative error of the suffix's logits."""
         return float((self.off / self.whole) ** 0.5)
 
+    def __add__(self, other: Figures) -> Figures:
+        """Those of more prompts."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Figures(*(one + more for one, more in pairs))
+
     def __str__(self) -> str:
         share = "" if self.right == self.asked else f" ({self.accuracy:.3f})"
         return f".{round(self.error * 10_000):04d}{share}"
@@ -335,7 +372,7 @@ def table(model: Recall) -> list[str]:
     }
     made = {name: Setting(model, **given) for name, given in settings.items()}
     lines = [
-        f"| rule: error (accuracy) at r = .02 / .05 / .15 / .30 | {' | '.join(settings)} |",
+        f"| rule: error (accuracy) at r = .02, .05, .15, .30 | {' | '.join(settings)} |",
         "|---|" + "---|" * len(settings),
     ]
     reuse = [str(each.measure("epic", 0.0)) for each in made.values()]
@@ -344,6 +381,9 @@ def table(model: Recall) -> list[str]:
         "`union`": ("union", {}),
         "`union`, scored by the first question alone": ("union", {"question": 4}),
         "`union`, 4 head tokens": ("union", {"head_tokens": 4}),
+        "`union`, scores of all layers": ("union", {"scoring": Scoring(first=0)}),
+        "`union`, scores of the last layer": ("union", {"scoring": Scoring(first=LAYERS - 1)}),
+        "`union`, norms in place of means": ("union", {"scoring": Scoring(norm=True)}),
         "`query`": ("query", {}),
         "`epic`": ("epic", {}),
         "`hkvd`": ("hkvd", {}),
@@ -358,24 +398,48 @@ def table(model: Recall) -> list[str]:
                 if keys.pop("gradual", False):
                     keys["hkvd"] = gradual(ratio)
                 found.append(str(each.measure(select, ratio, **keys)))
-            cells.append(" / ".join(found))
+            cells.append(", ".join(found))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
 
-def dozens(model: Recall) -> Iterator[str]:
-    """With ends as they fall, at 15 %: the error of ``union`` as a share of the errors of reuse and
-    of ``hkvd``, in four dozens of prompts."""
+@dataclass(frozen=True)
+class Dozen:
+    """Twelve prompts with chunk ends as they fall: pure reuse, and 15 % computed by two rules."""
+
+    reuse: Figures
+    union: Figures
+    hkvd: Figures
+
+    def __str__(self) -> str:
+        reuse, hkvd = (self.union.error / each.error for each in (self.reuse, self.hkvd))
+        return f"union {self.union}, {reuse:.2f} of reuse ({self.reuse}), {hkvd:.2f} of hkvd"
+
+
+def dozens(model: Recall, *, contextual: bool) -> list[Dozen]:
+    """Four dozens of prompts."""
+    rules: list[tuple[Select, float]] = [("epic", 0.0), ("union", 0.15), ("hkvd", 0.15)]
+    found = []
+    for first in range(0, 4 * PROMPTS, PROMPTS):
+        each = Setting(model, cut=False, contextual=contextual, first=first)
+        found.append(Dozen(*(each.measure(select, ratio) for select, ratio in rules)))
+    return found
+
+
+def pooled(found: Sequence[Dozen]) -> Dozen:
+    """All prompts of these dozens."""
+    every = [(each.reuse, each.union, each.hkvd) for each in found]
+    return Dozen(*(sum(rule, Figures()) for rule in zip(*every, strict=True)))
+
+
+def shown(model: Recall) -> Iterator[str]:
+    """The dozens in words."""
     for contextual in (False, True):
-        for first in range(0, 4 * PROMPTS, PROMPTS):
-            each = Setting(model, cut=False, contextual=contextual, first=first)
-            reuse, union, hkvd = (
-                each.measure(select, ratio)
-                for select, ratio in (("epic", 0.0), ("union", 0.15), ("hkvd", 0.15))
-            )
-            shares = f"{union.error / reuse.error:.2f} of reuse, {union.error / hkvd.error:.2f}"
-            where = "stored prompts" if contextual else "alone"
-            yield f"{where}, prompts from {first}: union {union}, {shares} of hkvd"
+        found = dozens(model, contextual=contextual)
+        where = "stored prompts" if contextual else "alone"
+        for number, each in enumerate(found, 1):
+            yield f"{where}, dozen {number}: {each}"
+        yield f"{where}, all: {pooled(found)}"
 
 
 if __name__ == "__main__":
@@ -385,7 +449,7 @@ if __name__ == "__main__":
     form.add_argument("--write", type=Path, help="document in which the table goes between marks")
     words = parser.parse_args()
     torch.set_num_threads(1)
-    found = list((dozens if words.dozens else table)(Recall()))
+    found = list((shown if words.dozens else table)(Recall()))
     print(*found, sep="\n")
     if words.write is not None:
         write_into(words.write, ["", *found, ""])

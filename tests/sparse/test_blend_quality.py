@@ -7,13 +7,25 @@ import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from blend_harness import LAYERS, ROTATION, Case, Setting, blend, case_of, prefill
+from blend_harness import (
+    LAYERS,
+    ROTATION,
+    Case,
+    Scoring,
+    Setting,
+    blend,
+    case_of,
+    dozens,
+    pooled,
+    prefill,
+)
 from recall_model import Recall
 
 from ucm.sparse.blend.chunks import Hit
@@ -138,13 +150,30 @@ def test_union_answers_where_chunk_ends_cut_records(model: Recall, contextual: b
 
 @pytest.mark.parametrize("contextual", [False, True])
 def test_union_is_nearer_to_dense_than_the_deviation(model: Recall, contextual: bool) -> None:
-    """With chunk ends as they fall. In the first twelve prompts they cut no record that is asked
-    for; in the next twelve they do."""
-    fall = Setting(model, cut=False, contextual=contextual, first=12)
-    reuse, union, hkvd = (
-        fall.measure(select, ratio)
-        for select, ratio in (("epic", 0.0), ("union", 0.15), ("hkvd", 0.15))
-    )
-    assert union.error <= reuse.error / 5
-    assert union.error <= 0.65 * hkvd.error
-    assert union.computed == hkvd.computed
+    """With chunk ends as they fall, in each of four dozens of prompts. Its error is a fifth of that
+    of reuse in all of them together; in the first twelve alone, where no end cuts a record that is
+    asked for and reuse has every answer, it is up to .4."""
+    found = dozens(model, contextual=contextual)
+    for each in found:
+        assert each.union.error <= 0.65 * each.hkvd.error
+        assert each.union.computed == each.hkvd.computed
+    every = pooled(found)
+    assert every.union.error <= every.reuse.error / 5
+    first = found[0]
+    assert first.reuse.accuracy == 1.0
+    assert first.union.error <= 0.4 * first.reuse.error
+
+
+@pytest.mark.parametrize("question", [4, None])
+def test_other_rules_of_scores_differ_in_one_thing_alone(
+    model: Recall, few: list[Case], question: int | None
+) -> None:
+    """That which is the product's, by the code of the others, chooses the same tokens."""
+    for case in few:
+        given: dict[str, Any] = {"question": question}
+        right = blend(model, case, "union", 0.15, **given).chosen
+        same = blend(model, case, "union", 0.15, scoring=Scoring(), **given).chosen
+        assert torch.equal(same, right)
+        for other in (Scoring(first=0), Scoring(first=LAYERS - 1), Scoring(norm=True)):
+            found = blend(model, case, "union", 0.15, scoring=other, **given).chosen
+            assert len(found) == len(right) and not torch.equal(found, right)

@@ -1,12 +1,9 @@
-"""The kernel of ReRoPE computes the same as the rule in torch, and compiles for a GPU."""
+"""The kernel of ReRoPE computes the same as the rule in torch; ``tests/kernels/test_triton.py``
+compiles it."""
 
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,37 +111,3 @@ def test_what_does_not_fit_is_refused() -> None:
     rows = (torch.tensor([0, 1]), 1, torch.tensor([1]), 1.0, 8, torch.zeros(1, 1).int())
     with pytest.raises(InvalidInputError, match="do not fit"):
         unified_attention_rerope(query, cache, cache, query, *rows, rotation(8, 64).table)
-
-
-AHEAD = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from ucm.sparse.rerope.triton_unified_attention_rerope import WARPS, rerope_tile
-tensors = "query key value out".split()
-kinds = {"rotation": "*fp32", "table": "*i32", "starts": "*i32", "tokens": "*i32", "scale": "fp32"}
-kinds |= {"log_unit": "fp32", **{name: "*bf16" for name in tensors}}
-fixed = dict(group=4, size=128, block_size=16, QUERIES=16, GROUP=4, TOKENS=32, HALF=64, SIZE=128)
-signature = {name: "constexpr" if name in fixed else kinds.get(name, "i32")
-             for name in rerope_tile.arg_names}
-places = {(rerope_tile.arg_names.index(name),): value for name, value in fixed.items()}
-source = ASTSource(rerope_tile, signature, places)
-made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS})
-print(len(made.asm["ptx"]), len(made.asm["cubin"]))
-"""
-
-
-def test_it_compiles_ahead_of_time(tmp_path: Path) -> None:
-    """For a GPU that this machine does not have."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", AHEAD],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert all(int(part) > 0 for part in done.stdout.split())

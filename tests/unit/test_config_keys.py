@@ -192,6 +192,9 @@ def test_what_is_not_built_parses_and_then_says_so(
     [
         ({"rerope": True, "sparse_type": "Quest"}, {}, "do not work together"),
         ({"ESA": {}}, {"VLLM_USE_REROPE": "true"}, "do not work together"),
+        ({"rerope": {"window": 64}, "blend": {}}, {}, "do not work together"),
+        ({"enable_blending": True}, {"VLLM_USE_REROPE": "true"}, "do not work together"),
+        ({"rerope": True}, {"UCM_SPARSE_TYPE": "Blend"}, "do not work together"),
         ({"rerope": {"log_scale": True, "training_length": 1}}, {}, "training_length is 1"),
     ],
 )

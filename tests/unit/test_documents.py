@@ -226,3 +226,19 @@ def test_a_page_is_short(name: str) -> None:
 def test_the_site_has_every_page() -> None:
     found = re.findall(r": ([\w-]+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(f"docs/{name}" for name in found) == PAGES
+
+
+def test_the_figures_of_blend_are_the_same_on_every_page() -> None:
+    """The page of Blend has the measurement; the others quote it."""
+    row = re.search(r"^\| Blend \| .*$", DOCUMENTS["docs/blend.md"], re.MULTILINE)
+    assert row is not None
+    *_, times, skipped, _ = (cell.strip() for cell in row[0].split("|"))
+    (promised,) = [line for line in _rows("docs/seed-figures.md") if "(blend.md#" in line]
+    assert f"| {skipped} of the tokens; " in promised and f" {times} times as soon" in promised
+    (quoted,) = [line for line in _rows("docs/performance.md") if "(blend.md#" in line]
+    assert quoted.split("|")[3].strip() == f"{1 / float(times):.2f}"
+
+
+def _rows(name: str) -> list[str]:
+    """The rows of the tables of a page."""
+    return [line for line in DOCUMENTS[name].splitlines() if line.startswith("|")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,7 +29,7 @@ def _load(name: str) -> ModuleType:
 
 sys.path.append(str(Path(__file__).parents[1] / "vllm"))  # the software driver
 _engine_free = _load("engine_free")
-for name in ("sparse_parts", "toy_engine"):  # what modules of tests import
+for name in ("sparse_parts", "tiny_models", "toy_engine"):  # what modules of tests import
     sys.modules[name] = _load(name)
 
 
@@ -68,3 +68,24 @@ def _nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
     from ucm.integration.vllm.connector.guard import throttle
 
     monkeypatch.setattr(throttle, "_last", {})
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """vLLM's groups of one rank."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.platforms import current_platform
+
+    from ucm.integration.vllm import plugin
+
+    if not current_platform.is_cpu():
+        pytest.skip("this vLLM is not the one for CPUs")
+    plugin.register()
+    at = tmp_path_factory.mktemp("ranks") / "meet"
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(1, 0, f"file://{at}", 0, "gloo")
+        parallel_state.initialize_model_parallel(1)
+    yield
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()

@@ -20,8 +20,10 @@ import pytest
 import torch
 from toy_engine import BLOCK, LateStore, ToyEngine, _state, expected
 
+from ucm.errors import ConfigError
 from ucm.integration.vllm.attention.spec import SparseFullAttentionSpec
 from ucm.integration.vllm.connector.metadata import Blend, Blended
+from ucm.integration.vllm.connector.scheduler.blend import separators_in
 from ucm.integration.vllm.connector.worker import blend as worker_side
 from ucm.store import part_mask, record_ids
 
@@ -59,6 +61,8 @@ class BlendEngine(ToyEngine):
         keys = {"blend": keys | args.pop("blend", {}), **args.pop("keys", {})}
         args = {"blocks": 60, "max_num_batched_tokens": 512} | args
         self.exactly, self.blends = exactly, list[Blend]()
+        self.at_once: list[int] = []  # requests of a step that were blended
+        self.ratio = float(keys["blend"]["ratio"])
         self.prompts: list[list[int]] = []  # all that were asked
         self.requests: list[Any] = []
         workers = SimpleNamespace(why_not="", register_kv_caches=lambda _: None, run=self.blended)
@@ -66,8 +70,13 @@ class BlendEngine(ToyEngine):
         super().__init__(engines, tiny, patch, specs=[SPEC, SPEC], keys=keys, **args)
 
     def blended(self, blends: Sequence[Blend]) -> list[Blended]:
-        """The workers' part of a step."""
-        return [self.blend(blend) for blend in blends]
+        """The workers' part of a step, in which they compute no more tokens than vLLM may."""
+        done = [self.blend(blend) for blend in blends]
+        claims = [each for blend, each in zip(blends, done, strict=True) if blend.hits]
+        computed = sum(int(self.ratio * each.reused) + each.missed for each in claims)
+        assert computed <= self.config.scheduler_config.max_num_batched_tokens
+        self.at_once.append(len(claims))
+        return done
 
     def add(self, name: str, tokens: list[int], count: int = COUNT, *args: Any, **more: Any) -> Any:
         request = super().add(name, tokens, count, *args, **more)
@@ -182,8 +191,8 @@ def made(engines: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     """Makes engines, and closes them."""
     living = []
 
-    def make(**args: Any) -> BlendEngine:
-        living.append(BlendEngine(engines, tiny, monkeypatch, **args))
+    def make(model: Path = tiny, **args: Any) -> BlendEngine:
+        living.append(BlendEngine(engines, model, monkeypatch, **args))
         return living[-1]
 
     yield make
@@ -256,6 +265,97 @@ def test_aligned_chunks_are_found_at_any_offset(made: Any) -> None:
     assert [(hit.start, hit.source) for hit in blend.hits] == [(7, CHUNK), (57 + 2 * CHUNK, 0)]
 
 
+# Where chunks end, and the names of the connector
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def worded(tmp_path_factory: pytest.TempPathFactory, engines: Any) -> Path:
+    """A tiny model whose tokenizer has a word for each token, and puts one before a text."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    made: Path = engines.make_model(tmp_path_factory.mktemp("worded") / "model")
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(512)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
+    words.post_processor = TemplateProcessing(single="w1 $A", special_tokens=[("w1", 1)])
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("keys", "end"),
+    [
+        ({"separators": ["w510 w511"]}, [510, 511]),
+        ({"separators": ["w509", [510, 511]]}, [510, 511]),
+        ({"chunk_end_token_id": 511}, [511]),
+    ],
+)
+def test_the_configuration_says_where_chunks_end(
+    made: Any, worded: Path, keys: dict[str, Any], end: list[int]
+) -> None:
+    """No request names its chunks, and no document is as long as a chunk that is found."""
+    keys = {"chunk_size": 512, **keys}
+    engine = made(exactly=True, model=worded, skip_tokenizer_init=False, blend=keys)
+    docs = [[*each, *end] for each in DOCS]
+    for at, each in enumerate(docs):
+        engine.run([*document(20 + at, 17 + at), *end, *each, *QUESTION])
+    parts = [docs[2], docs[0], docs[1]]
+    prompt = [*joined(parts), *QUESTION]
+    (answer,) = engine.run(prompt)
+    assert answer == expected(prompt, COUNT, [SPEC, SPEC])
+    (blend,) = engine.blends
+    before = [17 + at + len(end) for at in (2, 0, 1)]  # each document, in its stored prompt
+    moved = [start - own for (start, _), own in zip(ranges(parts), before, strict=True)]
+    assert [hit.start - hit.source for hit in blend.hits] == moved
+    # What stands behind the last end is the question.
+    assert blend.end == sum(map(len, parts)) // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize(("text", "without"), [("", False), ("w510", True)])
+def test_a_separator_without_tokens_is_refused(
+    engines: Any, worded: Path, text: str, without: bool
+) -> None:
+    """Because its text has none, or because there is no tokenizer."""
+    config = engines.engine_config(worded, skip_tokenizer_init=without)
+    with pytest.raises(ConfigError, match=r"blend\.separators: a text has no tokens"):
+        separators_in(SimpleNamespace(separators=(text,)), config)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("extra", [{"blend": {}}, {"enable_blending": True}, {}])
+def test_the_connector_of_blend_by_the_name_of_the_original(
+    engines: Any, tiny: Path, tmp_path: Path, extra: dict[str, Any]
+) -> None:
+    """As vLLM makes it. It does not start without Blend."""
+    from vllm.config import KVTransferConfig, set_current_vllm_config
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    transfer = KVTransferConfig(
+        kv_connector="UCMBlendConnector",
+        kv_connector_module_path="ucm.integration.vllm.blend_connector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"storage_path": str(tmp_path), **extra},
+    )
+    config = engines.engine_config(tiny, kv_transfer_config=transfer)
+    given = config, KVConnectorRole.SCHEDULER, engines.kv_configs(config)[0]
+    with set_current_vllm_config(config):
+        if not extra:
+            with pytest.raises(ConfigError, match="UCMBlendConnector needs Blend: write"):
+                KVConnectorFactory.create_connector(*given)
+            return
+        made: Any = KVConnectorFactory.create_connector(*given)
+    assert type(made).__name__ == "UCMBlendConnector" and made._blend_planner is not None
+    made.shutdown()
+
+
+# What becomes of a request
+# --------------------------------------------------------------------------------------------------
+
+
 def test_reused_chunks_are_exact_for_nobody(made: Any) -> None:
     """The answer of a request with reused KV is wrong in this model. None of its blocks behind the
     exact prefix is stored or cached, in its prompt or in its output; the same prompt blends again,
@@ -295,6 +395,86 @@ def test_an_exact_prefix_stays_exact_and_goes_first(made: Any) -> None:
     assert engine.claims[-1] == again.end - again.exact
     assert engine.connector.stats()["hit_blocks"] == 4
     engine.run([*opening, *document(51, 40)])
+    engine.check()
+
+
+def test_claims_of_one_step_fit_into_it_together(made: Any) -> None:
+    """Four requests at a time would compute more in their first step than a step may: some claim,
+    and the others compute as usual. Later there is room for them again."""
+    keys = {"ratio": 0.15, "question_tokens": len(QUESTION)}
+    engine = made(exactly=True, max_num_batched_tokens=288, blend=keys)
+    served(engine)
+    orders = [(0, 2), (1, 0), (2, 1), (1, 2)]
+    prompts, chunks = [], []
+    for at, order in enumerate(orders):
+        parts = [document(60 + at, 40), *(DOCS[number] for number in order)]
+        prompts.append([*joined(parts), *QUESTION])
+        chunks.append({"chunks": ranges(parts)})
+    made_now = [
+        engine.add(f"q{at}", prompt, ucm=named)
+        for at, (prompt, named) in enumerate(zip(prompts, chunks, strict=True))
+    ]
+    engine.until(lambda: all(request.is_finished() for request in made_now))
+    for request in made_now:
+        right = expected(request.prompt_token_ids, COUNT, [SPEC, SPEC])
+        assert list(request.output_token_ids) == right
+    assert max(engine.at_once) >= 2 and 2 <= len(engine.blends) < 4
+    engine.settle()
+    declined = {f"q{at}" for at in range(4)} - {blend.request for blend in engine.blends}
+    again = int(declined.pop()[1:])
+    other = [7, *prompts[again]]  # no prefix of what is stored by now
+    parts = ranges([other[:41], *(DOCS[number] for number in orders[again])])
+    engine.run(other, ucm={"chunks": parts})
+    assert engine.blends[-1].request == engine.requests[-1].request_id
+    engine.check()
+
+
+def test_a_blended_request_that_is_preempted_asks_anew(made: Any) -> None:
+    """Another request is ahead of it, and both grow until the device is full."""
+    engine = made(exactly=True, blocks=24)
+    served(engine)
+    engine.evict()
+    ahead = engine.add("ahead", document(70, 10 * BLOCK), 4 * BLOCK, ucm={"load": False})
+    engine.step()
+    parts = [DOCS[1], DOCS[0]]
+    prompt = [*joined(parts), *QUESTION]
+    request = engine.add("behind", prompt, 4 * BLOCK, ucm={"chunks": ranges(parts)})
+    engine.until(lambda: ahead.is_finished() and request.is_finished())
+    assert request.num_preemptions >= 1
+    first, again = [blend for blend in engine.blends if blend.request == "behind"]
+    assert first.hits and again.hits
+    assert again.asks_at > first.asks_at, "its answer so far is part of the question"
+    for each in (ahead, request):
+        right = expected(each.prompt_token_ids, 4 * BLOCK, [SPEC, SPEC])
+        assert list(each.output_token_ids) == right
+    engine.settle()
+    engine.check()
+
+
+@pytest.mark.parametrize("exactly", [True, False])
+def test_a_long_question_behind_chunks_is_computed_in_several_steps(
+    made: Any, exactly: bool
+) -> None:
+    engine = made(exactly=exactly, max_num_batched_tokens=128)
+    served(engine)
+    parts, question = [DOCS[1], DOCS[0]], document(71, 250)
+    prompt = [*joined(parts), *question]
+    request = engine.add("long", prompt, ucm={"chunks": ranges(parts)})
+    ends = set[int]()
+
+    def over() -> bool:
+        ends.add(request.num_computed_tokens)
+        return bool(request.is_finished())
+
+    engine.until(over)
+    (blend,) = engine.blends
+    assert blend.hits and blend.end == sum(map(len, parts)) // BLOCK * BLOCK
+    assert sum(blend.end < end < len(prompt) for end in ends) == 2
+    right = expected(prompt, COUNT, [SPEC, SPEC])
+    assert (list(request.output_token_ids) == right) == exactly
+    before = set(LateStore.blocks)
+    engine.settle()
+    assert LateStore.blocks.keys() == before
     engine.check()
 
 

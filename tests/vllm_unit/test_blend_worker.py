@@ -3,7 +3,6 @@ chunks of stored prompts become the KV of another prompt."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,12 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from sparse_parts import sparse_engine
+from tiny_models import BLOCKS, KEYS, SIZE, Loaded, load_model, write_model
 from torch import Tensor
 
 from ucm.errors import InvalidInputError, UnsupportedError
-from ucm.integration.vllm import plugin
 from ucm.integration.vllm.attention import registering
 from ucm.integration.vllm.attention.spec import SparseFullAttentionSpec
 from ucm.integration.vllm.connector.metadata import (
@@ -34,105 +32,11 @@ from ucm.integration.vllm.connector.worker import blend as subject
 from ucm.integration.vllm.connector.worker.blend import BlendWorker, pieces_of_rows
 
 RECALL = Path(__file__).parents[2] / "benches" / "quality" / "weights"
-SIZE, BLOCKS, ROWS = 32, 64, 4
+ROWS = 4
 #: Blocks of the reference, of stored prompts, and of the blended request.
 DENSE, STORED, OWN = range(1, 17), range(17, 33), [*range(40, 34, -1), *range(41, 51)]
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """vLLM's groups of one rank."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import parallel_state
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        pytest.skip("this vLLM is not the one for CPUs")
-    plugin.register()
-    at = tmp_path_factory.mktemp("ranks") / "meet"
-    with set_current_vllm_config(VllmConfig()):
-        parallel_state.init_distributed_environment(1, 0, f"file://{at}", 0, "gloo")
-        parallel_state.initialize_model_parallel(1)
-    yield
-    parallel_state.destroy_model_parallel()
-    parallel_state.destroy_distributed_environment()
-
-
-#: Beside Llama's.
-KEYS = {
-    "llama": {"num_hidden_layers": 3},
-    "qwen3": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "num_hidden_layers": 3,
-        "head_dim": 32,
-    },
-}
-KEYS["qwen3_moe"] = KEYS["qwen3"] | {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 256,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
-KEYS["qwen2_moe"] = {name: key for name, key in KEYS["qwen3_moe"].items() if name != "head_dim"} | {
-    "architectures": ["Qwen2MoeForCausalLM"],
-    "model_type": "qwen2_moe",
-    "shared_expert_intermediate_size": 256,
-}
-KEYS["mixtral"] = {
-    "architectures": ["MixtralForCausalLM"],
-    "model_type": "mixtral",
-    "num_hidden_layers": 3,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-}
-
-
-def write_model(directory: Path, config: dict[str, Any]) -> None:
-    """A model of random weights, whose attention is far from uniform."""
-    width, wide, head = config["hidden_size"], config["intermediate_size"], 32
-    kv = config["num_key_value_heads"] * head
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator) * 0.15
-
-    kind = config["model_type"]
-    mlp, gate, up, down = "mlp.", "gate_proj", "up_proj", "down_proj"
-    if kind == "mixtral":
-        mlp, gate, up, down = "block_sparse_moe.", "w1", "w3", "w2"
-    weights = {"model.norm.weight": torch.ones(width)}
-    for name in ("model.embed_tokens", "lm_head"):
-        weights[f"{name}.weight"] = random(config["vocab_size"], width)
-    for layer in range(config["num_hidden_layers"]):
-        base = f"model.layers.{layer}."
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"{base}{name}.weight"] = torch.ones(width)
-        for name, rows in {"q": width, "k": kv, "v": kv, "o": width}.items():
-            weights[f"{base}self_attn.{name}_proj.weight"] = random(rows, width)
-        if "head_dim" in config:
-            for name in ("q_norm", "k_norm"):
-                weights[f"{base}self_attn.{name}.weight"] = torch.full((head,), 1.5)
-        count = config.get("num_experts", config.get("num_local_experts", 0))
-        experts = [f"experts.{number}." for number in range(count)]
-        if experts:
-            weights[f"{base}{mlp}gate.weight"] = random(count, width)
-        if kind == "qwen2_moe":
-            weights |= {f"{base}self_attn.{name}_proj.bias": random(width) for name in "q"}
-            weights |= {f"{base}self_attn.{name}_proj.bias": random(kv) for name in "kv"}
-            weights[f"{base}mlp.shared_expert_gate.weight"] = random(1, width)
-            experts.append("shared_expert.")
-        for part in experts or [""]:
-            for name in (gate, up):
-                weights[f"{base}{mlp}{part}{name}.weight"] = random(wide, width)
-            weights[f"{base}{mlp}{part}{down}.weight"] = random(width, wide)
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config))
-    save_file(weights, str(directory / "model.safetensors"))
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def settings(**given: Any) -> Any:
@@ -141,14 +45,8 @@ def settings(**given: Any) -> Any:
     return SimpleNamespace(**(defaults | given))
 
 
-@dataclass
-class Rig:
+class Rig(Loaded):
     """A model with its KV cache, and its worker."""
-
-    config: Any
-    kv_cache: Any
-    model: Any
-    caches: dict[str, Tensor]
 
     @cached_property
     def parts(self) -> subject.Parts:
@@ -164,39 +62,6 @@ class Rig:
         """Logits of the prompt's suffix, and all keys and values, computed densely."""
         logits = self.prefill(PROMPT_TOKENS, DENSE)[END:]
         return logits, self.kv(DENSE, END)
-
-    @torch.inference_mode()
-    def prefill(self, tokens: Sequence[int], table: Sequence[int], known: int = 0) -> Tensor:
-        """vLLM's own forward pass of a prompt whose first tokens are known; logits of the rest."""
-        from vllm.forward_context import set_forward_context
-        from vllm.v1.attention.backend import CommonAttentionMetadata
-
-        first = self.config.compilation_config.static_forward_context[next(iter(self.caches))]
-        spec = self.kv_cache.kv_cache_groups[0].kv_cache_spec
-        spec = getattr(spec, "kv_cache_specs", {next(iter(self.caches)): spec})
-        backend = first.get_attn_backend()
-        builder = backend.get_builder_cls()(
-            spec[next(iter(self.caches))], list(self.caches), self.config, torch.device("cpu")
-        )
-        count, places = len(tokens) - known, torch.arange(known, len(tokens))
-        blocks = torch.tensor(list(table), dtype=torch.int64)
-        slots = blocks[places // SIZE] * SIZE + places % SIZE
-        starts, lens = torch.tensor([0, count]).int(), torch.tensor([len(tokens)]).int()
-        metadata = builder.build(
-            0,
-            CommonAttentionMetadata(
-                starts, starts, lens, 1, count, count, len(tokens), blocks[None].int(), slots
-            ),
-        )
-        with set_forward_context(
-            dict.fromkeys(self.caches, metadata),
-            self.config,
-            num_tokens=count,
-            slot_mapping=dict.fromkeys(self.caches, slots),
-        ):
-            hidden = self.model(torch.tensor(list(tokens))[known:], places)
-            logits: Tensor = self.model.compute_logits(hidden)
-        return logits
 
     def kv(self, table: Sequence[int], tokens: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of a prompt, by layer."""
@@ -221,13 +86,9 @@ class Rig:
 @pytest.fixture(scope="module", params=["llama", "qwen2"])
 def rig(request: Any, tmp_path_factory: pytest.TempPathFactory, engines: Any) -> Rig:
     """A tiny model of random weights, or the recall model."""
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader import get_model
-
     work, model = tmp_path_factory.mktemp("blend"), RECALL
     if request.param in KEYS:
-        model = work / request.param
-        write_model(model, engines.LLAMA | KEYS[request.param])
+        model = write_model(work / request.param, engines.LLAMA | KEYS[request.param])
     config = sparse_engine(
         engines,
         model,
@@ -235,18 +96,7 @@ def rig(request: Any, tmp_path_factory: pytest.TempPathFactory, engines: Any) ->
         {"dtype": "float32", "max_num_seqs": ROWS, "max_model_len": 2048},
         blend={"min_hit_blocks": 1},
     )
-    with set_current_vllm_config(config):
-        loaded = get_model(vllm_config=config)
-    modules = config.compilation_config.static_forward_context.items()
-    layers = {name: each for name, each in modules if hasattr(each, "get_kv_cache_spec")}
-    specs = {name: layer.get_kv_cache_spec(config) for name, layer in layers.items()}
-    specs = {n: layers[n].get_attn_backend().customize_spec(spec) for n, spec in specs.items()}
-    _, (kv_cache,) = engines.kv_configs(config, [specs])
-    caches = {}
-    for name, layer in layers.items():
-        layer.kv_cache = torch.zeros(BLOCKS, layer.num_kv_heads, SIZE, 2 * layer.head_size)
-        caches[name] = layer.kv_cache
-    return Rig(config, kv_cache, loaded, caches)
+    return load_model(engines, config, Rig)
 
 
 # A prompt
@@ -655,7 +505,10 @@ def test_the_backend_computes_as_vllms(rig: Rig) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_other_models_are_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_models_are_refused(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rank logs nothing of it: the scheduler side does, once."""
     from vllm.v1.attention import backend as metadata_of_vllm
 
     worker = BlendWorker(settings(), rig.config, rig.kv_cache)
@@ -672,8 +525,28 @@ def test_other_models_are_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> 
         assert "enable_lora" in refused()
     attention = rig.model.model.layers[1].self_attn
     with monkeypatch.context() as patch:
-        patch.setattr(attention.attn.impl, "logits_soft_cap", 30.0)
-        assert "soft cap" in refused()
+        patch.setattr(type(rig.config.model_config), "is_multimodal_model", True)
+        assert "multimodal" in refused()
+    for name, value in (("logits_soft_cap", 30.0), ("sinks", torch.zeros(4))):
+        with monkeypatch.context() as patch:
+            patch.setattr(attention.attn.impl, name, value, raising=False)
+            assert "sinks, soft cap" in refused()
+    spec = rig.kv_cache.kv_cache_groups[0].kv_cache_spec
+    for changed, text in (
+        (replace(spec, dtype=torch.float8_e5m2), "quantised KV"),
+        (replace(spec, block_size=2 * SIZE), "several shapes"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(subject, "layer_specs", lambda _, changed=changed: [spec, changed])
+            assert text in refused()
+    with monkeypatch.context() as patch:
+        own = registering.vllms_own("CPU_ATTN")
+        for layer in rig.model.model.layers:
+            patch.setattr(layer.self_attn.attn, "get_attn_backend", lambda: own)
+        assert "runs the attention backend CPU_ATTN" in refused()
+    with monkeypatch.context() as patch:
+        patch.setattr(subject, "common_block_size", lambda *_: 16)
+        assert "write --block-size 16" in refused()
     with monkeypatch.context() as patch:
         patch.setattr(attention.attn.impl, "alibi_slopes", torch.ones(4))
         assert "all of their context" in refused()
@@ -692,3 +565,4 @@ def test_other_models_are_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> 
     attention.rotary_emb = rotary
     worker.register_kv_caches(rig.caches)
     assert not worker.why_not
+    assert not [each for each in caplog.records if each.name.startswith("ucm")]

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from sparse_parts import BLOCK, HEADS, KV_HEADS, NAME, SIZE, Layer, Rows
+from tiny_models import KEYS, Loaded, load_model, write_model
+from torch import Tensor
 from vllm.config import set_current_vllm_config
 
 from ucm.errors import ConfigError
@@ -273,6 +275,37 @@ def test_every_model_class_exists_under_the_name_that_vllm_knows() -> None:
         assert name in ModelRegistry.models
         kind = ModelRegistry.models[name].load_model_cls()
         assert kind.__name__ == name
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_a_model_computes_as_vllms_up_to_the_window(
+    kind: str, engines: Any, tmp_path: Path
+) -> None:
+    """A prompt, the rest of it, and single tokens: keys are normed first, and turned after that.
+    Where distances are longer than the window the answers are others."""
+    model = write_model(tmp_path / "model", engines.LLAMA | KEYS[kind])
+    (architecture,) = KEYS[kind]["architectures"]
+    tokens = torch.randint(3, 500, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    table = [5, 3, 7, 1, 2, 6, 4]
+
+    def logits(rule: Any, name: str | None) -> Tensor:
+        config = engine(engines, model, tmp_path, rule, name, dtype="float32")
+        loaded = load_model(engines, config, Loaded)
+        assert type(loaded.model).__name__ == (name or architecture)
+        metadata, _ = loaded.metadata(0, 3, table)
+        assert getattr(metadata, "use_rerope", False) == (rule is not None)
+        ends = [130, 197, *range(198, len(tokens) + 1)]
+        found, known = list[Tensor](), 0
+        for end in ends:
+            found.append(loaded.prefill(tokens[:end], table, known))
+            known = end
+        return torch.cat(found)
+
+    right = logits(None, None)
+    for window, low, high in ((len(tokens), 0.0, 1e-5), (16, 1e-2, 2.0)):
+        found = logits({"window": window}, UNROTATED[architecture])
+        assert low <= float((found - right).norm() / right.norm()) <= high
 
 
 def test_a_model_of_ours_needs_the_rule_and_a_backend(

@@ -64,7 +64,7 @@ class TokenPages:
                 " --kv-cache-dtype",
                 context={"backend": backend, "page": shape[1:], "key": self._size},
             )
-        self._packed = _Packed(layer, cache) if is_packed(backend) else None
+        self._packed = Packed(layer, cache) if is_packed(backend) else None
 
     def read(self, cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the tokens in these slots (int64 ``[t]``): ``[t, heads, d]`` each, new
@@ -111,7 +111,7 @@ class TokenPages:
 # --------------------------------------------------------------------------------------------------
 
 
-class _Packed:
+class Packed:
     """Reads and writes tokens of packed pages."""
 
     def __init__(self, layer: Any, cache: Tensor) -> None:
@@ -122,16 +122,18 @@ class _Packed:
     def read(self, pages: Tensor, block: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of tokens: whole blocks are arranged by token, and the tokens taken."""
         blocks, at = torch.unique_consecutive(block, return_inverse=True)
-        found, (_, heads, tokens, both) = pages[blocks], pages.shape
-        rows, page = at * tokens + place, tokens * both
-        parts = []
-        for shape, strides, first in self._strides:
-            whole = found.as_strided(
-                (len(blocks), heads, *shape), (heads * page, page, *strides), first
-            )
-            by_token = whole.movedim(1, 1 + len(shape) // 2)
-            parts.append(by_token.reshape(len(blocks) * tokens, heads, both // 2)[rows])
-        return parts[0], parts[1]
+        found, rows = pages[blocks], at * pages.shape[2] + place
+        keys, values = (self.by_token(found, part).flatten(0, 1)[rows] for part in (0, 1))
+        return keys, values
+
+    def by_token(self, pages: Tensor, part: int) -> Tensor:
+        """The keys (0) or the values (1) of whole pages: ``[block, token, head, element]``."""
+        count, heads, tokens, both = pages.shape
+        shape, strides, first = self._strides[part]
+        page = tokens * both
+        whole = pages.as_strided((count, heads, *shape), (heads * page, page, *strides), first)
+        by_token = whole.movedim(1, 1 + len(shape) // 2)
+        return by_token.reshape(count, tokens, heads, both // 2)
 
     def write(
         self, pages: Tensor, block: Tensor, place: Tensor, new: tuple[Tensor, Tensor]

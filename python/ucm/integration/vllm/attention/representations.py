@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ucm.errors import UnsupportedError
-from ucm.integration.vllm.attention.pages import is_latent, is_packed, packed_places
+from ucm.integration.vllm.attention.pages import Packed, is_latent, is_packed
 from ucm.integration.vllm.connector.guard import throttle
 from ucm.sparse.method import BlockSparse
 from ucm.sparse.selector import rep_bytes
@@ -49,25 +49,15 @@ ReadKeys = Callable[[Tensor, Tensor], Tensor]
 def key_reader(layer: Any, backend: str, cache: Tensor, block_tokens: int) -> ReadKeys:
     """Reads the keys of a layer of this backend; ``cache`` is the layer's KV cache. Raises
     :class:`~ucm.errors.UnsupportedError` where they cannot be read."""
+    if is_packed(backend) and not cache.dtype.is_floating_point:
+        raise UnsupportedError("the pages of this CPU hold codes of 8 bits in the place of keys")
     if is_packed(backend):
-        return _packed(layer, cache)
+        packed = Packed(layer, cache)
+        return lambda pages, ids: packed.by_token(pages.index_select(0, ids), 0)
     if is_latent(backend):
         return lambda pages, ids: pages.index_select(0, ids).reshape(len(ids), block_tokens, 1, -1)
     size = layer.head_size
     return lambda pages, ids: pages.index_select(0, ids)[..., :size].transpose(1, 2)
-
-
-def _packed(layer: Any, cache: Tensor) -> ReadKeys:
-    if not cache.dtype.is_floating_point:
-        raise UnsupportedError("the pages of this CPU hold codes of 8 bits in the place of keys")
-    heads, size, tokens = layer.num_kv_heads, layer.head_size, int(cache.shape[2])
-    place = packed_places(layer, cache)[0].flatten()
-
-    def read(pages: Tensor, ids: Tensor) -> Tensor:
-        found = pages.index_select(0, ids).reshape(len(ids), heads, 2 * tokens * size)
-        return found[:, :, place].reshape(len(ids), heads, tokens, size).transpose(1, 2)
-
-    return read
 
 
 Ids = npt.NDArray[np.int64]

@@ -353,7 +353,7 @@ class BlendPlanner:
             return exact
         pairs = zip(chunks.lookup.keys, chunks.lookup.tiers, strict=False)
         tiers = {key: tier for key, tier in pairs if tier < UNKNOWN and not known.is_refused(key)}
-        decided_by = (local, exact, tiers)
+        decided_by = (local, exact, tiers, room := self._room())
         if chunks.decided[0] != decided_by:
             limit = (request.num_tokens - 1) // size * size
             claim = claim_of(
@@ -363,7 +363,7 @@ class BlendPlanner:
                 min(limit, chunks.pieces_end or limit),
                 size,
                 ratio=self._config.ratio,
-                most_computed=self._most_computed,
+                most_computed=room,
                 fewest=self._config.min_hit_blocks * size,
             )
             if claim is not None:
@@ -404,6 +404,12 @@ class BlendPlanner:
         if chosen is None:
             return None
         return replace(claim, cut=cut, learns=verdict is Verdict.LEARN)
+
+    def _room(self) -> float:
+        """The most tokens that the workers may compute of another claim. Claims whose requests have
+        not run yet may all run in one step, and fit into it together, each with its question."""
+        taken = (self._computed(job.claim) for job in self._jobs.values())
+        return self._most_computed - sum(each + self._config.question_tokens for each in taken)
 
     def _computed(self, claim: Claim) -> int:
         """Tokens of a claim that the workers compute."""

@@ -34,7 +34,7 @@ from ucm.integration.vllm.attention.host import decoder_layers, served_layers
 from ucm.integration.vllm.attention.pages import TokenPages, is_packed
 from ucm.integration.vllm.attention.setup import ask_for_tiles
 from ucm.integration.vllm.compat.block_size import common_block_size
-from ucm.integration.vllm.connector.guard import logger, throttle
+from ucm.integration.vllm.connector.guard import throttle
 from ucm.integration.vllm.connector.identity.engine_identity import layer_specs
 from ucm.integration.vllm.connector.identity.weights import models_with
 from ucm.integration.vllm.connector.metadata import Blend, Blended
@@ -241,14 +241,13 @@ class BlendWorker:
 
     def register_kv_caches(self, caches: Mapping[str, Tensor]) -> None:
         """Get ready for these KV caches, by the names of their layers; :attr:`why_not` says why
-        that is not possible."""
+        that is not possible, which the scheduler side logs for all ranks."""
         try:
             parts = parts_of(self._vllm_config, self._kv_cache_config, caches)
             self._rehearse(parts)
             self.use(parts)
         except Exception as error:
             self._parts, self.why_not = None, str(error) or repr(error)
-            logger.warning("Blend: prompts are computed as usual: %s", self.why_not)
 
     def use(self, parts: Parts) -> None:
         """Compute with these parts. Raises :class:`~ucm.errors.ConfigError` for wrong check
