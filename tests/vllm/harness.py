@@ -202,6 +202,10 @@ class Engine:
         """``repr`` of an expression over ``scheduler`` and ``connector``, for debugging."""
         return str(self._call("utility", method="probe_eval", args=(expression,)))
 
+    def scheduler_each(self, expression: str) -> list[str]:
+        """:meth:`scheduler_eval` in every data-parallel engine."""
+        return list(self._call("utility_each", method="probe_eval", args=(expression,)))
+
     def idle(self) -> list[bool]:
         """For each data-parallel engine, whether it knows no request, all its blocks are free and
         no transfer is under way."""

@@ -98,12 +98,12 @@ class PlainStore(UcmKVStoreBaseV1):
 class Faults:
     """The files by which a test controls the stores of an engine, and reads their events.
 
-    ``hold-lookup``, ``hold-load``, ``hold-dump``: while the file exists, the operation is held; a
-    number in it is a deadline in seconds after which the operation fails. A load fails at the
-    connector's deadline, with an event (``load-late``). ``fail-lookup``, ``fail-load``,
-    ``fail-dump``: it fails, for all blocks or for the ids (hex, one a line) in the file; a line
-    ``rank=N`` fails that tensor rank's. ``busy-dump``: refused at once, always or for the number of
-    times in the file. ``hold-dump-PID`` and so on hold the operations of one process.
+    ``hold-lookup``, ``hold-found`` (after the lookup), ``hold-load``, ``hold-dump``: while the file
+    exists, the operation is held; a number in it is a deadline in seconds after which the operation
+    fails. A load fails at the connector's deadline, with an event (``load-late``). ``fail-lookup``,
+    ``fail-load``, ``fail-dump``: it fails, for all blocks or for the ids (hex, one a line) in the
+    file; a line ``rank=N`` fails that tensor rank's. ``busy-dump``: refused at once, always or for
+    the number of times in the file. ``hold-dump-PID`` and so on hold the operations of one process.
     """
 
     def __init__(self, control: Path) -> None:
@@ -198,7 +198,10 @@ class FaultStore(UcmKVStoreBaseV1):
         self._hold("hold-lookup")
         if self._faults.active("fail-lookup") is not None:
             raise StoreIOError("the test made this lookup fail")
-        return self._inner.lookup(block_ids)
+        found = self._inner.lookup(block_ids)
+        self._faults.say("found", block_ids, self._rank)
+        self._hold("hold-found")
+        return found
 
     def load_data(
         self,

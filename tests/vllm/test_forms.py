@@ -15,7 +15,7 @@ from cases import STORED, Case
 from checks import ask_until_reused, assert_same
 from harness import Engine, EngineHost, wait_until
 from lives import Disk, new_disk, store_under_test
-from models import CHUNKS, CONFIGS, GROUPS, write_model
+from models import CHUNKS, CONFIGS, GROUPS, STATES, write_model
 from specs import ON_GPU, EngineSpec
 
 from ucm.integration.vllm.compat.versions import installed
@@ -45,8 +45,6 @@ FORMS = {
 }
 #: For every day; the others are for make test-long.
 DAILY = {("gemma3", "PP 2"), ("llama", "DP 2"), ("gemma3", "DP 2")}
-#: Models with states, which are stored only at some ends of blocks.
-STATES = {"lfm2"}
 
 
 def marks(model: str, form: str) -> list[pytest.MarkDecorator]:
@@ -119,7 +117,8 @@ class Deployment:
     def __init__(self, engine: Engine, disk: Disk) -> None:
         self.engine, self.disk = engine, disk
         process = "__import__('os').getpid()"
-        self.processes = [int(said) for (said,) in engine.rpc_each("probe_worker_eval", process)]
+        self.workers = [int(said) for (said,) in engine.rpc_each("probe_worker_eval", process)]
+        self.schedulers = [int(said) for said in engine.scheduler_each(process)]
 
     def counts(self) -> list[tuple[int, int]]:
         """Of each engine: records that it wrote, and records that were there already."""
@@ -131,25 +130,25 @@ class Deployment:
         return {path: (path.stat().st_ino, path.read_bytes()) for path in self.disk.files()}
 
     def compute_at_once(self, case: Case) -> None:
-        """Both compute the prompt before either can store it."""
-        dumps = len(self.disk.faults.events("dump"))
-        before = self.stored()
-        self.disk.faults.set("hold-dump")
-        answers = self.engine.generate(case.ask(engine=0), case.ask(engine=1))
+        """Both find nothing of the prompt before either computes it."""
+        faults = self.disk.faults
+        faults.set("hold-found")
+        since = len(faults.events("found"))
+        requests = self.engine.submit(case.ask(engine=0), case.ask(engine=1))
+
+        def found() -> bool:
+            events = faults.events("found")[since:]
+            return {event["process"] for event in events} == set(self.schedulers)
+
+        wait_until(found, "both have looked up the prompt")
+        faults.clear("hold-found")
+        answers = self.engine.collect(requests)
         assert_same(*answers)
         assert [answer.cached for answer in answers] == [0, 0]
 
-        def held() -> bool:
-            events = self.disk.faults.events("dump")[dumps:]
-            return {event["process"] for event in events} == set(self.processes)
-
-        wait_until(held, "both store the prompt")
-        assert self.stored() == before
-
-    def free(self, at: int) -> None:
-        """From now on this engine alone can store."""
-        self.disk.faults.set(f"hold-dump-{self.processes[1 - at]}")
-        self.disk.faults.clear("hold-dump")
+    def first_alone(self) -> None:
+        """From now on the second engine cannot store."""
+        self.disk.faults.set(f"hold-dump-{self.workers[1]}")
 
 
 @pytest.mark.shows(None, "DP 2")
@@ -188,22 +187,8 @@ def test_two_engines_of_one_deployment_share_the_store(
     assert both.stored() == stored
     assert both.counts() == [(records, 0), (0, 0)]
 
+    before = both.counts()
     both.compute_at_once(STORED["long"])
-    before, stored = both.counts(), both.stored()
-    both.free(0)
-    wait_until(lambda: engine.idle()[0], "the first engine has stored the prompt")
-    (wrote, _), second_counts = both.counts()
-    records, all_stored = wrote - before[0][0], both.stored()
-    assert len(all_stored) - len(stored) == records > 0
-    assert second_counts == before[1]
-    disk.faults.clear()
-    engine.wait_idle()
-    assert both.counts() == [(wrote, 0), (0, records)]
-    assert both.stored() == all_stored
-
-    both.compute_at_once(STORED["last"])
-    before, stored = both.counts(), both.stored()
-    disk.faults.clear()
     engine.wait_idle()
     new = [
         (now[0] - then[0], now[1] - then[1])
@@ -213,3 +198,14 @@ def test_two_engines_of_one_deployment_share_the_store(
     assert records > 0
     assert [sum(one) for one in new] == [records, records]
     assert records <= new[0][0] + new[1][0] <= 2 * records
+
+    if name != "llama":
+        return  # blocks leave the device early, so they are read in time, whatever a test holds
+    both.first_alone()
+    both.compute_at_once(STORED["last"])
+    wait_until(lambda: engine.idle()[0], "the first engine has stored the prompt")
+    (of_first, (wrote, present)), stored = both.counts(), both.stored()
+    disk.faults.clear()
+    engine.wait_idle()
+    assert both.counts() == [of_first, (wrote, present + STORED["last"].full_blocks)]
+    assert both.stored() == stored
