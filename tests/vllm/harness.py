@@ -183,8 +183,8 @@ class Engine:
 
     def rpc_each(self, method: str, *args: Any) -> list[list[Any]]:
         """The same in every data-parallel engine: the answers of its workers."""
-        words = (method, None, args, {})
-        return list(self._call("utility_each", method="collective_rpc", args=words))
+        call: tuple[Any, ...] = (method, None, args, {})
+        return list(self._call("utility_each", method="collective_rpc", args=call))
 
     def call(self, method: str, **kwargs: Any) -> Any:
         """Calls a method of vLLM's engine."""

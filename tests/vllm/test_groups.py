@@ -22,8 +22,6 @@ from lives import Disk, new_disk, store_under_test
 from models import CHUNKS, CONFIGS, GROUPS, STATES, write_model
 from specs import EngineSpec, Result, prompt
 
-from ucm.cli.inspect import inspect_file
-
 MODELS = matrix.models_of("tests/vllm/test_groups.py::test_a_prompt_that_comes_again_is_a_hit")
 
 #: For every day; the others are for make test-long.
@@ -203,6 +201,8 @@ def test_a_damaged_record_of_any_group_is_refused_and_replaced(
     """The last record of one group that the hit needs, and then that of the next group. vLLM frees
     all blocks of a failed load, and the request loads the longest prefix that is left. Without the
     last state there is none."""
+    from ucm.cli.inspect import inspect_file
+
     case, right = STORED["middle"], served.right["middle"]
     last: dict[str, tuple[int, Path]] = {}
     for path in served.stored["middle"]:
