@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from ucm.store.posix import UcmPosixStore
 
 #: Most starts of engines in one run of every day: each takes about ten seconds. Add to it with a
-#: reason. Eight are those of four models with layers of several kinds, each started again
-#: (test_groups.py); four those of other forms (test_forms.py); three those of ReRoPE.
+#: reason. Four are those of two models with windows, each started again; eight those of other forms
+#: and kinds of layers (test_forms.py); three those of ReRoPE.
 ENGINE_LIMIT = 57
 _hosts: list[EngineHost] = []
 

@@ -147,7 +147,8 @@ KINDS = (
         "gpt_oss",
         # the attention of 0.30 on a CPU computes no sinks in float32
         (
-            *(GROUPS, GROUPS, *[ALIKE] * 3, SHARED),
+            *[ALIKE] * 4,
+            *[NOT_TESTED] * 2,
             *(NO_DCP, NO_PCP, DRAFTS),
             *(NOT_TESTED, ALIKE, ALIKE),
             NO_SPARSE,
@@ -159,7 +160,7 @@ KINDS = (
         ("SlidingWindowSpec",),
         "mistral",
         (
-            *(GROUPS, GROUPS, *[ALIKE] * 3, SHARED, NOT_TESTED, NO_PCP, NOT_TESTED),
+            *(GROUPS, GROUPS, ALIKE, ALIKE, NOT_TESTED, SHARED, NOT_TESTED, NO_PCP, NOT_TESTED),
             *(*[ALIKE] * 3, NOT_TESTED),
         ),
     ),
@@ -168,10 +169,7 @@ KINDS = (
         "Llama 4",
         ("ChunkedLocalAttentionSpec", "FullAttentionSpec"),
         "llama4",
-        (
-            *(GROUPS, GROUPS, *[ALIKE] * 3, SHARED),
-            *(NO_DCP, NO_PCP, NOT_TESTED, *[ALIKE] * 3, NO_SPARSE),
-        ),
+        (*[ALIKE] * 5, NOT_TESTED, NO_DCP, NO_PCP, NOT_TESTED, *[ALIKE] * 3, NO_SPARSE),
     ),
     Kind(
         "states (Mamba, linear attention, short convolutions) beside full attention",
@@ -180,7 +178,8 @@ KINDS = (
         "lfm2",
         # 0.30 and 0.31 do not start this model on a CPU
         (
-            *(GROUPS, GROUPS, *[ALIKE] * 3, SHARED),
+            *[ALIKE] * 4,
+            *[NOT_TESTED] * 2,
             *(NO_DCP, NO_PCP, NO_DRAFTS),
             *(NOT_TESTED, NOT_TESTED, ALIKE),
             NO_SPARSE,

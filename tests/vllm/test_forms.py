@@ -38,13 +38,18 @@ TENSOR, PIPELINE = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 #: By their names in the table. The first runner of vLLM's build for CPUs has no pipelines.
 FORMS = {
+    "V1": Form(1, "v1", {}),
+    "V2": Form(1, "v2", {}),
     "TP 2": Form(2, "v1", TENSOR),
     "PP 2": Form(2, "v2", PIPELINE),
     "TP + PP": Form(4, "v2", TENSOR | PIPELINE, UNCOMPILED),
     **dict.fromkeys(matrix.OTHER_VERSIONS, Form(1, "v1", {})),
 }
 #: For every day; the others are for make test-long.
-DAILY = {("gemma3", "PP 2"), ("llama", "DP 2"), ("gemma3", "DP 2")}
+DAILY = {
+    *(("gemma3", "PP 2"), ("llama4", "V1"), ("lfm2", "V1")),
+    *(("llama", "DP 2"), ("gemma3", "DP 2")),
+}
 
 
 def marks(model: str, form: str) -> list[pytest.MarkDecorator]:
@@ -63,7 +68,7 @@ SHOWN = [
 ]
 
 
-@pytest.mark.shows(None, "TP 2", "PP 2", "TP + PP", "0.30", "0.31", "0.33")
+@pytest.mark.shows(None, "V1", "V2", "TP 2", "PP 2", "TP + PP", "0.30", "0.31", "0.33")
 @pytest.mark.parametrize(("name", "form"), SHOWN)
 def test_a_prompt_that_comes_again_is_a_hit(
     work: Path, host: EngineHost, name: str, form: str

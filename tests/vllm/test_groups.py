@@ -23,13 +23,12 @@ from models import CHUNKS, CONFIGS, GROUPS, STATES, write_model
 from specs import EngineSpec, Result, prompt
 
 MODELS = matrix.models_of("tests/vllm/test_groups.py::test_a_prompt_that_comes_again_is_a_hit")
-
-#: For every day; the others are for make test-long.
-DAILY = {"gemma3", "mistral", "llama4", "lfm2"}
+#: For make test-long. For every day test_forms.py has less of them.
+LONG = ["gpt_oss", "llama4", "lfm2"]
 #: Blocks of the device: enough for the longest prompt, and too few for all of GROWING.
-POOLS = {"gemma3": 64, "mistral": 16, "llama4": 48, "gpt_oss": 48, "lfm2": 40}
+POOLS = {"gemma3": 64, "mistral": 16, "llama4": 64, "gpt_oss": 48, "lfm2": 40}
 #: Short prompts, so that vLLM admits all of them; later it has no room for their answers.
-GROWING = {f"growing_{i}": Case(prompt(60 + i, 40), 80) for i in range(8)}
+GROWING = {f"growing_{i}": Case(prompt(60 + i, 40), 60) for i in range(12)}
 #: Begins as a stored prompt and leaves it in the middle, where windows are stored and states are
 #: not.
 SHARED = Case(STORED["long"].tokens[:500] + prompt(77, 40))
@@ -51,15 +50,14 @@ class Served:
     stored: dict[str, list[Path]]
 
 
-def named(name: str) -> object:
-    """The model's parameter, with when it runs."""
-    return pytest.param(name, marks=[] if name in DAILY else [pytest.mark.long])
-
-
 pytestmark = [
     pytest.mark.one_runner,
     pytest.mark.parametrize("runner", ["v1", "v2"], scope="module"),
-    pytest.mark.parametrize("name", [named(name) for name in MODELS], scope="module"),
+    pytest.mark.parametrize(
+        "name",
+        [*MODELS, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)],
+        scope="module",
+    ),
 ]
 
 
