@@ -14,8 +14,7 @@ every block goes there and back through the software driver of the tests: its st
 and the kernels that it interprets.
 
 With ``--model hybrid`` three layers of four have a window, and each block has a record for every
-group of such layers. A load reads of a window only what the next token can see; one that meets a
-damaged record is computed again as a whole.
+group of such layers. A load reads of a window only what the next token can see.
 
 Ends with one table, a small SVG of the timings, and exit code 0 only if everything was as promised.
 """
@@ -143,7 +142,6 @@ def demo(
 
     # with windows, a block whose records are all needed
     ordinal = FULL_BLOCKS * 3 // 4 if groups == 1 else FULL_BLOCKS - 2
-    before = 0 if groups > 1 else ordinal
     victim = after_warm.chain()[ordinal * groups]
     flip_byte(victim)
     damaged, refusal = StoreFiles(root), verdict(victim)
@@ -175,14 +173,10 @@ def demo(
         ("warm: nothing was written twice", warm.stored_bytes == 0),
         (
             (
-                f"damaged: block {ordinal} was refused"
-                + (
-                    ", and the prompt was computed"
-                    if groups > 1
-                    else f", all {before} blocks before it were loaded and none behind it"
-                )
+                f"damaged: block {ordinal} was refused, all {ordinal} blocks before it were loaded"
+                " and none behind it"
             ),
-            refusal == "bad_checksum" and repaired.reused_tokens == before * BLOCK_SIZE,
+            refusal == "bad_checksum" and repaired.reused_tokens == ordinal * BLOCK_SIZE,
         ),
         (
             "damaged: the block was computed again and its file replaced by a good one",

@@ -160,7 +160,7 @@ KINDS = (
         ("SlidingWindowSpec",),
         "mistral",
         (
-            *(GROUPS, GROUPS, ALIKE, ALIKE, *[NOT_TESTED] * 3, NO_PCP, NOT_TESTED),
+            *(GROUPS, GROUPS, ALIKE, ALIKE, NOT_TESTED, SHARED, NOT_TESTED, NO_PCP, NOT_TESTED),
             *(*[ALIKE] * 3, NOT_TESTED),
         ),
     ),

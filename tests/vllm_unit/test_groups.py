@@ -165,6 +165,9 @@ def histories(rng: random.Random, model: Model, tokens: int) -> list[list[bool]]
     return made
 
 
+@pytest.mark.shows("Llama, Qwen", "drafter")
+@pytest.mark.shows("Gemma 3", "drafter")
+@pytest.mark.shows("gpt-oss", "drafter")
 @pytest.mark.parametrize("name", MODELS)
 def test_the_longest_hit_is_that_of_vllm(name: str) -> None:
     model, rng = MODELS[name], random.Random(name)

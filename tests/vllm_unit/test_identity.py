@@ -458,6 +458,7 @@ def test_weights_are_filled_in_and_left_out(engines: Any, tiny: Path) -> None:
     assert differences(early, late) == ['weights is "" here and "sha256:ab" there']
 
 
+@pytest.mark.shows("Llama, Qwen", "DCP")
 def test_blocks_over_context_parallel_ranks_hold_more_tokens(engines: Any, tiny: Path) -> None:
     config = engines.engine_config(tiny)
     scheduler, _ = engines.kv_configs(config)

@@ -124,6 +124,7 @@ def test_every_life_of_an_engine_gives_the_right_tokens(life: Life, name: str) -
             del LateStore.blocks[key]
 
 
+@pytest.mark.shows("DeepSeek", "V1", "V2")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_restarted_engine_hits_all_it_may(life: Life, name: str) -> None:
     """The whole prompt but for its last token: what a hit needs was stored, however short the
