@@ -258,6 +258,8 @@ test-long-engines: $(RUN_ENV) ## part of test-long: tests with vLLM engines, one
 	@$(foreach name,$(SPARSE_NAMES),$(STAGE) "demo of $(name)" $(RUN_BIN)/python demo/sparse.py $(name);)
 	@$(STAGE) "demo of ReRoPE" $(RUN_BIN)/python demo/rerope.py
 	@$(STAGE) "demo of Blend" $(RUN_BIN)/python demo/blend.py
+	@$(STAGE) "demo of windows beside full attention" $(RUN_BIN)/python demo/run.py --model hybrid
+	@$(STAGE) "demo of P and D" $(RUN_BIN)/python demo/pd.py
 	@$(MAKE) test-versions
 	@$(MAKE) test-readme
 

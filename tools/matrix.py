@@ -29,8 +29,8 @@ FORMS = (
 
 @dataclass(frozen=True)
 class Cell:
-    """Whether KV of a kind is cached in a form: ``test`` shows it, ``refused`` is how the log
-    explains why not; neither: it was not tested."""
+    """Whether KV of a kind is cached in a form: ``test`` shows it, or ``refused`` is how the log
+    explains why not."""
 
     shown: str
     test: str = ""
@@ -69,7 +69,6 @@ def refused(text: str) -> Cell:
     return Cell("no", refused=text)
 
 
-NOT_TESTED = Cell("not tested")
 ALIKE = engines("tests/vllm/test_forms.py::test_a_prompt_that_comes_again_is_a_hit")
 GROUPS = engines("tests/vllm/test_groups.py::test_a_prompt_that_comes_again_is_a_hit")
 TOYS = types("tests/vllm_unit/test_toy_groups.py::test_a_restarted_engine_hits_all_it_may")
@@ -161,8 +160,7 @@ KINDS = (
         "gpt_oss",
         # the attention of 0.30 on a CPU computes no sinks in float32: no engine of it
         (
-            *[ALIKE] * 4,
-            *[NOT_TESTED] * 2,
+            *(GROUPS, GROUPS, *[ALIKE] * 3, SHARED),
             *(NO_DCP, NO_PCP, DRAFTS),
             *(TOYS, ALIKE, ALIKE),
             NO_SPARSE,
@@ -174,7 +172,7 @@ KINDS = (
         ("SlidingWindowSpec",),
         "mistral",
         (
-            *(GROUPS, GROUPS, ALIKE, ALIKE, *[NOT_TESTED] * 2, WINDOWS_DCP, NO_PCP, DRAFTS),
+            *(GROUPS, GROUPS, *[ALIKE] * 3, SHARED, WINDOWS_DCP, NO_PCP, DRAFTS),
             *(*[ALIKE] * 3, WINDOWS_SPARSE),
         ),
     ),
@@ -183,7 +181,10 @@ KINDS = (
         "Llama 4",
         ("ChunkedLocalAttentionSpec", "FullAttentionSpec"),
         "llama4",
-        (*[ALIKE] * 5, NOT_TESTED, NO_DCP, NO_PCP, DRAFTS, *[ALIKE] * 3, NO_SPARSE),
+        (
+            *(GROUPS, GROUPS, *[ALIKE] * 3, SHARED),
+            *(NO_DCP, NO_PCP, DRAFTS, *[ALIKE] * 3, NO_SPARSE),
+        ),
     ),
     Kind(
         "states (Mamba, linear attention, short convolutions) beside full attention",
@@ -192,8 +193,7 @@ KINDS = (
         "lfm2",
         # 0.30 and 0.31 do not start this model on a CPU: no engines of them
         (
-            *[ALIKE] * 4,
-            *[NOT_TESTED] * 2,
+            *(GROUPS, GROUPS, *[ALIKE] * 3, SHARED),
             *(NO_DCP, NO_PCP, NO_DRAFTS),
             *(TOYS, TOYS, ALIKE),
             NO_SPARSE,
@@ -250,13 +250,15 @@ def proofs() -> Iterator[str]:
     found: dict[str, dict[str, list[str]]] = {}
     for kind in KINDS:
         for form, cell in kind.in_forms():
-            if cell is not NOT_TESTED:
-                key = f"`{cell.test}`" if cell.test else f"“{cell.refused}”"
-                found.setdefault(key, {}).setdefault(kind.such_as, []).append(form)
+            key = f"`{cell.test}`" if cell.test else f"“{cell.refused}”"
+            found.setdefault(key, {}).setdefault(kind.such_as, []).append(form)
     yield "| test, or what the log says | of |"
     yield "|---|---|"
     for key, where in found.items():
-        shown = "; ".join(f"{name}: {', '.join(forms)}" for name, forms in where.items())
+        alike: dict[str, list[str]] = {}
+        for name, forms in where.items():
+            alike.setdefault(", ".join(forms), []).append(name)
+        shown = "; ".join(f"{', '.join(names)}: {forms}" for forms, names in alike.items())
         yield f"| {key} | {shown} |"
 
 
@@ -265,7 +267,7 @@ def others() -> Iterator[str]:
     yield "| vLLM's name | what it is | what to do |"
     yield "|---|---|---|"
     for name, (what, instead) in OTHERS.items():
-        yield f"| `{name}` | {what} | {instead} |"
+        yield f"| `{name}` | {what} | {'nothing' if instead == THE_MODELS else instead} |"
 
 
 def written(text: str) -> str:

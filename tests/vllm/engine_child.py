@@ -101,6 +101,15 @@ class Child:
         """Calls a method of the engine core, which holds the scheduler (see :mod:`probe`)."""
         return await self.engine.engine_core.call_utility_async(method, *args)
 
+    async def utility_each(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        """The same of every data-parallel engine."""
+        core = self.engine.engine_core
+        engines = getattr(core, "core_engines", [])
+        if len(engines) < 2:
+            return [await self.utility(method, args)]
+        calls = (core._call_utility_async(method, *args, engine=engine) for engine in engines)
+        return list(await asyncio.gather(*calls))
+
     async def rpc(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Calls a method of every worker (see :mod:`probe`)."""
         return list(await self.engine.collective_rpc(method, args=args, kwargs=kwargs))

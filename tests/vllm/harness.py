@@ -133,6 +133,7 @@ class Engine:
                 "extra_args": dict(ask.extra_args) if ask.extra_args else None,
                 "picture": ask.picture,
                 "sequences": ask.sequences,
+                "engine": ask.engine,
             }
             for ask in asks
         ]
@@ -180,6 +181,11 @@ class Engine:
         """Calls a method of every worker."""
         return list(self._call("rpc", method=method, args=args, kwargs=kwargs))
 
+    def rpc_each(self, method: str, *args: Any) -> list[list[Any]]:
+        """The same in every data-parallel engine: the answers of its workers."""
+        words = (method, None, args, {})
+        return list(self._call("utility_each", method="collective_rpc", args=words))
+
     def call(self, method: str, **kwargs: Any) -> Any:
         """Calls a method of vLLM's engine."""
         return self._call("call", method=method, kwargs=kwargs)
@@ -196,19 +202,28 @@ class Engine:
         """``repr`` of an expression over ``scheduler`` and ``connector``, for debugging."""
         return str(self._call("utility", method="probe_eval", args=(expression,)))
 
-    def wait_idle(self) -> None:
-        """Waits until no request is known, every block is free again and no transfer is under
-        way."""
+    def scheduler_each(self, expression: str) -> list[str]:
+        """:meth:`scheduler_eval` in every data-parallel engine."""
+        return list(self._call("utility_each", method="probe_eval", args=(expression,)))
 
-        def idle() -> bool:
-            state = self.scheduler()
-            return bool(
+    def idle(self) -> list[bool]:
+        """For each data-parallel engine, whether it knows no request, all its blocks are free and
+        no transfer is under way."""
+        return [
+            bool(
                 state["requests"] == 0
                 and state["free_blocks"] == state["total_blocks"]
                 and not state["transfers"]
             )
+            for state in self._call("utility_each", method="probe_scheduler", args=())
+        ]
 
-        wait_until(idle, "no request is left, all blocks are free and nothing is under way")
+    def wait_idle(self) -> None:
+        """Waits until all are idle."""
+        wait_until(
+            lambda: all(self.idle()),
+            "no request is left, all blocks are free and nothing is under way",
+        )
 
     def alive(self) -> bool:
         """Whether the process runs."""

@@ -147,6 +147,10 @@ CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
     "llama4": llama4_config,
     "lfm2": lfm2_config,
 }
+#: vLLM makes a group for chunks only with it.
+CHUNKS = {"VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE": "1"}
+#: Those with states, which vLLM keeps only at some ends of blocks.
+STATES = {"lfm2"}
 #: Their KV groups, as vLLM makes them.
 GROUPS = {"llama": 1, "gemma3": 3, "gpt_oss": 2, "mistral": 1, "llama4": 2, "lfm2": 2}
 

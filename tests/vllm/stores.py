@@ -7,6 +7,7 @@ it hold, fail or refuse.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import json
 import os
@@ -97,12 +98,12 @@ class PlainStore(UcmKVStoreBaseV1):
 class Faults:
     """The files by which a test controls the stores of an engine, and reads their events.
 
-    ``hold-lookup``, ``hold-load``, ``hold-dump``: while the file exists, the operation is held; a
-    number in it is a deadline in seconds after which the operation fails. A load fails at the
-    connector's deadline, with an event (``load-late``). ``fail-lookup``, ``fail-load``,
-    ``fail-dump``: it fails, for all blocks or for the ids (hex, one a line) in the file; a line
-    ``rank=N`` fails that tensor rank's. ``busy-dump``: refused at once, always or for the number of
-    times in the file.
+    ``hold-lookup``, ``hold-found`` (after the lookup), ``hold-load``, ``hold-dump``: while the file
+    exists, the operation is held; a number in it is a deadline in seconds after which the operation
+    fails. A load fails at the connector's deadline, with an event (``load-late``). ``fail-lookup``,
+    ``fail-load``, ``fail-dump``: it fails, for all blocks or for the ids (hex, one a line) in the
+    file; a line ``rank=N`` fails that tensor rank's. ``busy-dump``: refused at once, always or for
+    the number of times in the file. ``hold-dump-PID`` and so on hold the operations of one process.
     """
 
     def __init__(self, control: Path) -> None:
@@ -134,7 +135,13 @@ class Faults:
         """Appends to the log of events, atomically."""
         line = (
             json.dumps(
-                {"event": event, "ids": [i.hex() for i in ids], "rank": rank, "seconds": seconds}
+                {
+                    "event": event,
+                    "ids": [i.hex() for i in ids],
+                    "rank": rank,
+                    "seconds": seconds,
+                    "process": os.getpid(),
+                }
             )
             + "\n"
         )
@@ -176,13 +183,25 @@ class FaultStore(UcmKVStoreBaseV1):
         self.has_staged_level = self._inner.has_staged_level
         self.tier_media = self._inner.tier_media
         self._pool = ThreadPoolExecutor(16, thread_name_prefix="fault-store")
+        self._is_view = False
+
+    def for_part(self, index: int) -> UcmKVStoreBaseV1:
+        if index == 0:
+            return self
+        view = copy.copy(self)
+        view._inner, view._is_view = self._inner.for_part(index), True
+        view.config = {**self.config, **self.config["own_parts"][index - 1]}
+        return view
 
     def lookup(self, block_ids: Sequence[bytes]) -> Sequence[bool]:
         self._faults.say("lookup", block_ids, self._rank)
         self._hold("hold-lookup")
         if self._faults.active("fail-lookup") is not None:
             raise StoreIOError("the test made this lookup fail")
-        return self._inner.lookup(block_ids)
+        found = self._inner.lookup(block_ids)
+        self._faults.say("found", block_ids, self._rank)
+        self._hold("hold-found")
+        return found
 
     def load_data(
         self,
@@ -242,6 +261,8 @@ class FaultStore(UcmKVStoreBaseV1):
         return self._inner.stats()
 
     def close(self) -> None:
+        if self._is_view:
+            return
         if not self._closed:
             self._faults.say("close", [], self._rank)
             self._pool.shutdown(wait=False)
@@ -296,7 +317,9 @@ class FaultStore(UcmKVStoreBaseV1):
 
     def _hold(self, name: str, timeout: float | None = None) -> None:
         start, pause = time.monotonic(), threading.Event()
-        while (content := self._faults.active(name)) is not None:
+        names = (name, f"{name}-{os.getpid()}")
+        while held_by := [text for one in names if (text := self._faults.active(one)) is not None]:
+            content = held_by[0]
             # A held operation ends by itself before the test's own deadline, so that a failing test
             # cannot hang.
             held = time.monotonic() - start

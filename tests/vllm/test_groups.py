@@ -1,85 +1,156 @@
-"""Models with layers of several kinds: sliding windows beside full attention (two KV groups of
-vLLM), and windows alone. A prompt that comes again is a hit as long as one of full attention."""
+"""Models with layers of several kinds: windows, chunks or states beside full attention (several KV
+groups of vLLM), and windows alone. A prompt that comes again is a hit as long as one of full
+attention.
+
+Right answers are those of requests that neither load nor store, in the same engine before it has
+stored anything; the long form takes them from an engine with ``UCM_DISABLE=1`` too.
+"""
 
 from __future__ import annotations
 
 import os
-import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import matrix
 import pytest
-from cases import PRESSURE, STORED
+from cases import STORED, Case
 from checks import assert_reused, assert_same
-from harness import Engine, EngineHost
+from harness import Engine, EngineHost, wait_until
 from lives import Disk, new_disk, store_under_test
-from models import CONFIGS, GROUPS, write_model
+from models import CHUNKS, CONFIGS, GROUPS, STATES, write_model
 from specs import EngineSpec, Result, prompt
 
+from ucm.cli.inspect import inspect_file
+
 MODELS = matrix.models_of("tests/vllm/test_groups.py::test_a_prompt_that_comes_again_is_a_hit")
+
+#: For every day; the others are for make test-long.
+DAILY = {"gemma3", "mistral", "llama4", "lfm2"}
+#: Blocks of the device: enough for the longest prompt, and too few for all of GROWING.
+POOLS = {"gemma3": 64, "mistral": 16, "llama4": 48, "gpt_oss": 48, "lfm2": 40}
+#: Short prompts, so that vLLM admits all of them; later it has no room for their answers.
+GROWING = {f"growing_{i}": Case(prompt(60 + i, 40), 80) for i in range(8)}
+#: Begins as a stored prompt and leaves it in the middle, where windows are stored and states are
+#: not.
+SHARED = Case(STORED["long"].tokens[:500] + prompt(77, 40))
+ASKED = STORED | GROWING | {"shared": SHARED}
+NO_CACHE = {"kv_transfer_params": {"ucm": {"load": False, "dump": False}}}
 
 
 @dataclass(frozen=True)
 class Served:
-    """An engine that has computed and stored the prompts, its answers, and its disk."""
+    """An engine that has computed and stored the prompts, its answers, the right ones, the files
+    that it stored for each prompt, and its disk."""
 
     name: str
     engine: Engine
     spec: EngineSpec
     disk: Disk
     answers: dict[str, Result]
+    right: dict[str, Result]
+    stored: dict[str, list[Path]]
+
+
+def named(name: str) -> object:
+    """The model's parameter, with when it runs."""
+    return pytest.param(name, marks=[] if name in DAILY else [pytest.mark.long])
 
 
 pytestmark = [
     pytest.mark.one_runner,
     pytest.mark.parametrize("runner", ["v1", "v2"], scope="module"),
-    pytest.mark.parametrize("name", MODELS, scope="module"),
+    pytest.mark.parametrize("name", [named(name) for name in MODELS], scope="module"),
 ]
 
 
+def alone(engine: Engine, **options: object) -> dict[str, Result]:
+    """The answers of an engine, one after the other, and each from an empty cache."""
+    answers = {}
+    for one, case in ASKED.items():
+        engine.reset()
+        answers[one] = engine.generate(case.ask(**options))[0]
+        assert answers[one].cached == 0
+    engine.reset()
+    return answers
+
+
+@pytest.fixture(scope="session")
+def disabled(host: EngineHost, work: Path) -> Callable[[EngineSpec], dict[str, Result]]:
+    """The answers of an engine with ``UCM_DISABLE=1``, started once for each model."""
+    known: dict[Path, dict[str, Result]] = {}
+
+    def answers(spec: EngineSpec) -> dict[str, Result]:
+        if spec.model not in known:
+            env = {**spec.env, "UCM_DISABLE": "1"}
+            known[spec.model] = alone(host.get(spec.but(env=env, label=f"{spec.label}-disabled")))
+        return known[spec.model]
+
+    return answers
+
+
 @pytest.fixture(scope="module")
-def served(name: str, runner: str, host: EngineHost, work: Path) -> Served:
+def served(
+    name: str,
+    runner: str,
+    host: EngineHost,
+    work: Path,
+    disabled: Callable[[EngineSpec], dict[str, Result]],
+) -> Served:
     label = f"groups-{name}-{runner}"
     disk = new_disk(work, label)
-    model = write_model(work / label / "model", CONFIGS[name]())
-    spec = EngineSpec(model, runner, disk.store(), label=label)
+    model = work / f"groups-{name}"
+    if not model.exists():
+        write_model(model, CONFIGS[name]())
+    spec = EngineSpec(model, runner, disk.store(), blocks=POOLS[name], env=CHUNKS, label=label)
+    without = disabled(spec) if os.environ.get("UCM_TEST_LONG") else {}
     engine = host.get(spec)
-    answers = {one: engine.generate(case.ask())[0] for one, case in STORED.items()}
-    engine.wait_idle()
+    right = alone(engine, extra_args=NO_CACHE)
+    assert not disk.files()
+    for one, answer in without.items():
+        assert_same(right[one], answer)
+    answers, stored = {}, {}
+    for one, case in STORED.items():
+        before = set(disk.files())
+        answers[one] = engine.generate(case.ask())[0]
+        engine.wait_idle()
+        stored[one] = [path for path in disk.files() if path not in before]
     engine.reset()
-    return Served(name, engine, spec, disk, answers)
+    return Served(name, engine, spec, disk, answers, right, stored)
 
 
 def test_vllm_has_the_groups_that_these_tests_are_about(served: Served) -> None:
     assert served.engine.scheduler()["groups"] == GROUPS[served.name]
-    assert served.disk.files()
-    said = [tuple(answer.tokens) for answer in served.answers.values()]
-    assert len(set(said)) == len(said), (
-        "prompts do not decide the answers: equal ones prove nothing"
-    )
+    assert all(served.stored.values())
+    for cases in (STORED, GROWING):
+        said = [tuple(served.right[one].tokens) for one in cases]
+        assert len(set(said)) == len(said), (
+            "prompts do not decide the answers: equal ones prove nothing"
+        )
 
 
+@pytest.mark.shows(None, "V1", "V2")
 @pytest.mark.parametrize("case", STORED)
 def test_a_prompt_that_comes_again_is_a_hit(served: Served, case: str) -> None:
     """Longer and shorter than the window, and in several chunks of prefill."""
+    assert_same(served.answers[case], served.right[case])
     served.engine.reset()
     answer = served.engine.generate(STORED[case].ask())[0]
-    assert_same(answer, served.answers[case])
+    assert_same(answer, served.right[case])
     assert answer.cached_blocks == STORED[case].full_blocks
     served.engine.wait_idle()
 
 
 def test_a_shared_beginning_is_a_hit(served: Served) -> None:
-    """It ends inside of the stored prompts, so its windows are there too."""
-    tokens = STORED["long"].tokens[:500] + prompt(77, 40)
     served.engine.reset()
-    cold = served.engine.ask(tokens)
-    assert cold.cached == 480
+    first = served.engine.generate(SHARED.ask())[0]
+    assert_same(first, served.right["shared"])
+    assert first.cached == (0 if served.name in STATES else 480)
     served.engine.wait_idle()
     served.engine.reset()
-    again = served.engine.ask(tokens)
-    assert_same(again, cold)
+    again = served.engine.generate(SHARED.ask())[0]
+    assert_same(again, served.right["shared"])
     assert again.cached == 512
 
 
@@ -87,42 +158,79 @@ def test_what_the_device_has_is_continued(served: Served) -> None:
     served.engine.reset()
     served.engine.ask(STORED["long"].tokens[:200], 1)
     answer = served.engine.generate(STORED["long"].ask())[0]
-    assert_same(answer, served.answers["long"])
+    assert_same(answer, served.right["long"])
     assert_reused(answer, STORED["long"])
     served.engine.wait_idle()
 
 
 def test_requests_that_do_not_fit_together_get_right_answers(served: Served) -> None:
     """vLLM preempts some, frees blocks behind their windows, and hands them out again."""
-    served.engine.reset()
-    alone = [served.engine.generate(case.ask())[0] for case in PRESSURE.values()]
-    served.engine.wait_idle()
-    served.engine.reset()
-    for answer, right in zip(
-        served.engine.generate(*(case.ask() for case in PRESSURE.values())), alone, strict=True
-    ):
-        assert_same(answer, right)
-    served.engine.wait_idle()
+    before = served.engine.metrics()["vllm:num_preemptions_total"]
+
+    def preempted() -> bool:
+        """Some are, unless one of the requests arrives when the first one has ended."""
+        served.engine.reset()
+        answers = served.engine.generate(*(case.ask() for case in GROWING.values()))
+        for one, answer in zip(GROWING, answers, strict=True):
+            assert_same(answer, served.right[one])
+        served.engine.wait_idle()
+        return served.engine.metrics()["vllm:num_preemptions_total"] > before
+
+    wait_until(preempted, "some are preempted, or the pool is too large")
 
 
-def test_a_restarted_engine_hits_and_damaged_records_cost_hits_alone(
-    served: Served, host: EngineHost
-) -> None:
-    """Last, because it ends the engine of the others. After damage vLLM computes a request again as
-    a whole: a shorter prefix would need other blocks of a window."""
-    engine = host.get(served.spec.but(label=f"{served.spec.label}-again"))
+# Another engine on the same disk: these come last.
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def again(served: Served, host: EngineHost) -> Engine:
+    return host.get(served.spec.but(label=f"{served.spec.label}-again"))
+
+
+def test_a_restarted_engine_hits(served: Served, again: Engine) -> None:
+    again.reset()
     for name, case in STORED.items():
-        answer = engine.generate(case.ask())[0]
-        assert_same(answer, served.answers[name])
+        answer = again.generate(case.ask())[0]
+        assert_same(answer, served.right[name])
         assert answer.cached_blocks == case.full_blocks
-    if store_under_test() != "posix":
-        return  # only our records have checksums
-    for seed in range(4):
-        engine.wait_idle()
-        engine.reset()
-        for path in random.Random(seed).sample(served.disk.files(), 30):
-            with path.open("r+b") as file:
-                file.seek(-100, os.SEEK_END)
-                file.write(bytes(range(100)))
-        answer = engine.generate(STORED["middle"].ask())[0]
-        assert_same(answer, served.answers["middle"])
+
+
+@pytest.mark.skipif(store_under_test() != "posix", reason="only our records have checksums")
+def test_a_damaged_record_of_any_group_is_refused_and_replaced(
+    served: Served, again: Engine
+) -> None:
+    """The last record of one group that the hit needs, and then that of the next group. vLLM frees
+    all blocks of a failed load, and the request loads the longest prefix that is left. Without the
+    last state there is none."""
+    case, right = STORED["middle"], served.right["middle"]
+    last: dict[str, tuple[int, Path]] = {}
+    for path in served.stored["middle"]:
+        header = inspect_file(str(path))["header"]
+        if header["ordinal"] < case.full_blocks:
+            group = header["part"].partition("p")[0]
+            last[group] = max(last.get(group, (-1, path)), (header["ordinal"], path))
+    assert sorted(last) == [f"g{number}" for number in range(GROUPS[served.name])]
+    for group, (ordinal, path) in last.items():
+        again.wait_idle()
+        again.reset()
+        whole = path.read_bytes()
+        middle = len(whole) // 2
+        path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+        before = again.metrics()
+        answer = again.generate(case.ask())[0]
+        assert_same(answer, right)
+
+        def refused(before: dict[str, float] = before) -> bool:
+            name = "ucm_missed_blocks_total:bad_checksum"
+            return again.metrics()[name] > before[name]
+
+        wait_until(refused, f"the record of group {group} is counted as refused")
+        left = 0 if served.name in STATES else ordinal
+        assert answer.cached_blocks == left, f"group {group}"
+        again.wait_idle()
+        again.reset()
+        assert inspect_file(str(path))["reason"] is None, f"group {group}: not replaced"
+        answer = again.generate(case.ask())[0]
+        assert_same(answer, right)
+        assert answer.cached_blocks == case.full_blocks

@@ -63,6 +63,7 @@ class TestTwoRanks:
         ranks.wait_idle()
         assert len(cold.disk.files()) == before + 2 * STORED["middle"].full_blocks
 
+    @pytest.mark.shows("Llama, Qwen", "TP 2")
     def test_both_ranks_load(self, ranks: Engine, cold: Life, reference: dict[str, Result]) -> None:
         since = len(cold.disk.faults.events("load"))
         answer = ranks.generate(STORED["middle"].ask())[0]

@@ -53,6 +53,7 @@ def test_cold_engine_stored_every_full_block_once(cold: Life) -> None:
     assert cold.stored == len(held) + len(salted)
 
 
+@pytest.mark.shows("Llama, Qwen", "V1", "V2", "0.30", "0.31", "0.33")
 @pytest.mark.versions
 @pytest.mark.parametrize("name", STORED)
 def test_restarted_engine_reuses(

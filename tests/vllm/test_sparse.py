@@ -217,6 +217,7 @@ class TestCodes:
         assert (news["loaded"], news["rebuilt"]) == (0, coded.full_blocks)
 
 
+@pytest.mark.shows("Llama, Qwen", "sparse")
 @pytest.mark.versions
 @pytest.mark.parametrize("name", ["long", "middle"])
 def test_prompts_of_a_dense_engine_are_loaded_and_selected_from(

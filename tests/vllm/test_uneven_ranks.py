@@ -26,6 +26,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.shows("Llama, Qwen", "PP 2")
 @pytest.mark.parametrize("partition", ["2,1", pytest.param("1,2", marks=pytest.mark.long)])
 def test_blocks_of_ranks_with_different_layers_are_hit(
     work: Path, host: EngineHost, model: Path, partition: str

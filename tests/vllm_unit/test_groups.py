@@ -187,6 +187,8 @@ def test_the_longest_hit_is_that_of_vllm(name: str) -> None:
     hits_are_those_of_vllm(name, 1)
 
 
+@pytest.mark.shows("Llama, Qwen", "DCP")
+@pytest.mark.shows("DeepSeek", "DCP")
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", IN_CONTEXTS)
 def test_the_longest_hit_over_context_parallel_ranks_is_that_of_vllm(name: str, ranks: int) -> None:

@@ -284,6 +284,7 @@ class LatentRig:
         return found.view(-1, HEADS, RANK)
 
 
+@pytest.mark.shows("DeepSeek", "sparse")
 @pytest.mark.parametrize("name", LATENT)
 @pytest.mark.parametrize("prompt", [0, PROMPT])
 def test_latent_kernels_are_given_the_kept_blocks(

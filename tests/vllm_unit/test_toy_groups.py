@@ -154,6 +154,9 @@ def test_every_life_of_an_engine_gives_the_right_tokens(
             del LateStore.blocks[key]
 
 
+@pytest.mark.shows("DeepSeek", "V1", "V2", "0.30", "0.31", "0.33")
+@pytest.mark.shows("gpt-oss", "0.30")
+@pytest.mark.shows("Qwen3-Next, LFM2", "0.30", "0.31")
 @OVERLAPS
 @pytest.mark.parametrize("name", MODELS)
 def test_a_restarted_engine_hits_all_it_may(life: Life, name: str, overlap: bool) -> None:
@@ -293,6 +296,12 @@ def claimed(engine: ToyEngine, tokens: list[int], specs: list[KVCacheSpec]) -> i
     return engine.claimed["again"] // BLOCK
 
 
+@pytest.mark.shows("Llama, Qwen", "drafter")
+@pytest.mark.shows("DeepSeek", "drafter")
+@pytest.mark.shows("Gemma 3", "drafter")
+@pytest.mark.shows("gpt-oss", "drafter")
+@pytest.mark.shows("Mistral", "drafter")
+@pytest.mark.shows("Llama 4", "drafter")
 @OVERLAPS
 @pytest.mark.parametrize("name", DRAFTS)
 def test_with_a_draft_model_a_hit_is_one_block_shorter(
@@ -338,6 +347,7 @@ def records_of(engine: ToyEngine, request: Any, pipeline: int) -> list[bytes]:
     return record_ids(engine.connector._scheduler._keys.first(request), part_mask(0, pipeline, 0))
 
 
+@pytest.mark.shows("DeepSeek", "TP 2", "PP 2", "TP + PP")
 @OVERLAPS
 @pytest.mark.parametrize("form", RANKS)
 @pytest.mark.parametrize("name", ["full", "latent attention", "full and a window"])
@@ -369,6 +379,7 @@ def test_engines_of_several_ranks_hit_what_all_of_them_have(
         assert claimed(life(name, **args), PROMPT, specs) == 8 - pipeline
 
 
+@pytest.mark.shows("DeepSeek", "DP 2")
 @pytest.mark.parametrize("name", ["latent attention", "full and a window"])
 def test_two_engines_of_one_deployment_share_the_store(
     life: Life, monkeypatch: pytest.MonkeyPatch, name: str
