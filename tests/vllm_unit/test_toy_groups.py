@@ -347,19 +347,30 @@ def records_of(engine: ToyEngine, request: Any, pipeline: int) -> list[bytes]:
     return record_ids(engine.connector._scheduler._keys.first(request), part_mask(0, pipeline, 0))
 
 
+def writes_of(monkeypatch: pytest.MonkeyPatch) -> Counter[bytes]:
+    """How often each record is written, from now on."""
+    writes, dump = Counter[bytes](), LateStore.dump_data
+
+    def dump_data(store: Any, block_ids: Any, *args: Any, **more: Any) -> Any:
+        writes.update(set(block_ids))
+        return dump(store, block_ids, *args, **more)
+
+    monkeypatch.setattr(LateStore, "dump_data", dump_data)
+    return writes
+
+
 @pytest.mark.shows("DeepSeek", "TP 2", "PP 2", "TP + PP")
 @OVERLAPS
 @pytest.mark.parametrize("form", RANKS)
 @pytest.mark.parametrize("name", ["full", "latent attention", "full and a window"])
 def test_engines_of_several_ranks_hit_what_all_of_them_have(
-    life: Life, name: str, form: str, overlap: bool
+    life: Life, monkeypatch: pytest.MonkeyPatch, name: str, form: str, overlap: bool
 ) -> None:
     """Each rank stores its own layers, and of latent attention one of the tensor ranks stores
     them."""
-    if overlap and "PP" in form and form != "PP":
-        pytest.skip("once is enough")
     specs = 2 * MODELS.get(name, [full(), full()])
     args = {"specs": specs, "blocks": 120, "overlap": overlap, **RANKS[form]}
+    writes = writes_of(monkeypatch)
     first = life(name, **args)
     request = first.add("a", PROMPT, COUNT)
     first.until(request.is_finished)
@@ -372,6 +383,7 @@ def test_engines_of_several_ranks_hit_what_all_of_them_have(
     assert copies == pipelines * (1 if alike else tensors)
     groups = len(first.scheduler.kv_cache_config.kv_cache_groups)
     assert len(LateStore.blocks) == 9 * copies * groups
+    assert set(writes.values()) == {1}
     assert claimed(life(name, **args), PROMPT, specs) == 9
     for pipeline in range(pipelines):
         lost = records_of(first, request, pipeline)[8 - pipeline]
@@ -386,17 +398,11 @@ def test_two_engines_of_one_deployment_share_the_store(
 ) -> None:
     """What one has published the other loads and does not store again. If both compute a prompt at
     once, each writes it once at most."""
-    writes = Counter[bytes]()
-    dump, check, late = LateStore.dump_data, LateStore.check, [True]
-
-    def dump_data(store: Any, block_ids: Any, *args: Any, **more: Any) -> Any:
-        writes.update(set(block_ids))
-        return dump(store, block_ids, *args, **more)
+    writes, check, late = writes_of(monkeypatch), LateStore.check, [True]
 
     def publishes(store: Any, task: Any, *args: Any) -> bool:
         return not (late[0] and task.handle == "dump") and check(store, task, *args)
 
-    monkeypatch.setattr(LateStore, "dump_data", dump_data)
     monkeypatch.setattr(LateStore, "check", publishes)
     engines, specs = [life(name, blocks=120) for _ in "ab"], MODELS[name]
     for engine in engines:

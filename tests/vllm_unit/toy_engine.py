@@ -38,7 +38,7 @@ LOAD_POLLS, STAGE_POLLS = 4, 3
 #: Steps that compute something after which a test fails: more than any run takes that goes on at
 #: all; and as many times as many that compute nothing, for threads that a busy machine keeps from
 #: their work.
-STEPS, IDLE_STEPS = 300, 2
+STEPS, IDLE_STEPS = 3000, 20
 #: Deadlines longer than any test: what is late is a miss, on a busy machine too.
 PATIENT = {
     "lookup_ms": 20_000,
@@ -356,7 +356,7 @@ class ToyEngine:
         self.worker, self.caches = self.ranks[0].connector, self.ranks[0].caches
         self._aggregator = KVOutputAggregator(len(self.ranks))
         self._seen_layers = len(specs) or 1  # of the model's own only the first is seen
-        self._overlap = overlap
+        self.specs, self._overlap = specs, overlap
         self._scheduled: list[tuple[Any, dict[str, Row]]] = []  # steps that did not run yet
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(hashed, sha256)
