@@ -29,8 +29,8 @@ FORMS = (
 
 @dataclass(frozen=True)
 class Cell:
-    """Whether KV of a kind is cached in a form: ``test`` shows it, ``refused`` is how the log
-    explains why not; neither: it was not tested."""
+    """Whether KV of a kind is cached in a form: ``test`` shows it, or ``refused`` is how the log
+    explains why not."""
 
     shown: str
     test: str = ""
@@ -69,16 +69,19 @@ def refused(text: str) -> Cell:
     return Cell("no", refused=text)
 
 
-NOT_TESTED = Cell("not tested")
 ALIKE = engines("tests/vllm/test_forms.py::test_a_prompt_that_comes_again_is_a_hit")
 GROUPS = engines("tests/vllm/test_groups.py::test_a_prompt_that_comes_again_is_a_hit")
 TOYS = types("tests/vllm_unit/test_toy_groups.py::test_a_restarted_engine_hits_all_it_may")
 SHARED = engines("tests/vllm/test_forms.py::test_two_engines_of_one_deployment_share_the_store")
 CONTEXT = types(
-    "tests/vllm_unit/test_identity.py::test_blocks_over_context_parallel_ranks_hold_more_tokens"
+    "tests/vllm_unit/test_groups.py::"
+    "test_the_longest_hit_over_context_parallel_ranks_is_that_of_vllm"
 )
-COPIES = types(
-    "tests/connector/test_transfers.py::test_a_rank_with_replicated_kv_writes_nothing_and_agrees"
+TOY_RANKS = types(
+    "tests/vllm_unit/test_toy_groups.py::test_engines_of_several_ranks_hit_what_all_of_them_have"
+)
+TOY_SHARED = types(
+    "tests/vllm_unit/test_toy_groups.py::test_two_engines_of_one_deployment_share_the_store"
 )
 REUSE = engines("tests/vllm/test_reuse.py::test_restarted_engine_reuses")
 RANKS = engines("tests/vllm/test_ranks.py::test_both_ranks_load")
@@ -91,7 +94,9 @@ SELECTED = engines(
 LATENT = types(
     "tests/vllm_unit/test_sparse_latent.py::test_latent_kernels_are_given_the_kept_blocks"
 )
-DRAFTS = types("tests/vllm_unit/test_groups.py::test_the_longest_hit_is_that_of_vllm")
+DRAFTS = types(
+    "tests/vllm_unit/test_toy_groups.py::test_with_a_draft_model_a_hit_is_one_block_shorter"
+)
 NO_DCP = refused(
     "with decode context parallelism KV of 2 groups is not cached: nothing is claimed or stored;"
     " start vLLM with --decode-context-parallel-size 1"
@@ -105,6 +110,11 @@ NO_DRAFTS = refused(
     " start vLLM without --speculative-config"
 )
 NO_SPARSE = refused("this model has 2 KV cache groups, and blocks are chosen in one")
+#: vLLM refuses these itself.
+WINDOWS_DCP = refused("DCP not support sliding window.")
+WINDOWS_SPARSE = refused(
+    "no layer of this model attends to all of its context by a block table alone"
+)
 
 KINDS = (
     Kind(
@@ -131,7 +141,10 @@ KINDS = (
         "DeepSeek",
         ("MLAAttentionSpec",),
         "",
-        (TOYS, TOYS, COPIES, *[NOT_TESTED] * 4, NO_PCP, *[NOT_TESTED] * 4, LATENT),
+        (
+            *(TOYS, TOYS, *[TOY_RANKS] * 3, TOY_SHARED),
+            *(CONTEXT, NO_PCP, DRAFTS, *[TOYS] * 3, LATENT),
+        ),
     ),
     Kind(
         "windows beside full attention",
@@ -145,12 +158,11 @@ KINDS = (
         "gpt-oss",
         ("SlidingWindowSpec", "FullAttentionSpec"),
         "gpt_oss",
-        # the attention of 0.30 on a CPU computes no sinks in float32
+        # the attention of 0.30 on a CPU computes no sinks in float32: no engine of it
         (
-            *[ALIKE] * 4,
-            *[NOT_TESTED] * 2,
+            *(*[ALIKE] * 5, SHARED),
             *(NO_DCP, NO_PCP, DRAFTS),
-            *(NOT_TESTED, ALIKE, ALIKE),
+            *(TOYS, ALIKE, ALIKE),
             NO_SPARSE,
         ),
     ),
@@ -160,8 +172,8 @@ KINDS = (
         ("SlidingWindowSpec",),
         "mistral",
         (
-            *(GROUPS, GROUPS, ALIKE, ALIKE, NOT_TESTED, SHARED, NOT_TESTED, NO_PCP, NOT_TESTED),
-            *(*[ALIKE] * 3, NOT_TESTED),
+            *(GROUPS, GROUPS, *[ALIKE] * 3, SHARED, WINDOWS_DCP, NO_PCP, DRAFTS),
+            *(*[ALIKE] * 3, WINDOWS_SPARSE),
         ),
     ),
     Kind(
@@ -169,19 +181,21 @@ KINDS = (
         "Llama 4",
         ("ChunkedLocalAttentionSpec", "FullAttentionSpec"),
         "llama4",
-        (*[ALIKE] * 5, NOT_TESTED, NO_DCP, NO_PCP, NOT_TESTED, *[ALIKE] * 3, NO_SPARSE),
+        (
+            *(*[ALIKE] * 5, SHARED),
+            *(NO_DCP, NO_PCP, DRAFTS, *[ALIKE] * 3, NO_SPARSE),
+        ),
     ),
     Kind(
         "states (Mamba, linear attention, short convolutions) beside full attention",
         "Qwen3-Next, LFM2",
         ("MambaSpec", "FullAttentionSpec"),
         "lfm2",
-        # 0.30 and 0.31 do not start this model on a CPU
+        # 0.30 and 0.31 do not start this model on a CPU: no engines of them
         (
-            *[ALIKE] * 4,
-            *[NOT_TESTED] * 2,
+            *(*[ALIKE] * 5, SHARED),
             *(NO_DCP, NO_PCP, NO_DRAFTS),
-            *(NOT_TESTED, NOT_TESTED, ALIKE),
+            *(TOYS, TOYS, ALIKE),
             NO_SPARSE,
         ),
     ),
@@ -236,13 +250,15 @@ def proofs() -> Iterator[str]:
     found: dict[str, dict[str, list[str]]] = {}
     for kind in KINDS:
         for form, cell in kind.in_forms():
-            if cell is not NOT_TESTED:
-                key = f"`{cell.test}`" if cell.test else f"“{cell.refused}”"
-                found.setdefault(key, {}).setdefault(kind.such_as, []).append(form)
+            key = f"`{cell.test}`" if cell.test else f"“{cell.refused}”"
+            found.setdefault(key, {}).setdefault(kind.such_as, []).append(form)
     yield "| test, or what the log says | of |"
     yield "|---|---|"
     for key, where in found.items():
-        shown = "; ".join(f"{name}: {', '.join(forms)}" for name, forms in where.items())
+        alike: dict[str, list[str]] = {}
+        for name, forms in where.items():
+            alike.setdefault(", ".join(forms), []).append(name)
+        shown = "; ".join(f"{', '.join(names)}: {forms}" for forms, names in alike.items())
         yield f"| {key} | {shown} |"
 
 
@@ -251,7 +267,7 @@ def others() -> Iterator[str]:
     yield "| vLLM's name | what it is | what to do |"
     yield "|---|---|---|"
     for name, (what, instead) in OTHERS.items():
-        yield f"| `{name}` | {what} | {instead} |"
+        yield f"| `{name}` | {what} | {'nothing' if instead == THE_MODELS else instead} |"
 
 
 def written(text: str) -> str:

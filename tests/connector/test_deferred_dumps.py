@@ -142,7 +142,7 @@ def test_held_blocks_are_released(why: str) -> None:
     elif why == "reset":
         rig.scheduler.reset_cache()
     elif why == "taken":
-        rig.tables.block_pool.get_new_blocks(rig.free_blocks())
+        rig.tables.tables["other"] = rig.tables.block_pool.get_new_blocks(rig.free_blocks())
     else:
         rig.readiness.off("the user's wish")
     assert offered(rig.step()) == []
@@ -302,7 +302,7 @@ def test_a_block_without_room_is_offered_after_its_request_ended() -> None:
 def test_blocks_that_vllm_reuses_before_there_is_room_are_not_offered() -> None:
     rig, plan = with_little_room(7)
     # Eight that the request did not use, and its last three.
-    taken = rig.tables.block_pool.get_new_blocks(8 + 3)
+    taken = rig.tables.tables["other"] = rig.tables.block_pool.get_new_blocks(8 + 3)
     stored(rig, plan, free=10)
     plan = rig.step()
     assert offered(plan) == [(2, 2)]

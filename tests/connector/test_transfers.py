@@ -666,7 +666,6 @@ def test_a_refusal_ends_the_chain_for_the_step() -> None:
     assert (report.ranks[0].last_job, store.tasks) == (2, [])
 
 
-@pytest.mark.shows("DeepSeek", "TP 2")
 def test_a_rank_with_replicated_kv_writes_nothing_and_agrees() -> None:
     worker = Worker(writer=False)
     store = worker.open()

@@ -40,7 +40,7 @@ STORED = "all(one.store.check(one.task) for one in connector._worker.dumps._runn
 #: it holds.
 RUNNING = """[
     (r.request_id, r.num_computed_tokens, r.num_output_tokens,
-     sum(not b.is_null for b in m.req_to_blocks[r.request_id]) + len(m._hot.get(r.request_id, ())))
+     sum(not b.is_null for b in m.req_to_blocks[r.request_id]) + len(m.hot.get(r.request_id, ())))
     for m in scheduler.kv_cache_manager.coordinator.single_type_managers for r in scheduler.running
 ]"""
 

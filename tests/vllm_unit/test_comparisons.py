@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from toy_engine import BLOCK, BLOCKS, LateStore, ToyEngine, expected
+from toy_engine import BLOCK, BLOCKS, LateStore, Rank, Row, ToyEngine, expected
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
@@ -128,12 +128,10 @@ class Wrong(ToyEngine):
 
     factor = 1.0
 
-    def _forward(self, name: str, count: int) -> list[int]:
-        tokens = super()._forward(name, count)
-        number = self.scheduler.kv_cache_manager.get_block_ids(name)[0][2]
-        layer = list(self.caches.values())[1][number]
+    def _forward(self, rank: Rank, row: Row) -> None:
+        super()._forward(rank, row)
+        layer = list(rank.caches.values())[1][row.tables[0][2]]
         layer[1, 5, 3] = layer[0, 5, 3] * self.factor
-        return tokens
 
 
 @pytest.mark.parametrize(

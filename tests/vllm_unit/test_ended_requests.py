@@ -19,6 +19,7 @@ from toy_engine import BLOCK, STAGE_POLLS, LateStore, ToyEngine, expected
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.request import RequestStatus
 
 from ucm.errors import BusyError
 from ucm.integration.vllm.connector.metadata import (
@@ -252,6 +253,36 @@ def test_reused_blocks_that_left_a_running_request_are_counted(life: Life, name:
     assert published + lost["overwritten"] == groups * (len(prompt) // BLOCK)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [("full and a window", {}), ("windows alone", {}), ("full", {"enable_prefix_caching": False})],
+)
+def test_what_vllm_does_not_keep_is_stored_after_the_end(
+    life: Life, name: str, args: dict[str, Any], overlap: bool
+) -> None:
+    """Blocks that are not in vLLM's prefix cache: of windows in the output, or all. With steps that
+    overlap vLLM holds them until the step has ended that still runs."""
+    engine = opened(life(name, blocks=150, overlap=overlap, **args), name)
+    engine.until(lambda: stored(engine))
+    lost = lost_of(engine)
+    SlowStore.slots = 0
+    prompt = prompt_of(1, 1)
+    right = expected(prompt, 96, MODELS[name])
+    end = next(at for at in range(70, 96) if right[at] not in right[:at])
+    request = engine.add("long", prompt, 96, stop=right[end])
+    engine.until(request.is_finished)
+    assert list(request.output_token_ids) == right[: end + 1]
+    assert waiting(engine), "the store had room: the test proves nothing"
+    for _ in range(5):
+        engine.step()
+    SlowStore.slots = 3
+    engine.until(lambda: stored(engine))
+    assert not lost["overwritten"] + lost["ended"]  # what is refused is offered again
+    again = prompt + right[: end + 1]
+    assert hit(life(name, slow=False, blocks=120), again, name) == len(again) // BLOCK
+
+
 @pytest.mark.parametrize("share", [0.5, 0.0])
 def test_in_a_full_pool_a_new_request_waits_for_running_ones(
     life: Life, share: float, monkeypatch: pytest.MonkeyPatch
@@ -396,38 +427,49 @@ def with_a_second_rank(engine: ToyEngine, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    ("seed", "overlap"),
+    [(seed, overlap) for overlap in (False, True) for seed in range(3 if overlap else 6)],
+)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_nothing_foreign_is_stored(life: Life, name: str, seed: int, ranks: int) -> None:
+def test_nothing_foreign_is_stored(
+    life: Life, name: str, seed: int, overlap: bool, ranks: int
+) -> None:
     """Whatever vLLM hands out while the store stalls and goes on, in a pool that is full: every
     record that another engine loads gives the right tokens. The first of two ranks refuses
-    blocks that the second one has read."""
+    blocks that the second one has read. With steps that overlap, requests end, by a stop token or
+    aborted, while a step of them runs."""
     rng = random.Random(seed)
     SlowStore.slots = rng.choice((1, 3))
     groups = len({type(spec) for spec in MODELS[name]})
     share = rng.choice((0.0, 0.125, 0.6))
     pool = groups * rng.randint(17, 30)
-    engine = opened(life(name, blocks=pool, keys={"hold_share": share}), name)
+    engine = opened(life(name, blocks=pool, keys={"hold_share": share}, overlap=overlap), name)
     if ranks > 1:
         SlowStore.boasts = 100
         with_a_second_rank(engine, rng)
     prompts: list[list[int]] = []
-    running: dict[str, tuple[Any, list[int], int]] = {}
+    running: dict[str, tuple[Any, list[int]]] = {}
     for number in range(30):
         before = rng.choice([*prompts, []])
         kept = rng.choice((len(before), len(before) // BLOCK * BLOCK // 2, 0))
         tail = [rng.randint(3, 400) for _ in range(rng.randint(1, 160))]
         prompts.append((before[:kept] + tail)[:380])
-        count = rng.randint(1, 12)
-        request = engine.add(f"{number}", prompts[-1], count)
-        running[f"{number}"] = request, prompts[-1], count
+        right = expected(prompts[-1], rng.randint(1, 12), MODELS[name])
+        more, stop = (5, right[-1]) if overlap else (0, None)
+        request = engine.add(f"{number}", prompts[-1], len(right) + more, stop=stop)
+        running[f"{number}"] = request, right[: right.index(right[-1]) + 1] if overlap else right
         for _ in range(rng.randint(1, 12)):
             SlowStore.stalled = rng.random() < 0.8
             engine.step()
+        if overlap and rng.random() < 0.2:
+            engine.scheduler.finish_requests(f"{number}", RequestStatus.FINISHED_ABORTED)
     SlowStore.stalled, SlowStore.boasts = False, 0
-    engine.until(lambda: all(one.is_finished() for one, _, _ in running.values()))
-    for request, prompt, count in running.values():
-        assert list(request.output_token_ids) == expected(prompt, count, MODELS[name])
+    engine.until(lambda: all(one.is_finished() for one, _ in running.values()))
+    for request, right in running.values():
+        tokens = list(request.output_token_ids)
+        aborted = request.status == RequestStatus.FINISHED_ABORTED
+        assert tokens == (right[: len(tokens)] if aborted else right)
     engine.until(lambda: stored(engine))
     SlowStore.stalled = True
     ended = engine.add("ended", prompt_of(seed, 9), 1)
@@ -436,7 +478,7 @@ def test_nothing_foreign_is_stored(life: Life, name: str, seed: int, ranks: int)
     SlowStore.stalled = False
     engine.until(lambda: stored(engine))
     # The first of these lives stores what is missing, so that the second one loads every record.
-    for again in (life(name, slow=False, blocks=200) for _ in "ab"):
+    for again in (life(name, slow=False, blocks=200, overlap=overlap) for _ in "ab"):
         for at in range(0, len(prompts), 4):
             answers(again, prompts[at : at + 4], name)
         again.until(lambda again=again: stored(again))

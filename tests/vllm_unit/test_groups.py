@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
@@ -46,6 +47,10 @@ def window(block: int, tokens: int) -> KVCacheSpec:
 
 def chunk(block: int, tokens: int) -> KVCacheSpec:
     return ChunkedLocalAttentionSpec(block_size=block, attention_chunk_size=tokens, **SHAPE)
+
+
+def latent(block: int) -> KVCacheSpec:
+    return MLAAttentionSpec(block_size=block, **SHAPE | {"num_kv_heads": 1})
 
 
 def state(block: int) -> KVCacheSpec:
@@ -93,15 +98,26 @@ MODELS = {
     "full, draft with a window": Model((full(4), window(4, 10)), frozenset((1,))),
     "draft, window": Model((full(4), window(4, 10)), frozenset((0,))),
     "draft, states": Model((full(4), state(4)), frozenset((0,))),
+    "latent (DeepSeek)": Model((latent(4),)),
+    "latent draft (DeepSeek)": Model((latent(4),), frozenset((0,))),
+    "draft with a window alone": Model((window(4, 9),), frozenset((0,))),
+    "window, draft (Mistral)": Model((window(4, 9), full(4)), frozenset((1,))),
+    "window, draft with another": Model((window(4, 9), window(4, 17)), frozenset((1,))),
+    "window, draft with the same": Model((window(4, 9), window(4, 9)), frozenset((1,))),
+    "chunks, draft": Model((chunk(4, 12), full(4)), frozenset((1,))),
+    "draft, chunks (Llama 4)": Model((full(4), chunk(4, 16)), frozenset((0,))),
 }
+#: Those whose blocks vLLM spreads over ranks of decode context parallelism and ucm serves so.
+IN_CONTEXTS = ("full", "draft", "latent (DeepSeek)", "latent draft (DeepSeek)")
 
 
 class Coordinator:
     """vLLM's coordinator of a model, over a pool in which some blocks are cached."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, ranks: int = 1) -> None:
+        """``ranks``: of decode context parallelism."""
         self.model, self.config = model, model.config()
-        sizes = [spec.block_size for spec in model.specs]
+        self.sizes = sizes = [spec.block_size * ranks for spec in model.specs]
         self.hashed, self.aligned = math.gcd(*sizes), math.lcm(*sizes)
         self.coordinator = get_kv_cache_coordinator(
             kv_cache_config=self.config,
@@ -110,7 +126,7 @@ class Coordinator:
             use_eagle=bool(model.drafts),
             enable_caching=True,
             enable_kv_cache_events=False,
-            dcp_world_size=1,
+            dcp_world_size=ranks,
             pcp_world_size=1,
             scheduler_block_size=self.aligned,
             hash_block_size=self.hashed,
@@ -123,8 +139,8 @@ class Coordinator:
         cache = type(pool.cached_block_hash_to_block)()
         pool.cached_block_hash_to_block = cache
         hashes = [BlockHash(at.to_bytes(32, "big")) for at in range(tokens // self.hashed)]
-        for group, spec in enumerate(self.model.specs):
-            step = spec.block_size // self.hashed
+        for group, size in enumerate(self.sizes):
+            step = size // self.hashed
             for at, there in enumerate(present[group]):
                 if there:
                     key = make_block_hash_with_group_id(self._hash(hashes, at, step), group)
@@ -149,11 +165,12 @@ def tables(groups: tuple[Group, ...], present: list[list[bool]], blocks: int) ->
     return found
 
 
-def histories(rng: random.Random, model: Model, tokens: int) -> list[list[bool]]:
-    """Blocks as prompts, evictions and windows leave them: runs, holes, and a last window."""
+def histories(rng: random.Random, sizes: list[int], tokens: int) -> list[list[bool]]:
+    """Blocks of these sizes as prompts, evictions and windows leave them: runs, holes, and a last
+    window."""
     made = []
-    for spec in model.specs:
-        blocks = tokens // spec.block_size
+    for size in sizes:
+        blocks = tokens // size
         there = [rng.random() < rng.choice((0.5, 0.9, 0.98, 1.0)) for _ in range(blocks)]
         if rng.random() < 0.3 and blocks:
             end = rng.randint(0, blocks)
@@ -165,13 +182,24 @@ def histories(rng: random.Random, model: Model, tokens: int) -> list[list[bool]]
     return made
 
 
-@pytest.mark.shows("Llama, Qwen", "drafter")
-@pytest.mark.shows("Gemma 3", "drafter")
-@pytest.mark.shows("gpt-oss", "drafter")
 @pytest.mark.parametrize("name", MODELS)
 def test_the_longest_hit_is_that_of_vllm(name: str) -> None:
+    hits_are_those_of_vllm(name, 1)
+
+
+@pytest.mark.shows("Llama, Qwen", "DCP")
+@pytest.mark.shows("DeepSeek", "DCP")
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", IN_CONTEXTS)
+def test_the_longest_hit_over_context_parallel_ranks_is_that_of_vllm(name: str, ranks: int) -> None:
+    """A block of vLLM and of the store has the tokens of all ranks."""
+    hits_are_those_of_vllm(name, ranks)
+
+
+def hits_are_those_of_vllm(name: str, ranks: int) -> None:
     model, rng = MODELS[name], random.Random(name)
-    vllm, groups = Coordinator(model), groups_of(model.config())
+    vllm, groups = Coordinator(model, ranks), groups_of(model.config(), ranks)
+    assert math.lcm(*(group.tokens for group in groups)) == vllm.aligned
     block, several = vllm.aligned, len(groups) > 1
     if several and model.drafts and not vllm.hit([[True] * 2] * len(groups), 2 * block, block):
         pytest.skip("of several groups this version drops the block before, as of one: see below")
@@ -180,7 +208,7 @@ def test_the_longest_hit_is_that_of_vllm(name: str) -> None:
         # A hit never has the last token. Of one group with a draft model vLLM drops the last block
         # that may be a hit, of several the one behind it; we do the latter.
         most = tokens - 1 if several or not model.drafts else tokens // block * block
-        present = histories(rng, model, tokens)
+        present = histories(rng, vllm.sizes, tokens)
         blocks = tokens // block
         ours = known_hit(groups, tables(groups, present, blocks), most // block)
         assert ours * block == vllm.hit(present, tokens, most // block * block), present
@@ -190,11 +218,11 @@ def test_the_longest_hit_is_that_of_vllm(name: str) -> None:
 def test_looking_up_what_is_not_known_finds_the_same_hit(name: str) -> None:
     """Blocks are looked up from the end on, and only those that can matter."""
     model, rng = MODELS[name], random.Random(name)
-    groups = groups_of(model.config())
+    groups, sizes = groups_of(model.config()), [spec.block_size for spec in model.specs]
     for _ in range(200):
         blocks = rng.randint(1, 40)
-        block = math.lcm(*(spec.block_size for spec in model.specs))
-        there = tables(groups, histories(rng, model, blocks * block), blocks)
+        block = math.lcm(*sizes)
+        there = tables(groups, histories(rng, sizes, blocks * block), blocks)
         known = [bytearray((UNKNOWN,)) * blocks for _ in groups]
         while True:
             hit, unknown = longest_hit(groups, known, blocks - 1)

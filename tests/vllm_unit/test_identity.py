@@ -458,12 +458,21 @@ def test_weights_are_filled_in_and_left_out(engines: Any, tiny: Path) -> None:
     assert differences(early, late) == ['weights is "" here and "sha256:ab" there']
 
 
-@pytest.mark.shows("Llama, Qwen", "DCP")
 def test_blocks_over_context_parallel_ranks_hold_more_tokens(engines: Any, tiny: Path) -> None:
     config = engines.engine_config(tiny)
     scheduler, _ = engines.kv_configs(config)
+    plain = engine_identity(config, scheduler, "w")
     config.parallel_config.decode_context_parallel_size = 2
     assert block_tokens(config, scheduler) == 64
+    over_two = engine_identity(config, scheduler, "w")
+    assert differences(plain, over_two) == [
+        "block_tokens is 32 here and 64 there",
+        "decode_context_parallel.size is 1 here and 2 there",
+    ]
+    config.parallel_config.cp_kv_cache_interleave_size = 16
+    assert differences(over_two, engine_identity(config, scheduler, "w")) == [
+        "decode_context_parallel.interleave is 1 here and 16 there"
+    ]
 
 
 def test_scales_that_follow_from_the_first_request_have_no_identity(

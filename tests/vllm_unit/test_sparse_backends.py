@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import matrix
 import pytest
 import torch
 from sparse_parts import (
@@ -308,12 +310,41 @@ def test_layers_that_weigh_keys_by_position_stay_dense() -> None:
     layers = {
         "a": layer(),
         "windowed": layer(sliding_window=64),
+        "in chunks": layer(attention_chunk_size=64),
         "alibi": layer(alibi_slopes=[1.0]),
         "shared": layer(kv_sharing_target_layer_name="a"),
         "encoder": layer(kind="encoder_only"),
     }
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
     assert list(served_layers(config, [*layers, "unknown"])) == ["a"]
+
+
+def test_a_model_with_windows_alone_is_not_selected_from(
+    engines: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Mistral. Its blocks before a window are no longer the request's, so its spec stays vLLM's,
+    with vLLM's manager, and the engine does not start."""
+    from vllm.distributed import parallel_state
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    from ucm.integration.vllm.attention.spec import customize_spec
+    from ucm.integration.vllm.connector.worker.sparse import SparseWorker
+
+    config = sparse_engine(engines, tiny, tmp_path, **QUEST)
+    spec = SlidingWindowSpec(
+        block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64
+    )
+    assert customize_spec(spec, config) is spec
+    layers = dict.fromkeys(engines.layer_specs(config), spec)
+    scheduler, (known,) = engines.kv_configs(config, [layers])
+    refuse_unsupported(config, scheduler)
+    impl = SimpleNamespace(alibi_slopes=None, attn_type="decoder")
+    layer = SimpleNamespace(impl=impl, sliding_window=64, kv_sharing_target_layer_name=None)
+    config.compilation_config.static_forward_context = dict.fromkeys(layers, layer)
+    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: SimpleNamespace(rank_in_group=0))
+    worker = SparseWorker(sparse_config(config), config, known)
+    with pytest.raises(ConfigError, match=re.escape(matrix.WINDOWS_SPARSE.refused)):
+        worker.register_kv_caches({})
 
 
 # What kernels are handed

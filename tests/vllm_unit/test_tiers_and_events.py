@@ -41,7 +41,7 @@ def ask(engine: ToyEngine, name: str, seed: int = 0, **params: Any) -> Any:
     """Run one request to its end, and its dumps; its tokens are right."""
     request = engine.add(name, prompt(seed), 3, **params)
     engine.until(request.is_finished)
-    assert list(request.output_token_ids) == expected(prompt(seed), 3, engine._specs)
+    assert list(request.output_token_ids) == expected(prompt(seed), 3, engine.specs)
     engine.until(lambda: not engine.connector._scheduler.dumps.under_way)
     return request
 

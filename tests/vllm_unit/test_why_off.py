@@ -158,6 +158,28 @@ def test_every_kind_of_vllm_is_in_the_table() -> None:
     assert not cached & matrix.OTHERS.keys()
 
 
+def test_kv_that_vllm_replays_is_not_served() -> None:
+    """Blocks that a step computes again from a window on (``Request.replay_start``) would be
+    offered: vLLM has such a step for one kind alone."""
+    from vllm.v1 import kv_cache_interface as interface
+
+    bases = {"KVCacheSpec", "UniformTypeKVCacheSpecs"}
+    kinds = {name: kind for name, kind in vars(interface).items() if isinstance(kind, type)}
+    replayed = {name for name, kind in kinds.items() if "prefix_replay_tokens" in vars(kind)}
+    assert replayed - bases <= {"SlidingWindowMLASpec"}  # vLLM 0.30 replays nothing
+    assert "SlidingWindowMLASpec" in matrix.OTHERS
+    assert "SlidingWindowMLASpec" not in SERVED
+
+
+def test_vllm_refuses_windows_over_context_parallel_ranks(engines: Any, tiny: Path) -> None:
+    """It lays its KV cache out before it makes a connector."""
+    config = engines.engine_config(tiny)
+    layers = windowed(engines, config, 2)
+    config.parallel_config.decode_context_parallel_size = 2
+    with pytest.raises(AssertionError, match=matrix.WINDOWS_DCP.refused):
+        engines.kv_configs(config, [layers])
+
+
 def test_several_groups_are_not_cached_over_context_parallel_ranks(
     engines: Any, tiny: Path
 ) -> None:
@@ -179,7 +201,9 @@ def test_nothing_is_cached_with_prefill_context_parallelism(engines: Any, tiny: 
 
 def test_every_refusal_of_the_page_says_what_to_do() -> None:
     refused = {cell.refused for kind in matrix.KINDS for cell in kind.cells if cell.refused}
-    of_cache = refused - {matrix.NO_SPARSE.refused}
+    of_cache = refused - {
+        one.refused for one in (matrix.NO_SPARSE, matrix.WINDOWS_SPARSE, matrix.WINDOWS_DCP)
+    }
     assert of_cache == {one.refused for one in (matrix.NO_DCP, matrix.NO_PCP, matrix.NO_DRAFTS)}
     assert all("; start vLLM with" in text for text in of_cache)
 

@@ -9,15 +9,20 @@ every token after it. The store of these tests copies at the latest moment
 that it may: a load when it is found finished, a dump when it is found staged. So a load that is
 reported too early writes into blocks of other requests, and a dump that is forgotten stores bytes
 of others.
+
+Of several ranks each has a worker of its own, with the KV of its layers. With ``overlap`` a step is
+scheduled before the one before it runs, as by vLLM's asynchronous scheduling.
 """
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -151,6 +156,98 @@ def _answer(seen: dict[int, list[int]], end: int) -> int:
     )
 
 
+@dataclass(frozen=True)
+class Row:
+    """What a step computes of a request, as it was scheduled."""
+
+    request: Any
+    #: Its tokens at the end of the step, and how many of them the step computes.
+    end: int
+    count: int
+    #: Its block tables, by KV group.
+    tables: Sequence[Sequence[int]]
+
+
+class Rank:
+    """The worker of one rank, with the KV of its layers."""
+
+    def __init__(self, connector: Any, kv_cache: Any, first: int, apart: bool) -> None:
+        """``first``: the number of its first layer; ``apart``: plans come from another process."""
+        self.connector, self.first, self.apart = connector, first, apart
+        self.caches: dict[str, Any] = {}
+        self.layers: list[tuple[Any, int, Any]] = []  # of each its KV, KV group and spec
+        every = [
+            (name, group, one.kv_cache_spec)
+            for group, one in enumerate(kv_cache.kv_cache_groups)
+            for name in one.layer_names
+        ]
+        for name, group, spec in sorted(every, key=lambda layer: layer[0]):
+            cache = torch.zeros(kv_cache.num_blocks, HEADS, spec.block_size, ELEMENTS)
+            self.caches[name] = [cache] if _keeps_state(spec) else cache
+            self.layers.append((cache, group, spec))
+        connector.register_kv_caches(self.caches)
+
+    def step(self, output: Any, forward: Callable[[], None]) -> Any:
+        """What the connector does in a step, around the computation; what it reports."""
+        from vllm.v1.outputs import KVConnectorOutput
+
+        for number in output.new_block_ids_to_zero or ():  # before any connector hears of the step
+            for cache, _, spec in self.layers:
+                if not _keeps_state(spec):
+                    cache[number].zero_()
+        connector, plan = self.connector, output.kv_connector_metadata
+        if self.apart:
+            plan = copy.deepcopy(plan)
+        connector.bind_connector_metadata(plan)
+        connector.start_load_kv(SimpleNamespace(attn_metadata=None))
+        forward()
+        connector.wait_for_save()
+        results = connector.get_transfer_results(output.finished_req_ids)
+        found = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=connector.get_block_ids_with_load_errors(),
+            kv_connector_stats=connector.get_kv_connector_stats(),
+            kv_connector_worker_meta=connector.build_connector_worker_meta(),
+        )
+        connector.clear_connector_metadata()
+        return found
+
+    def compute(self, row: Row) -> None:
+        """Write the KV of a request's tokens in a step."""
+        start, end, tokens = row.end - row.count, row.end, row.request.all_token_ids
+        # a request that was aborted since has no token for its last step
+        new = [tokens[at] if at < len(tokens) else 1 for at in range(start, end)]
+        for layer, (cache, group, spec) in enumerate(self.layers, self.first):
+            table, size = row.tables[group], spec.block_size
+            if _keeps_state(spec):
+                state = int(cache[table[(start - 1) // size], 0, 0, 0]) if start else 1 + layer
+                for token in new:
+                    state = _state(state, token)
+                cache[table[(end - 1) // size]] = state
+                continue
+            for at, token in enumerate(new, start):
+                if at and _first_seen(spec, at) < at:
+                    before = int(cache[table[(at - 1) // size], 0, (at - 1) % size, 0])
+                else:
+                    before = 1 + layer
+                cache[table[at // size], :, at % size] = _state(before, token)
+
+    def seen(self, row: Row, layers: int) -> dict[int, list[int]]:
+        """The KV that the last token of a step sees in the first ``layers`` layers."""
+        found, end = {}, row.end
+        for layer, (cache, group, spec) in enumerate(self.layers[:layers], self.first):
+            table = row.tables[group]
+            if _keeps_state(spec):
+                found[layer] = [int(cache[table[(end - 1) // spec.block_size], 0, 0, 0])]
+                continue
+            places = np.arange(_first_seen(spec, end - 1), end)
+            numbers = np.array(table)[places // spec.block_size]
+            found[layer] = cache[numbers, 0, places % spec.block_size, 0].long().tolist()
+        return found
+
+
 class ToyEngine:
     """One life of an engine."""
 
@@ -164,26 +261,34 @@ class ToyEngine:
         blocks: int = BLOCKS,
         store: dict[str, Any] | None = None,
         keys: dict[str, Any] | None = None,
+        drafts: Sequence[int] = (),
+        overlap: bool = False,
         **args: Any,
     ) -> None:
         """``engines``: helpers of ``engine_free.py``; ``patch``: pytest's monkeypatch; ``sparse``:
         sparse attention is configured. No layer of this model attends, so it selects nothing.
         ``specs``: of its layers, where these are not the model's own; ``blocks`` of the device;
         ``store``: keys of a store of ours in place of :class:`LateStore`; ``keys``: further ones of
-        the connector; ``args``: further arguments of the engine."""
+        the connector; ``drafts``: the KV groups with layers of a draft model; ``overlap``: each
+        step is scheduled before the one before it runs; ``args``: further arguments of the engine.
+        """
         from vllm.config import KVTransferConfig, set_current_vllm_config
         from vllm.distributed import parallel_state
+        from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
 
         from ucm.integration.vllm.connector import UCMConnector
 
-        for name in ("get_pp_group", "get_tp_group"):
-            patch.setattr(
-                parallel_state, name, lambda: SimpleNamespace(rank_in_group=0, world_size=1)
-            )
+        def place(pipeline: int, tensor: int) -> None:
+            for name, at in (("get_pp_group", pipeline), ("get_tp_group", tensor)):
+                group = SimpleNamespace(rank_in_group=at, world_size=1)
+                patch.setattr(parallel_state, name, lambda group=group: group)
+
+        place(0, 0)
         entry = {
             "ucm_connector_name": "LateStore",
             "ucm_connector_module_path": __name__,
@@ -217,35 +322,42 @@ class ToyEngine:
             enable_chunked_prefill=True,
             **defaults | args,
         )
+        # vLLM has none on a CPU
+        self.config.scheduler_config.async_scheduling = overlap
         if any(map(_keeps_state, specs)):  # as vLLM does with a model of such layers
             self.config.cache_config.mamba_cache_mode = "align"
             self.config.cache_config.mamba_block_size = BLOCK
-        layers = {f"model.layers.{at}.self_attn.attn": spec for at, spec in enumerate(specs)}
-        kv_cache, (worker_kv_cache,) = engines.kv_configs(self.config, [layers] if layers else None)
+        parallel = self.config.parallel_config
+        pipelines, self._tensors = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
+        each = -(-len(specs) // pipelines)  # layers of a pipeline rank
+        named = [(f"model.layers.{at}.self_attn.attn", spec) for at, spec in enumerate(specs)]
+        mine = [dict(named[at * each : (at + 1) * each]) for at in range(pipelines)]
+        of_ranks = [layers for layers in mine for _ in range(self._tensors)]
+        kv_cache, of_workers = engines.kv_configs(self.config, of_ranks if specs else None)
+        for known in (kv_cache, *of_workers):
+            for group in drafts:
+                known.kv_cache_groups[group].is_eagle_group = True
         self.config.cache_config.num_gpu_blocks = kv_cache.num_blocks
         sizes = [group.kv_cache_spec.block_size for group in kv_cache.kv_cache_groups]
         block, hashed = math.lcm(*sizes), math.gcd(*sizes)
         with set_current_vllm_config(self.config):
             unused: Any = SimpleNamespace(accept_tokens=lambda *_: True)
-            self.scheduler = Scheduler(
+            self.scheduler = (AsyncScheduler if overlap else Scheduler)(
                 self.config, kv_cache, unused, block, hash_block_size=hashed, log_stats=True
             )
-            self.worker = UCMConnector(self.config, KVConnectorRole.WORKER, worker_kv_cache)
+            self.ranks: list[Rank] = []
+            for number, known in enumerate(of_workers):
+                pipeline, tensor = divmod(number, self._tensors)
+                place(pipeline, tensor)
+                worker = UCMConnector(self.config, KVConnectorRole.WORKER, known)
+                self.ranks.append(Rank(worker, known, pipeline * each, len(of_workers) > 1))
+            place(0, 0)
         self.connector: Any = self.scheduler.connector
-        self.caches: dict[str, Any] = {}
-        self._specs = specs
-        self._layers = []  # for each its KV group and its spec
-        every = [
-            (name, group, one.kv_cache_spec)
-            for group, one in enumerate(worker_kv_cache.kv_cache_groups)
-            for name in one.layer_names
-        ]
-        for name, group, spec in sorted(every, key=lambda layer: layer[0]):
-            shape = kv_cache.num_blocks, HEADS, spec.block_size, ELEMENTS
-            cache = torch.zeros(shape)
-            self.caches[name] = [cache] if _keeps_state(spec) else cache
-            self._layers.append((group, spec))
-        self.worker.register_kv_caches(self.caches)
+        self.worker, self.caches = self.ranks[0].connector, self.ranks[0].caches
+        self._aggregator = KVOutputAggregator(len(self.ranks))
+        self._seen_layers = len(specs) or 1  # of the model's own only the first is seen
+        self.specs, self._overlap = specs, overlap
+        self._scheduled: list[tuple[Any, dict[str, Row]]] = []  # steps that did not run yet
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(hashed, sha256)
         self.reported: list[str] = []  # requests whose load was reported as ended, by the worker
@@ -272,16 +384,23 @@ class ToyEngine:
         return {name: list(request.output_token_ids) for name, request in requests.items()}
 
     def add(
-        self, name: str, tokens: list[int], count: int, salt: str | None = None, **params: Any
+        self,
+        name: str,
+        tokens: list[int],
+        count: int,
+        salt: str | None = None,
+        stop: int | None = None,
+        **params: Any,
     ) -> Any:
-        """A request for ``count`` output tokens; the steps from now on run it. ``params``: its
-        ``kv_transfer_params``."""
+        """A request for ``count`` output tokens, or up to a token ``stop``; the steps from now on
+        run it. ``params``: its ``kv_transfer_params``."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
         options = SamplingParams(
             max_tokens=count,
             ignore_eos=True,
+            stop_token_ids=None if stop is None else [stop],
             temperature=0.0,
             extra_args={"kv_transfer_params": params or None},
         )
@@ -306,87 +425,68 @@ class ToyEngine:
         self._pause.wait(0.001)
 
     def step(self) -> int:
-        """One step of engine core and worker; the tokens that it computed."""
-        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-
+        """One step of engine core and workers; the tokens that it computes."""
         output = self.scheduler.schedule()
-        for number in output.new_block_ids_to_zero or ():  # before any connector hears of the step
-            for cache, (_, spec) in zip(self.caches.values(), self._layers, strict=True):
-                if not _keeps_state(spec):
-                    cache[number].zero_()
-        worker, context = self.worker, SimpleNamespace(attn_metadata=None)
-        worker.bind_connector_metadata(output.kv_connector_metadata)
-        worker.start_load_kv(context)
-        sampled = {
-            name: self._forward(name, count) for name, count in output.num_scheduled_tokens.items()
-        }
-        worker.wait_for_save()
-        results = worker.get_transfer_results(output.finished_req_ids)
-        self.reported += sorted(results.finished_recving)
-        transfers = KVConnectorOutput(
-            finished_sending=results.finished_sending,
-            finished_recving=results.finished_recving,
-            failed_recving=results.failed_recving,
-            invalid_block_ids=worker.get_block_ids_with_load_errors(),
-            kv_connector_stats=worker.get_kv_connector_stats(),
-            kv_connector_worker_meta=worker.build_connector_worker_meta(),
-        )
-        worker.clear_connector_metadata()
-        names = list(sampled)
-        outputs = self.scheduler.update_from_output(
-            output,
-            ModelRunnerOutput(
-                req_ids=names,
-                req_id_to_index={name: at for at, name in enumerate(names)},
-                sampled_token_ids=list(sampled.values()),
-                kv_connector_output=transfers,
-            ),
-        )
+        computed = output.num_scheduled_tokens
+        rows = {name: self._row(name, count) for name, count in computed.items()}
+        self._scheduled.append((output, rows))
+        if len(self._scheduled) > self._overlap:
+            self._run(*self._scheduled.pop(0))
+        return int(output.total_num_scheduled_tokens)
+
+    def _row(self, name: str, count: int) -> Row:
+        request = self.scheduler.requests[name]
+        tables = self.scheduler.kv_cache_manager.get_block_ids(name)
+        # counted ahead by the scheduler
+        return Row(request, request.num_computed_tokens, count, tables)
+
+    def _run(self, output: Any, rows: dict[str, Row]) -> None:
+        """A step that was scheduled: every rank computes it, and vLLM is sent the results."""
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        found = []
+        for rank in self.ranks:
+
+            def forward(rank: Rank = rank) -> None:
+                for row in rows.values():
+                    self._forward(rank, row)
+
+            names = list(rows)
+            found.append(
+                ModelRunnerOutput(
+                    req_ids=names,
+                    req_id_to_index={name: at for at, name in enumerate(names)},
+                    sampled_token_ids=[],
+                    kv_connector_output=rank.step(output, forward),
+                )
+            )
+        every = self._aggregator.aggregate(found)
+        every.sampled_token_ids = [self._sampled(row) for row in rows.values()]
+        self.reported += sorted(every.kv_connector_output.finished_recving or ())
+        outputs = self.scheduler.update_from_output(output, every)
         for of_client in outputs.values():
             answers = {one.request_id: one.kv_transfer_params for one in of_client.outputs}
             self.answers.update({name: params for name, params in answers.items() if params})
             if of_client.scheduler_stats is not None:
                 hits = of_client.scheduler_stats.connector_prefix_cache_stats
                 self.hits.update(getattr(hits, "hits_by_source", {}))
-        return int(output.total_num_scheduled_tokens)
 
-    def _forward(self, name: str, count: int) -> list[int]:
-        """Computes ``count`` tokens of a request: their KV, and the next token where these are
-        all."""
-        request = self.scheduler.requests[name]
-        tables = self.scheduler.kv_cache_manager.get_block_ids(name)
-        # counted ahead by the scheduler
-        end, tokens = (
-            request.num_computed_tokens,
-            request.all_token_ids,
-        )
-        layers = list(zip(self.caches.values(), self._layers, strict=True))
-        for layer, (cache, (group, spec)) in enumerate(layers):
-            table, size = tables[group], spec.block_size
-            if _keeps_state(spec):
-                start = end - count
-                state = int(cache[0][table[(start - 1) // size], 0, 0, 0]) if start else 1 + layer
-                for token in tokens[start:end]:
-                    state = _state(state, token)
-                cache[0][table[(end - 1) // size]] = state
-                continue
-            for at in range(end - count, end):
-                if at and _first_seen(spec, at) < at:
-                    before = int(cache[table[(at - 1) // size], 0, (at - 1) % size, 0])
-                else:
-                    before = 1 + layer
-                cache[table[at // size], :, at % size] = _state(before, tokens[at])
-        if end < len(tokens):
+    def _forward(self, rank: Rank, row: Row) -> None:
+        """Computes a request's tokens of a step on a rank."""
+        rank.compute(row)
+
+    def _sampled(self, row: Row) -> list[int]:
+        """The next token, where the step computes all; every tensor rank has the same."""
+        if row.end < len(row.request.all_token_ids):
             return []
-        seen = {}
-        for layer, (cache, (group, spec)) in enumerate(layers if self._specs else layers[:1]):
-            if _keeps_state(spec):
-                seen[layer] = [int(cache[0][tables[group][(end - 1) // spec.block_size], 0, 0, 0])]
-                continue
-            places = np.arange(_first_seen(spec, end - 1), end)
-            numbers = np.array(tables[group])[places // spec.block_size]
-            seen[layer] = cache[numbers, 0, places % spec.block_size, 0].long().tolist()
-        return [_answer(seen, end)]
+        answers = set()
+        for tensor in range(self._tensors):
+            seen: dict[int, list[int]] = {}
+            for rank in self.ranks[tensor :: self._tensors]:
+                seen |= rank.seen(row, self._seen_layers)
+            answers.add(_answer(seen, row.end))
+        (answer,) = answers
+        return [answer]
 
     @property
     def off(self) -> bool:
@@ -401,5 +501,6 @@ class ToyEngine:
 
     def close(self) -> None:
         """The end of both sides."""
-        self.worker.shutdown()
+        for rank in self.ranks:
+            rank.connector.shutdown()
         self.connector.shutdown()

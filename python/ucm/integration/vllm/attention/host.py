@@ -454,8 +454,9 @@ def served_layers(vllm_config: Any, names: Sequence[str]) -> dict[str, Any]:
         shares = getattr(layer, "kv_sharing_target_layer_name", None) is not None
         if layer is None or impl is None or shares or not _attends_backwards(impl):
             continue
-        window = getattr(layer, "sliding_window", None)
-        if window is None and getattr(impl, "alibi_slopes", None) is None:
+        names = "sliding_window", "attention_chunk_size"
+        whole = all(getattr(layer, each, None) is None for each in names)
+        if whole and getattr(impl, "alibi_slopes", None) is None:
             found[name] = layer
     return found
 

@@ -163,7 +163,7 @@ class SparseManager(FullAttentionManager):
         self.exact_tokens: Callable[[Request], int] = lambda _request: ALL_TOKENS
         #: The blocks that leave the device; None: none does.
         self.offload: _LeavingBlocks | None = None
-        self._hot: dict[str, list[KVCacheBlock]] = {}
+        self.hot: dict[str, list[KVCacheBlock]] = {}
 
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Blocks of the first ``num_tokens`` tokens are full: cache those that are exact."""
@@ -258,7 +258,7 @@ class SparseManager(FullAttentionManager):
         missing = self._hot_missing(request_id, num_tokens)
         if missing > 0 and self.offload is not None:
             hot = self.block_pool.get_new_blocks(missing)
-            self._hot.setdefault(request_id, []).extend(hot)
+            self.hot.setdefault(request_id, []).extend(hot)
             self.offload.given(request_id, [block.block_id for block in hot])
         return new
 
@@ -267,7 +267,7 @@ class SparseManager(FullAttentionManager):
         blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
         if self.offload is not None:
             self.offload.gave_back(request_id)
-        return [*self._hot.pop(request_id, ()), *blocks]
+        return [*self.hot.pop(request_id, ()), *blocks]
 
     def _unread(self, request_id: str) -> range:
         """Logical blocks that stay in the store, of a request that is being admitted."""
@@ -276,7 +276,7 @@ class SparseManager(FullAttentionManager):
     def _hot_missing(self, request_id: str, num_tokens: int) -> int:
         if self.offload is None:
             return 0
-        return max(0, self.offload.hot(request_id, num_tokens) - len(self._hot.get(request_id, ())))
+        return max(0, self.offload.hot(request_id, num_tokens) - len(self.hot.get(request_id, ())))
 
 
 # it registers vLLM's own only where nothing is registered yet

@@ -52,7 +52,8 @@ class Reach:
 WHOLE = Reach("whole")
 
 #: The KV specs of vLLM that are served. Each is the class itself, since a derived one may keep
-#: other things in its pages.
+#: other things in its pages. vLLM replays the end of a hit (``Request.replay_start``), whose blocks
+#: must not be stored in that step, for ``SlidingWindowMLASpec`` alone.
 SERVED = (
     "FullAttentionSpec",
     "MLAAttentionSpec",
@@ -105,8 +106,7 @@ class Group:
         return self.reach.kind != "whole"
 
     def first_needed(self, blocks: int) -> int:
-        """The first block of the store whose part of this group a hit of ``blocks`` blocks
-        needs."""
+        """The first block of the store whose part of this group a hit of ``blocks`` needs."""
         return self.first_seen(blocks * self.ratio * self.tokens) if blocks else 0
 
     def first_seen(self, tokens: int) -> int:
@@ -135,7 +135,8 @@ def groups_of(
     for group, tokens in zip(kept, sizes, strict=True):
         table = next(at for at, one in enumerate(every) if one is group)
         reach = reach_of(layer_specs(group.kv_cache_spec)[0])
-        draft, ratio = bool(getattr(group, "is_eagle_group", False)), block // tokens
+        alike = (one for one in kept if one.kv_cache_spec == group.kv_cache_spec)
+        draft, ratio = any(getattr(one, "is_eagle_group", False) for one in alike), block // tokens
         few = reach.kind == "state" or (reach != WHOLE and window_records == "boundaries")
         for at in range(ratio):
             number, drafts = len(found), draft and not at

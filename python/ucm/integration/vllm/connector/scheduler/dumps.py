@@ -34,6 +34,7 @@ it. Our own loads are asynchronous: without another connector this delays nothin
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections import Counter
@@ -59,6 +60,8 @@ if TYPE_CHECKING:
 
 #: The blocks of a request, one table for each of vLLM's KV groups.
 Tables = Sequence[Sequence["KVCacheBlock"]]
+#: Returns the numbers of the device blocks in any request's table.
+InTables = Callable[[], set[int]]
 
 
 # Blocks of other connectors
@@ -147,8 +150,7 @@ class OtherConnectors:
 JOB_BLOCKS = 64
 #: Most blocks being dumped at once.
 FLIGHT_BLOCKS = 4096
-#: Pauses after a store refused for want of room, and after it failed (doubled each time up to the
-#: last), in seconds.
+#: Pauses in seconds: of a store without room, of one that failed (doubled up to the last).
 BUSY_PAUSE_S, FAIL_PAUSE_S, FAIL_PAUSE_MAX_S = 0.02, 1.0, 30.0
 #: Seconds for which the ranks' last report of their room counts: an idle engine gets no other, and
 #: jobs under way have ended by then. A rank without room refuses at once.
@@ -352,7 +354,8 @@ class DumpPlanner:
         for number in (*rank.staged, *(result.job for result in rank.done)):
             if job := self._jobs.get(number):
                 job.staged.add(rank.rank)
-                self._release(job)
+                if job.staged >= self._ranks:
+                    self._read(job)
         for result in rank.done:
             if job := self._jobs.get(result.job):
                 job.done[rank.rank] = result
@@ -388,8 +391,7 @@ class DumpPlanner:
 
     def _kept(self, job: _Job, lives: bool) -> list[bool]:
         """Whether each block of a job was not handed out since it was planned. Of a request that
-        still runs vLLM frees blocks that nothing sees any more, and may hand them out in the same
-        step."""
+        still runs vLLM frees blocks that nothing sees any more, perhaps in the same step."""
         blocks = job.blocks or job.unread
         table = self.held(job.owner, job.chain.group)[job.first :] if lives else ()
         held = itertools.chain(table[: len(blocks)], itertools.repeat(None))
@@ -399,8 +401,7 @@ class DumpPlanner:
         ]
 
     def take_refused(self) -> list[_Job]:
-        """Jobs that a rank refused for want of room since the last call, in groups whose blocks
-        leave a running request."""
+        """Jobs refused for want of room since the last call, in groups that free early."""
         refused, self._refused = self._refused, []
         return refused
 
@@ -424,10 +425,6 @@ class DumpPlanner:
         """Follow no job any more; the ranks end what they have begun."""
         self._jobs.clear()
         self._unread = 0
-
-    def _release(self, job: _Job) -> None:
-        if job.staged >= self._ranks:
-            self._read(job)
 
     def _read(self, job: _Job) -> None:
         self._unread -= len(job.blocks)
@@ -480,8 +477,7 @@ def lasts(group: Group, block: KVCacheBlock) -> bool:
 
 def untouched(block: KVCacheBlock, was: object) -> bool:
     """Whether a block that had this hash of vLLM's is free, or in use for its content: a block that
-    is handed out to be written loses its hash, and gets another object for one later, even for the
-    same text."""
+    is handed out to be written loses its hash, and later gets another object, even for the same."""
     return block.ref_cnt == 0 or (was is not None and block.block_hash is was)
 
 
@@ -508,6 +504,8 @@ class _Deferred:
     #: Tokens of the request at the end of the step that computes the blocks with an adapter: a
     #: check counts if it begins after that. 0 where ``since`` is later.
     settles: int = 0
+    #: Whether vLLM may still hold blocks of the ended request, until a step that runs has ended.
+    fenced: bool = True
 
     def waiting(self) -> Iterator[bytes]:
         """The keys of the blocks that wait."""
@@ -515,23 +513,26 @@ class _Deferred:
         pairs = zip(self.chain.keys[first:], self.blocks[first:], strict=False)
         return (key for key, block in pairs if lasts(group, block))
 
-    def cut(
-        self, held: Sequence[KVCacheBlock], null: KVCacheBlock, writing: Callable[[bytes], bool]
-    ) -> int:
+    def cut(self, held: Sequence[KVCacheBlock], dumps: DumpPlanner, in_tables: InTables) -> int:
         """Drop the blocks that vLLM handed out, and those behind the first where these are of no
         use without it. Offered ones are compared, too, while some rank may refuse them: they are
-        offered again then. ``held``: the blocks that the request has now, none if it has ended;
-        ``writing``: whether a block is on its way to the store. Returns the number of dropped
-        blocks that were not offered."""
+        offered again then. ``held``: the blocks that the request has now, none if it ended. Returns
+        the number of dropped blocks that were not offered."""
+        assert dumps.pool is not None  # blocks wait
+        null = dumps.pool.null_block
         cursor, keys = self.chain.cursor, self.chain.keys
         self.first = min(self.first, cursor)
-        while self.first < cursor and not writing(keys[self.first]):
+        while self.first < cursor and not dumps.is_writing(keys[self.first]):
             self.blocks[self.first] = null
             self.first += 1
-        lost = 0
+        lost, fenced = 0, self.fenced and not held
+        self.fenced = bool(held)
         for at in range(self.first, len(self.blocks)):
             block, was = self.blocks[at], self.hashes[at]
             if block.is_null or untouched(block, was) or (at < len(held) and held[at] is block):
+                continue
+            if fenced and block.block_id not in in_tables():
+                self.fenced = True
                 continue
             if at >= cursor and not self.chain.group.frees_early:
                 lost = len(self.blocks) - at
@@ -544,9 +545,9 @@ class _Deferred:
 class DeferredDumps:
     """The blocks that wait; used on the scheduler's thread alone."""
 
-    def __init__(self, dumps: DumpPlanner, most_s: float) -> None:
+    def __init__(self, dumps: DumpPlanner, most_s: float, in_tables: InTables) -> None:
         """``most_s``: seconds that blocks wait for room, at most."""
-        self._dumps, self._most_s = dumps, most_s
+        self._dumps, self._most_s, self._in_tables = dumps, most_s, in_tables
         self._deferred: list[_Deferred] = []
         self._waiting: set[int] = set()  # the ids of their blocks, and of some offered ones
         self._pinned: list[KVCacheBlock] = []  # those with a reference, until this schedule() ends
@@ -578,8 +579,7 @@ class DeferredDumps:
         blocks: Sequence[KVCacheBlock],
         now: float,
     ) -> None:
-        """Keep those of the first ``upto`` blocks of a request in one group that were not offered
-        yet."""
+        """Keep those of the first ``upto`` blocks of a request in a group that were not offered."""
         upto = min(upto, len(blocks))
         if not self._dumps.offers(tracker, chain, upto):
             return
@@ -703,9 +703,11 @@ class DeferredDumps:
         that had them. Yields each request with the number of its blocks that were offered. To be
         called with every plan: a block that another request got and gave back looks unused."""
         count, moved = len(self._deferred), False
+        in_tables = functools.cache(self._in_tables)
         for hold in list(self._deferred):
             tracker, chain = hold.tracker, hold.chain
-            self._cut(hold, live)
+            held = self._dumps.held(tracker, chain.group) if _runs(hold, live) else ()
+            self._lost[OVERWRITTEN] += hold.cut(held, self._dumps, in_tables)
             if not self._dumps.offers(tracker, chain, len(hold.blocks)):
                 self._deferred.remove(hold)
                 continue
@@ -743,14 +745,6 @@ class DeferredDumps:
         elif not _runs(hold, live):
             self._deferred.remove(hold)
         return not hold.settles
-
-    def _cut(self, hold: _Deferred, live: Mapping[str, RequestTracker]) -> None:
-        held: Sequence[KVCacheBlock] = ()
-        if _runs(hold, live):
-            held = self._dumps.held(hold.tracker, hold.chain.group)
-        assert self._dumps.pool is not None  # blocks wait
-        null, writing = self._dumps.pool.null_block, self._dumps.is_writing
-        self._lost[OVERWRITTEN] += hold.cut(held, null, writing)
 
     def _blocks(self) -> Iterator[KVCacheBlock]:
         """The blocks that wait, each request's from its first."""

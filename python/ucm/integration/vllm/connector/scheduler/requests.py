@@ -38,8 +38,7 @@ ASKED_AGAIN = 4
 
 
 class Chain:
-    """The blocks of a request in one KV group: the keys of their records, and how far they were
-    offered."""
+    """The blocks of a request in one KV group: the keys of their records, and the offered ones."""
 
     __slots__ = ("compared", "cursor", "group", "keys", "offered_below")
 
@@ -136,8 +135,7 @@ class RequestTracker:
         return now - self.waits_since < allowance
 
     def restart(self) -> None:
-        """Preempted: its blocks were freed, and it will be looked up again, perhaps with output
-        tokens."""
+        """Preempted: its blocks were freed. It will be looked up again, perhaps with output."""
         self.preemptions = self.request.num_preemptions
         self.lookup, self.waits_since, self.asked_again = None, None, 0
         self.asked, self.reason = False, MissReason.NOT_TAKEN

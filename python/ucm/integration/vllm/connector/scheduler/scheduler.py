@@ -176,7 +176,7 @@ class UCMConnectorScheduler:
         self._others = OtherConnectors(block_tokens)
         self._tenants = TenantTags.configured(config.tenant_key_file)
         self.dumps = DumpPlanner(self._block_tracker, self.health, clock, self._tables)
-        self._deferred = DeferredDumps(self.dumps, config.deadlines.dump_s)
+        self._deferred = DeferredDumps(self.dumps, config.deadlines.dump_s, self._in_tables)
         self._step_tokens, self._hold_share = step_tokens, config.hold_share
         self._computes = False  # the last step computed something
         self._events = events or BlockEvents(groups, clock, enabled=False)
@@ -512,14 +512,12 @@ class UCMConnectorScheduler:
     def _load_timeout(
         self, tracker: RequestTracker, tokens: int, chunks: Cut | None = None, learns: bool = False
     ) -> float | None:
-        """Seconds a load may take. vLLM waits for the load by now: it is sent whatever fails
-        here."""
+        """Seconds a load may take. vLLM waits for it by now, so it is sent whatever fails here."""
         return self._hit_policy.begin_load(tracker, tokens, chunks, learns)
 
     @harmless(None)
     def _count_asked(self, tracker: RequestTracker, hit: int) -> None:
-        """Count the blocks of an admitted request, once. It is admitted again when its load has
-        ended or failed."""
+        """Count the blocks of an admitted request, once. After a load it is admitted again."""
         missed: dict[MissReason, int] = {}
         if not tracker.asked:
             known, size = self._block_tracker, self._block_tokens
@@ -571,8 +569,7 @@ class UCMConnectorScheduler:
             throttle.warning("counts", text, name, tally)
 
     def _answer(self, tracker: RequestTracker, computed: int) -> dict[str, Any] | None:
-        """The answer of a producer's request: the last block that will be in the store in every
-        group. None where none will."""
+        """The answer of a producer's request: the last block that every group will have stored."""
         end = min(self._prompt_end(tracker), computed // self._block_tokens, tracker.wrong_from)
         if not (self._answers and 0 < end <= len(tracker.keys) and self.health.all_healthy):
             return None
@@ -674,8 +671,7 @@ class UCMConnectorScheduler:
 
     @harmless(None)
     def _note_items(self, output: SchedulerOutput) -> None:
-        """Note the items of every request that begins, cached or not: vLLM keeps the encoder's
-        output of each."""
+        """Note the items of every request that begins: vLLM keeps the encoder's output of each."""
         for new in output.scheduled_new_reqs:
             if not new.mm_features:
                 continue
@@ -819,6 +815,13 @@ class UCMConnectorScheduler:
         tables: Tables = self._manager.get_blocks(tracker.request.request_id).blocks
         return tables
 
+    def _in_tables(self) -> set[int]:
+        """The device blocks in any request's table, and its hot ones."""
+        assert self._manager is not None  # nothing is planned without
+        managers = self._manager.coordinator.single_type_managers
+        every = (of for one in managers for of in (one.req_to_blocks, getattr(one, "hot", {})))
+        return {block.block_id for of in every for table in of.values() for block in table}
+
     def _plan_deferred(self, is_open: bool, dumps: list[Dump], now: float) -> None:
         if not is_open or self._keys is None or not self._mode.now.dumps:
             return self._deferred.drop()
@@ -927,8 +930,7 @@ class UCMConnectorScheduler:
         self.miss_stats.unstored(BUSY, self.dumps.busy_blocks - busy)
 
     def _refuse(self, keys: Sequence[bytes]) -> None:
-        """The records of these blocks are bad or missing: they are no hits, and their blocks stay
-        on the device."""
+        """The records of these blocks are bad or missing: no hits, and they stay on the device."""
         for key in keys:
             self._block_tracker.refuse(key)
         self._report_removed(keys)
@@ -1001,8 +1003,7 @@ class UCMConnectorScheduler:
         return True
 
     def _notice_reset(self) -> None:
-        """vLLM may empty its prefix cache without a call of connectors; its pool then has a new
-        table."""
+        """vLLM may empty its prefix cache without a call; its pool then has a new table."""
         if self._pool is None or self._pool.cached_block_hash_to_block is self._device_cache:
             return
         self._device_cache = self._pool.cached_block_hash_to_block
@@ -1013,8 +1014,7 @@ class UCMConnectorScheduler:
         )
 
     def _begin_generation(self, *, forget: bool = False) -> None:
-        """The weights in memory may be others from here on. Blocks computed before are offered no
-        more."""
+        """The weights in memory may be others from here on: earlier blocks are offered no more."""
         self.readiness.begin_generation(emptied=True, forget=forget)
         late, self._late_dumps = self._late_dumps, []
         self.dumps.generation += 1
@@ -1148,8 +1148,7 @@ class UCMConnectorScheduler:
 
 
 def _to_load(chain: Chain, tables: Tables, wanted: Sequence[int]) -> GroupBlocks:
-    """Of the ``wanted`` blocks of a request those that vLLM has a block for in this group: of a
-    window the last ones."""
+    """Of the ``wanted`` blocks those that vLLM has in this group: of a window the last ones."""
     table = chain.group.device_blocks(tables[chain.group.table])
     there = [at for at in wanted if at < len(table) and not table[at].is_null]
     return GroupBlocks(
