@@ -69,6 +69,15 @@ class Model:
 
     specs: tuple[KVCacheSpec, ...]
     drafts: frozenset[int] = frozenset()
+    #: vLLM marks no group, as for EAGLE's heads: then the layers of a draft may be in any.
+    unmarked: bool = False
+
+    @property
+    def drafting(self) -> bool:
+        return bool(self.drafts) or self.unmarked
+
+    def groups(self, ranks: int = 1) -> tuple[Group, ...]:
+        return groups_of(self.config(), ranks, drafting=self.drafting)
 
     def config(self, blocks: int = 4096) -> KVCacheConfig:
         groups = [
@@ -106,6 +115,9 @@ MODELS = {
     "window, draft with the same": Model((window(4, 9), window(4, 9)), frozenset((1,))),
     "chunks, draft": Model((chunk(4, 12), full(4)), frozenset((1,))),
     "draft, chunks (Llama 4)": Model((full(4), chunk(4, 16)), frozenset((0,))),
+    "EAGLE": Model((full(4),), unmarked=True),
+    "EAGLE over full, window": Model((full(4), window(4, 10)), unmarked=True),
+    "EAGLE over a window alone": Model((window(4, 9),), unmarked=True),
 }
 #: Those whose blocks vLLM spreads over ranks of decode context parallelism and ucm serves so.
 IN_CONTEXTS = ("full", "draft", "latent (DeepSeek)", "latent draft (DeepSeek)")
@@ -123,7 +135,7 @@ class Coordinator:
             kv_cache_config=self.config,
             max_model_len=1 << 16,
             max_in_flight_tokens=1 << 12,
-            use_eagle=bool(model.drafts),
+            use_eagle=model.drafting,
             enable_caching=True,
             enable_kv_cache_events=False,
             dcp_world_size=ranks,
@@ -198,16 +210,16 @@ def test_the_longest_hit_over_context_parallel_ranks_is_that_of_vllm(name: str, 
 
 def hits_are_those_of_vllm(name: str, ranks: int) -> None:
     model, rng = MODELS[name], random.Random(name)
-    vllm, groups = Coordinator(model, ranks), groups_of(model.config(), ranks)
+    vllm, groups = Coordinator(model, ranks), model.groups(ranks)
     assert math.lcm(*(group.tokens for group in groups)) == vllm.aligned
     block, several = vllm.aligned, len(groups) > 1
-    if several and model.drafts and not vllm.hit([[True] * 2] * len(groups), 2 * block, block):
+    if several and model.drafting and not vllm.hit([[True] * 2] * len(groups), 2 * block, block):
         pytest.skip("of several groups this version drops the block before, as of one: see below")
     for _ in range(1000):
         tokens = rng.randint(1, 40) * block + rng.randint(0, block - 1)
         # A hit never has the last token. Of one group with a draft model vLLM drops the last block
         # that may be a hit, of several the one behind it; we do the latter.
-        most = tokens - 1 if several or not model.drafts else tokens // block * block
+        most = tokens - 1 if several or not model.drafting else tokens // block * block
         present = histories(rng, vllm.sizes, tokens)
         blocks = tokens // block
         ours = known_hit(groups, tables(groups, present, blocks), most // block)
@@ -218,7 +230,7 @@ def hits_are_those_of_vllm(name: str, ranks: int) -> None:
 def test_looking_up_what_is_not_known_finds_the_same_hit(name: str) -> None:
     """Blocks are looked up from the end on, and only those that can matter."""
     model, rng = MODELS[name], random.Random(name)
-    groups, sizes = groups_of(model.config()), [spec.block_size for spec in model.specs]
+    groups, sizes = model.groups(), [spec.block_size for spec in model.specs]
     for _ in range(200):
         blocks = rng.randint(1, 40)
         block = math.lcm(*sizes)
@@ -237,7 +249,7 @@ def test_looking_up_what_is_not_known_finds_the_same_hit(name: str) -> None:
 def test_a_hit_needs_what_vllm_allocates(name: str) -> None:
     """A load fills all blocks of a request's table that are not null: the rule asks for these."""
     model = MODELS[name]
-    vllm, groups = Coordinator(model), groups_of(model.config())
+    vllm, groups = Coordinator(model), model.groups()
     for hit in range(1, 40):
         for group in groups:
             manager = vllm.coordinator.single_type_managers[group.table]
@@ -249,7 +261,7 @@ def test_a_hit_needs_what_vllm_allocates(name: str) -> None:
 
 
 def test_a_block_counts_for_the_lowest_tier_of_what_a_hit_needs() -> None:
-    groups = groups_of(MODELS["full, window (Gemma 3)"].config())
+    groups = MODELS["full, window (Gemma 3)"].groups()
     tables = [bytes((0, 1, 1, 0, 2)), bytes((ABSENT, 2, 0, 1, 3))]
     assert hit_tiers(groups, tables, 5) == bytes((0, 1, 1, 1, 3))
     assert hit_tiers(groups, tables, 4) == bytes((0, 2, 1, 1))
@@ -258,7 +270,7 @@ def test_a_block_counts_for_the_lowest_tier_of_what_a_hit_needs() -> None:
 
 
 def test_every_group_has_a_part_of_its_own() -> None:
-    groups = groups_of(MODELS["full, window of small blocks"].config())
+    groups = MODELS["full, window of small blocks"].groups()
     assert [(group.number, group.table, group.at, group.ratio) for group in groups] == [
         (0, 0, 0, 1),
         (1, 1, 0, 2),

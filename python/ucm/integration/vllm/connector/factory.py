@@ -360,7 +360,9 @@ def _groups(
     config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> tuple[Group, ...]:
     ranks = getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1)
-    return groups_of(kv_cache_config, ranks, config.window_records)
+    drafts = getattr(vllm_config, "speculative_config", None)
+    drafting = drafts is not None and drafts.use_eagle_block_drop()
+    return groups_of(kv_cache_config, ranks, config.window_records, drafting)
 
 
 def _layers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[Any]:

@@ -125,18 +125,23 @@ ONE_GROUP = (Group(0, 0, 1),)
 
 
 def groups_of(
-    kv_cache_config: Any, context_ranks: int = 1, window_records: str = "all"
+    kv_cache_config: Any,
+    context_ranks: int = 1,
+    window_records: str = "all",
+    drafting: bool = False,
 ) -> tuple[Group, ...]:
     """The groups of a served engine. ``context_ranks`` share the blocks of a context;
-    ``window_records``: the key of that name."""
+    ``window_records``: the key of that name. ``drafting``: layers of a draft model are in a group
+    that vLLM marks, or in any group if it marks none."""
     every, kept = kv_cache_config.kv_cache_groups, transferable_groups(kv_cache_config)
+    marked = [one.kv_cache_spec for one in every if getattr(one, "is_eagle_group", False)]
+    unmarked = drafting and not marked
     sizes = [_block_tokens(group.kv_cache_spec, context_ranks) for group in kept]
     block, found = math.lcm(*sizes), list[Group]()
     for group, tokens in zip(kept, sizes, strict=True):
         table = next(at for at, one in enumerate(every) if one is group)
         reach = reach_of(layer_specs(group.kv_cache_spec)[0])
-        alike = (one for one in kept if one.kv_cache_spec == group.kv_cache_spec)
-        draft, ratio = any(getattr(one, "is_eagle_group", False) for one in alike), block // tokens
+        draft, ratio = unmarked or group.kv_cache_spec in marked, block // tokens
         few = reach.kind == "state" or (reach != WHOLE and window_records == "boundaries")
         for at in range(ratio):
             number, drafts = len(found), draft and not at
