@@ -188,7 +188,7 @@ class Tables:
         # Something is cached there, as on an engine that has computed before.
         self.block_pool.cached_block_hash_to_block.insert(b"of before", self.block_pool.null_block)
         self.tables: dict[str, list[Any]] = {}
-        managers = [SimpleNamespace(req_to_blocks=self.tables)]
+        managers = [SimpleNamespace(req_to_blocks=self.tables, exact_tokens=None)]  # as of Blend
         self.coordinator = SimpleNamespace(single_type_managers=managers)
 
     def allocate(self, request: Request, blocks: int) -> KVCacheBlocks:

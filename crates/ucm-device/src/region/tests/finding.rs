@@ -145,7 +145,7 @@ fn a_directory_that_others_can_write_is_refused() {
     std::fs::set_permissions(place.registry.dir(), std::fs::Permissions::from_mode(0o777)).unwrap();
     let error = region.announce(&place.registry).unwrap_err();
     assert!(
-        error.to_string().contains("can be written by others"),
+        error.to_string().contains("others can write to it"),
         "{error}"
     );
     let link = place.dir.path().join("link");

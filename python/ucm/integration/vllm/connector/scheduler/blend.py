@@ -367,7 +367,8 @@ class BlendPlanner:
                 fewest=self._config.min_hit_blocks * size,
             )
             if claim is not None:
-                claim = self._judged(request, claim, tiers, admission, block_bytes)
+                again = chunks.decided[0] is not None
+                claim = self._judged(request, claim, tiers, admission, block_bytes, again)
             chunks.decided = decided_by, claim
         claim = chunks.decided[1]
         if claim is None:
@@ -384,8 +385,10 @@ class BlendPlanner:
         tiers: Mapping[bytes, int],
         admission: Admission,
         block_bytes: int,
+        again: bool,
     ) -> Claim | None:
-        """The claim, if it is quicker than computing its tokens, or measures that."""
+        """The claim, if it is quicker than computing its tokens, or measures that. ``again``: one
+        of this request was judged before."""
         counts = Counter(tiers[key] for key in claim.keys)
         sizes = {tier: count * max(block_bytes, 1) for tier, count in counts.items()}
         tokens, rate = claim.end - claim.exact, admission.compute_rate
@@ -395,12 +398,13 @@ class BlendPlanner:
         if whole and step is not None and admission.measures:
             # The time that is left for the load, in tokens that are computed in it.
             left = int(tokens * (1 - step / whole))
-            self._slower += left <= 0
+            self._slower += left <= 0 and not again
             if left <= 0 and self._slower % TRIED:
                 return None
             saved = left if left > 0 else saved
         cut = Cut(max(saved, 1), sizes)
-        chosen, verdict = admission.decide([cut], request.num_tokens - claim.exact - cut.tokens)
+        rest = request.num_tokens - claim.exact - cut.tokens
+        chosen, verdict = admission.decide([cut], rest, again=again)
         if chosen is None:
             return None
         return replace(claim, cut=cut, learns=verdict is Verdict.LEARN)

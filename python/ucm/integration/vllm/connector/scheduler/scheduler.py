@@ -816,7 +816,8 @@ class UCMConnectorScheduler:
         return tables
 
     def _in_tables(self) -> set[int]:
-        """The device blocks in any request's table, and its hot ones."""
+        """The device blocks in any request's table, and its hot ones. No block is in use elsewhere:
+        states that vLLM copies for partial hits would be, and these are refused (factory.py)."""
         assert self._manager is not None  # nothing is planned without
         managers = self._manager.coordinator.single_type_managers
         every = (of for one in managers for of in (one.req_to_blocks, getattr(one, "hot", {})))
