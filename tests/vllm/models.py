@@ -152,7 +152,7 @@ CHUNKS = {"VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE": "1"}
 #: Those with states, which vLLM keeps only at some ends of blocks.
 STATES = {"lfm2"}
 #: Their KV groups, as vLLM makes them.
-GROUPS = {"llama": 1, "gemma3": 3, "gpt_oss": 2, "mistral": 1, "llama4": 2, "lfm2": 2}
+GROUPS = {"llama": 1, "gemma3": 3, "gpt_oss": 2, "mistral": 1, "llama4": 4, "lfm2": 2}
 
 
 def write_model(directory: Path, config: dict[str, Any], seed: int = 7) -> Path:

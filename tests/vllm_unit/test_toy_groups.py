@@ -392,6 +392,7 @@ def test_engines_of_several_ranks_hit_what_all_of_them_have(
 
 
 @pytest.mark.shows("DeepSeek", "DP 2")
+@pytest.mark.shows("gpt-oss", "DP 2")
 @pytest.mark.parametrize("name", ["latent attention", "full and a window"])
 def test_two_engines_of_one_deployment_share_the_store(
     life: Life, monkeypatch: pytest.MonkeyPatch, name: str
