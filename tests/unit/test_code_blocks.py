@@ -34,6 +34,9 @@ from ucm.cli import main
 from ucm.config import load
 from ucm.metrics.file import MetricsFile
 
+# Programs of the documents import vLLM, which takes minutes on a busy machine.
+pytestmark = pytest.mark.timeout(300)
+
 BLOCK = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 LANGUAGES = {"python", "yaml", "sh", "c", "text"}
 #: Blocks by language: page, number of the block on it, text.
@@ -104,7 +107,7 @@ def test_programs_run(page: str, tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -285,7 +288,7 @@ def _ran(page: str, machine: Path, server: str) -> list[str]:
         | {"HF_HUB_CACHE": f"{machine}/hub", "TERM": "xterm-256color"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr
