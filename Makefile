@@ -274,7 +274,7 @@ with_version = $(STAGE) "$(2) on vLLM $(1)" env PYTHONPATH=$(CURDIR)/build/vllm/
 .PHONY: test-versions
 test-versions: $(VENV)/.stamp-core $(foreach version,$(VERSIONS),build/vllm/$(version)/.stamp) ## run short tests on the other versions of vLLM that are served (VERSIONS=)
 	@$(foreach version,$(VERSIONS),\
-		$(call with_version,$(version),classes,--timeout 120 tests/vllm_unit tests/connector \
+		$(call with_version,$(version),classes,$(PARALLEL) --timeout 300 tests/vllm_unit tests/connector \
 			--ignore tests/connector/test_long_prompts.py --ignore tests/connector/test_never_slower.py);\
 		$(call with_version,$(version),engines,-m versions tests/vllm);)
 

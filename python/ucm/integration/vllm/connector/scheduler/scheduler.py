@@ -695,10 +695,11 @@ class UCMConnectorScheduler:
             known = [(name, self._others.computed(live[name])) for name in names]
             ready = [one for one in known if one[1] >= due.get(one[0], FAR)]
         else:
+            next_due = due.get
             ready = [  # runs in every step, over all requests: one pass
                 (name, computed)
                 for name, seen in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-                if (computed := seen + scheduled[name]) >= due.get(name, FAR)
+                if (computed := seen + scheduled[name]) >= next_due(name, FAR)
             ]
             ready += [
                 (new.req_id, new.num_computed_tokens + scheduled[new.req_id])
