@@ -67,12 +67,30 @@ def test_a_window_that_nothing_reaches_gives_the_tokens_of_rope(
         assert_same(engine.generate(case.ask())[0], reference[name])
 
 
+@pytest.mark.parametrize(
+    ("runner", "ranks"),
+    [  # on a CPU, vLLM's V2 runs no tensor ranks and V1 no pipelines
+        ("v2", {}),
+        pytest.param("v1", {"tensor_parallel_size": 2}, marks=pytest.mark.long),
+        pytest.param("v2", {"pipeline_parallel_size": 2}, marks=pytest.mark.long),
+    ],
+    ids=["one rank", "TP 2", "PP 2"],
+)
 def test_a_small_window_is_computed_stored_and_reused_after_a_restart(
-    work: Path, host: EngineHost, model: Path, reference: dict[str, Result]
+    work: Path,
+    host: EngineHost,
+    model: Path,
+    reference: dict[str, Result],
+    runner: str,
+    ranks: dict[str, int],
+    request: pytest.FixtureRequest,
 ) -> None:
     """Tokens are those of the rule. Prompts together give what they give alone."""
-    disk, torch_model = new_disk(work, "rerope-small"), ByRule(model, BLOCK)
-    spec = spec_of(model, disk, "v2", SMALL, "rerope-small")
+    label = f"rerope-small-{request.node.callspec.id}".replace(" ", "-")
+    disk, torch_model = new_disk(work, label), ByRule(model, BLOCK)
+    spec = spec_of(model, disk, runner, SMALL, label)
+    if ranks:
+        spec = spec.but(args=OVERRIDES | ranks, env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"})
     engine = host.get(spec)
     answers = dict(
         zip(ASKED, engine.generate(*(case.ask() for case in ASKED.values())), strict=True)
@@ -84,7 +102,7 @@ def test_a_small_window_is_computed_stored_and_reused_after_a_restart(
     engine.wait_idle()
     stored = disk.files()
     assert len(stored) >= sum(case.full_blocks for case in ASKED.values())
-    engine = host.get(spec.but(label="rerope-small-again"))
+    engine = host.get(spec.but(label=f"{label}-again"))
     for name, case in ASKED.items():
         ask_until_reused(engine, case, answers[name])
     engine.wait_idle()
