@@ -416,11 +416,11 @@ class Dozen:
         return f"union {self.union}, {reuse:.2f} of reuse ({self.reuse}), {hkvd:.2f} of hkvd"
 
 
-def dozens(model: Recall, *, contextual: bool) -> list[Dozen]:
-    """Four dozens of prompts."""
+def dozens(model: Recall, *, contextual: bool, count: int = 4) -> list[Dozen]:
+    """Some dozens of prompts."""
     rules: list[tuple[Select, float]] = [("epic", 0.0), ("union", 0.15), ("hkvd", 0.15)]
     found = []
-    for first in range(0, 4 * PROMPTS, PROMPTS):
+    for first in range(0, count * PROMPTS, PROMPTS):
         each = Setting(model, cut=False, contextual=contextual, first=first)
         found.append(Dozen(*(each.measure(select, ratio) for select, ratio in rules)))
     return found
