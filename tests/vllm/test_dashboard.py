@@ -1,6 +1,6 @@
-"""The dashboard and the rules over a real engine with two API servers, scraped by a real
-Prometheus: after some requests every expression returns a series. Those of sparse attention, of the
-proxy and of DCGM are in ``tests/metrics``."""
+"""The dashboard and the rules over a real engine, with two API servers in the long form, scraped by
+a real Prometheus: after some requests every expression returns a series. Those of sparse attention,
+of the proxy and of DCGM are in ``tests/metrics``."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ sys.path += [str(Path(__file__).parents[1] / name) for name in ("metrics", "stor
 from real_prometheus import Prometheus, of_dashboard, of_rules, panels_of, prometheus
 
 pytestmark = pytest.mark.one_runner
+#: Of one engine. Several are spawned, and each imports vLLM again.
+API_SERVERS = 2 if os.environ.get("UCM_TEST_LONG") else 1
 #: Panels of what this engine does not have.
 WITHOUT = {"Sparse Ratio", "Prefill and Decode", "GPU"}
 #: Prompts that do not fit on the device together.
@@ -56,13 +58,12 @@ def site(work: Path, host: EngineHost) -> Iterator[tuple[Server, Prometheus, Pat
     store = disk.store()
     store = replace(store, options={**store.options, "storage_capacity": CAPACITY})
     spec = EngineSpec(model, "v1", store, blocks=POOL, extra_config={"min_hit_tokens": 1})
-    # What is spawned imports vLLM again; the API servers always are.
+    # What is spawned imports vLLM again.
     spec = spec.but(env={"VLLM_WORKER_MULTIPROC_METHOD": "fork"})
     host.stop()
     with machine_lock():
-        server = vllm_server(
-            spec, work / "metrics.log", "--api-server-count=2", program=SEVERAL_SERVERS
-        )
+        count = f"--api-server-count={API_SERVERS}"
+        server = vllm_server(spec, work / "metrics.log", count, program=SEVERAL_SERVERS)
         try:
             wait_until(server.started, f"{server.log} starts", PATIENCE)
             # An answer that is late is a gap in every series.
