@@ -296,7 +296,6 @@ class Rig:
             self.later,
             BLOCK,
             rates=self.rates,
-            may_load=settings.pop("may_load", True),
             groups=self.groups,
             blend=self.blend,
             chance=settings.pop("chance", random.random),

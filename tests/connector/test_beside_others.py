@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from parts import BLOCK, Rig
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
@@ -294,30 +295,33 @@ def test_a_missing_handshake_of_a_worker_disables_the_cache() -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("outer", "policy", "why"),
-    [
-        ("UCMConnector", "fail", ""),  # ours: the scheduler side sets it
-        ("MultiConnector", "recompute", ""),
-        (
-            "MultiConnector",
-            "fail",
-            'write "kv_load_failure_policy": "recompute" beside "kv_connector": "MultiConnector"',
-        ),
-    ],
-)
-def test_a_worker_sees_what_vllm_does_with_failed_loads(
-    monkeypatch: pytest.MonkeyPatch, outer: str, policy: str, why: str
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("role", ["kv_both", "kv_consumer", "kv_producer"])
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("outer", ["UCMConnector", "MultiConnector"])
+def test_a_worker_sees_what_vllm_does_with_loads(
+    monkeypatch: pytest.MonkeyPatch, outer: str, policy: str, role: str, batches: int
 ) -> None:
-    engine = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_connector=outer, kv_load_failure_policy=policy),
-    )
+    """The role and the policy for failed loads count where vLLM's own connector is configured."""
+
+    def config(name: str, **words: Any) -> Any:
+        transfer = KVTransferConfig(kv_connector=name, **words)
+        return SimpleNamespace(kv_transfer_config=transfer, max_concurrent_batches=batches)
+
+    engine = config(outer, kv_role=role, kv_load_failure_policy=policy)
     monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: engine)
-    own: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector="UCMConnector"))
+    several = outer == "MultiConnector"
+    own = config("UCMConnector", kv_role="kv_both") if several else engine
     beside = _multi_connector(own)
-    assert (beside is not None) == (outer == "MultiConnector")
-    said = _only_stores(beside)
-    assert said.endswith(why) if why else said == ""
+    assert (beside is not None) == several
+    said = _only_stores(beside, own)
+    if role == "kv_producer" and batches > 1:
+        assert said.endswith(f'write "kv_role": "kv_both" beside "kv_connector": "{outer}"')
+    elif several and policy == "fail":  # alone, our scheduler side sets it
+        wanted = 'write "kv_load_failure_policy": "recompute" beside "kv_connector"'
+        assert said.endswith(f'{wanted}: "MultiConnector"')
+    else:
+        assert said == ""
 
 
 def test_nothing_is_loaded_where_a_failed_load_would_fail_the_request(

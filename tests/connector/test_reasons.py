@@ -178,7 +178,8 @@ def test_requests_and_engines_that_are_not_cached() -> None:
     rig.scheduler.on_new_request(session)  # type: ignore[arg-type]
     rig.scheduler.miss_stats.admitted(session, 0)  # type: ignore[arg-type]
     assert balance(rig) == {"unsupported": 5}
-    rig = Rig(may_load=False)
+    rig = Rig()
+    rig.shake(only_stores="steps overlap")
     assert admit(rig, rig.request("a", 2 * BLOCK)) == 0
     assert balance(rig) == {"unsupported": 2}
 

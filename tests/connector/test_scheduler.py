@@ -3,17 +3,14 @@ long."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
 from parts import BLOCK, Rig
-from vllm.config import KVTransferConfig
 
-from ucm.integration.vllm.connector.factory import _may_load
 from ucm.integration.vllm.connector.metadata import (
     DumpResult,
     LoadFailure,
@@ -647,25 +644,6 @@ def test_an_error_in_planning_a_step_loses_no_planned_load_or_dump(
     plan = rig.step()
     assert [load.request for load in plan.loads] == ["b"]
     assert blocks_of(plan) == [(1, 1)]
-
-
-@pytest.mark.parametrize(
-    ("role", "batches", "may"),
-    [("kv_producer", 2, False), ("kv_producer", 1, True), ("kv_both", 2, True)],
-)
-def test_nothing_is_loaded_where_a_step_may_still_write_the_blocks(
-    role: str, batches: int, may: bool
-) -> None:
-    transfer = KVTransferConfig(kv_connector="UCMConnector", kv_role=cast("Any", role))
-    config: Any = SimpleNamespace(kv_transfer_config=transfer, max_concurrent_batches=batches)
-    assert _may_load(config) is may
-    rig = Rig(may_load=may)
-    request = rig.request("a", 4 * BLOCK)
-    rig.stored(request, 2)
-    rig.later.run()
-    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (
-        (2 * BLOCK, True) if may else (0, False)
-    )
 
 
 # Opening

@@ -200,22 +200,6 @@ def _states_elsewhere(
     return None
 
 
-def _may_load(vllm_config: VllmConfig) -> bool:
-    """Whether blocks that vLLM allocates for a load are free of writes. With steps that overlap
-    (async scheduling, pipelines) the step under way may still write a freed request's blocks; vLLM
-    holds them back until that step has ended, but only for consumers."""
-    transfer = vllm_config.kv_transfer_config
-    if transfer is not None and transfer.is_kv_consumer:
-        return True
-    if getattr(vllm_config, "max_concurrent_batches", 2) <= 1:
-        return True
-    logger.warning(
-        'kv_role "kv_producer" with overlapping steps: blocks are stored but none are loaded,'
-        ' because vLLM reuses blocks that a step may still write; use "kv_both"'
-    )
-    return False
-
-
 def _multi_connector(vllm_config: VllmConfig) -> Any | None:
     """The configuration of the MultiConnector that ours is one of, None outside of one. Inside, our
     configuration is a copy, and only the workers' process shows the outer one."""
@@ -228,16 +212,25 @@ def _multi_connector(vllm_config: VllmConfig) -> Any | None:
     return outer
 
 
-def _only_stores(outer: Any | None) -> str:
-    """Why nothing may be loaded; empty when it may. vLLM reads the policy for failed loads where
-    *its* connector is configured."""
-    if outer is None:
-        return ""
-    if getattr(outer, "kv_load_failure_policy", "recompute") == "recompute":
+def _only_stores(outer: Any | None, vllm_config: VllmConfig) -> str:
+    """Why nothing may be loaded; empty when it may. vLLM reads the role, and the policy for failed
+    loads, where *its* connector is configured.
+
+    With steps that overlap (async scheduling, pipelines) the step under way may still write a freed
+    request's blocks: vLLM holds them back until that step has ended, but only for consumers."""
+    transfer: Any = outer or vllm_config.kv_transfer_config
+    beside = f'beside "kv_connector": "{transfer.kv_connector}"'
+    if not transfer.is_kv_consumer and getattr(vllm_config, "max_concurrent_batches", 2) > 1:
+        return (
+            "steps overlap, and vLLM gives blocks to a load that a step may still write, unless it "
+            f'is a consumer too; write "kv_role": "kv_both" {beside}'
+        )
+    # Outside of a MultiConnector the scheduler side sets the policy.
+    if outer is None or getattr(outer, "kv_load_failure_policy", "recompute") == "recompute":
         return ""
     return (
         "vLLM would end a request with an error when a block of its load is refused; "
-        f'write "kv_load_failure_policy": "recompute" beside "kv_connector": "{outer.kv_connector}"'
+        f'write "kv_load_failure_policy": "recompute" {beside}'
     )
 
 
@@ -346,7 +339,6 @@ def make_scheduler(
         tokens,
         step_tokens=step_tokens(vllm_config),
         rates=rates,
-        may_load=_may_load(vllm_config),
         groups=groups,
         sparse=sparse,
         blend=blend,
@@ -435,7 +427,7 @@ def make_worker(
         ),
         num_blocks=kv_cache_config.num_blocks,
         wanted_block_size=config.block_size,
-        only_stores=_only_stores(outer),
+        only_stores=_only_stores(outer, vllm_config),
         beside=outer is not None,
         zeroes=bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", len(groups) > 1)),
         prefix_caching=caches_prefixes(vllm_config),

@@ -112,7 +112,6 @@ class UCMConnectorScheduler:
         *,
         step_tokens: int = 0,
         rates: RateMemory | None = None,
-        may_load: bool = True,
         groups: Sequence[Group] = ONE_GROUP,
         sparse: SparseScheduler | None = None,
         blend: BlendPlanner | None = None,
@@ -125,12 +124,12 @@ class UCMConnectorScheduler:
     ) -> None:
         """``extra_keys``: the inputs of a request's KV beside its tokens; ``background`` runs
         lookups; ``block_tokens``: tokens of one device block; ``step_tokens``: most tokens of a
-        step, 0 where that is not known; ``rates`` keeps the measured speeds; ``may_load``: whether
-        vLLM allocates only blocks that no step under way writes; ``groups``: the KV groups of the
-        model; ``sparse``: sparse attention, ``blend``: Blend, where that is configured; ``events``:
-        those of stored blocks, where they are published; ``mode``: whether blocks are loaded and
-        stored now; ``closers`` are called at the end; ``chance`` draws numbers from [0, 1). Raises
-        :class:`~ucm.errors.ConfigError` for a key of tenants' tags that cannot be used."""
+        step, 0 where that is not known; ``rates`` keeps the measured speeds; ``groups``: the KV
+        groups of the model; ``sparse``: sparse attention, ``blend``: Blend, where that is
+        configured; ``events``: those of stored blocks, where they are published; ``mode``: whether
+        blocks are loaded and stored now; ``closers`` are called at the end; ``chance`` draws
+        numbers from [0, 1). Raises :class:`~ucm.errors.ConfigError` for a key of tenants' tags that
+        cannot be used."""
         self._config = config
         self.readiness = readiness
         self.failures = Failures("scheduler side", self._abandon)
@@ -146,7 +145,7 @@ class UCMConnectorScheduler:
         self._allowance = config.deadlines.lookup_ms / 1000  # from vLLM's first call
         self.admission = admission
         self._rates = rates
-        self._may_load = may_load
+        self._may_load = True
         self._groups, self._whole = tuple(groups), fails_whole(groups)
         self._frees_early = any(group.frees_early for group in groups)
         # What vLLM may take away in the next step is offered first.
