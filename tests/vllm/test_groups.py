@@ -26,8 +26,8 @@ MODELS = matrix.models_of("tests/vllm/test_groups.py::test_a_prompt_that_comes_a
 #: For make test-long. For every day test_forms.py has less of them. Not LFM2: its answers on a CPU
 #: depend on the other prompts of a step, also without ucm.
 LONG = ["gpt_oss", "llama4"]
-#: Blocks of the device: enough for the longest prompt, and too few for all of GROWING. Dumps under way
-#: are at most half of them, so Llama 4, of four groups, loses blocks of a long prompt in fewer.
+#: Blocks of the device: enough for the longest prompt, and too few for all of GROWING. Dumps under
+#: way are at most half of them, so Llama 4, of four groups, loses blocks of a long prompt in fewer.
 POOLS = {"gemma3": 64, "mistral": 16, "llama4": 80, "gpt_oss": 48}
 #: Short prompts, so that vLLM admits all of them; later it has no room for their answers.
 GROWING = {f"growing_{i}": Case(prompt(60 + i, 40), 60) for i in range(12)}

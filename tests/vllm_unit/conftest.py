@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ def _load(name: str) -> ModuleType:
 
 
 sys.path.append(str(Path(__file__).parents[1] / "vllm"))  # the software driver
+importlib.import_module("fork_server").inspect_here()
 _engine_free = _load("engine_free")
 for name in ("sparse_parts", "tiny_models", "toy_engine"):  # what modules of tests import
     sys.modules[name] = _load(name)

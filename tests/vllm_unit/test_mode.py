@@ -16,13 +16,17 @@ from click.testing import CliRunner, Result
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import ucm.mode
 from ucm.cli import main
 from ucm.integration.vllm.connector import UCMConnector, factory
 from ucm.mode import Mode, read_mode, write_mode
+
+try:
+    from vllm.entrypoints.common.cli_args import make_arg_parser
+except ImportError:  # before 0.33
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
 
 
 def test_the_scheduler_side_alone_follows_every_directory(

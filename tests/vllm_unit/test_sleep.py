@@ -153,6 +153,7 @@ def test_vllm_calls_these_methods(monkeypatch: pytest.MonkeyPatch) -> None:
         "kv_connector": "UCMConnector",
         "kv_connector_module_path": "ucm.integration.vllm.connector",
         "kv_role": "kv_both",
+        "kv_connector_extra_config": {"storage_backends": "/nowhere"},
     }
     extra = {"connectors": [ours]}
     both = KVTransferConfig(
