@@ -17,8 +17,8 @@ from cli_damage import DAMAGES, flip, newer
 from cli_roots import RECORD, Written
 from click.testing import Result
 
-from ucm.cli.records import Pace, Reader, RecordVerifier
-from ucm.cli.roots import Found
+from ucm.cli.records import Pace, RecordVerifier
+from ucm.cli.roots import Found, Root
 from ucm.errors import UcmError
 
 Run = Callable[..., Result]
@@ -185,16 +185,16 @@ def test_a_bad_read_is_read_again_before_it_is_believed(
     root: Written, ucm_json: Json, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root.fill("one", 3)
-    read, seen = Reader.read, set()
+    read, seen = Root.read, set()
 
-    def once_bad(self: Reader, found: Found, *where: Any) -> tuple[bytes, os.stat_result]:
-        data, about = read(self, found, *where)
+    def once_bad(self: Root, found: Found, *where: Any) -> tuple[bytes, int]:
+        data, size = read(self, found, *where)
         if found.name in seen:
-            return data, about
+            return data, size
         seen.add(found.name)
-        return data[:-1] + bytes([data[-1] ^ 1]), about
+        return data[:-1] + bytes([data[-1] ^ 1]), size
 
-    monkeypatch.setattr(Reader, "read", once_bad)
+    monkeypatch.setattr(Root, "read", once_bad)
     document = ucm_json("verify", root.path)
     assert (document["exit"], document["good"]) == (0, 3)
 
@@ -204,14 +204,14 @@ def test_what_cannot_be_read_is_told_and_left(
 ) -> None:
     root.fill("one", 2)
     name = root.records()[0].name
-    read = Reader.read
+    read = Root.read
 
-    def failing(self: Reader, found: Found, *where: Any) -> tuple[bytes, os.stat_result]:
+    def failing(self: Root, found: Found, *where: Any) -> tuple[bytes, int]:
         if found.name == name:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return read(self, found, *where)
 
-    monkeypatch.setattr(Reader, "read", failing)
+    monkeypatch.setattr(Root, "read", failing)
     document = ucm_json("verify", root.path)
     assert (document["exit"], document["unreadable"], document["good"]) == (1, 1, 1)
     assert document["reasons"] == {"io_error": 1}

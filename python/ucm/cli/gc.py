@@ -9,24 +9,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ucm.cli import terminal
-from ucm.cli.roots import (
-    LOW,
-    STALE_NS,
-    AnyRoot,
-    Contents,
-    Found,
-    Kind,
-    RemoteRoot,
-    open_root,
-    pick_each,
-)
+from ucm.cli.roots import LOW, STALE_NS, AnyRoot, Contents, Found, Kind, RemoteRoot, over_roots
 from ucm.errors import ConfigError
 from ucm.logger import in_units
 
@@ -87,22 +76,12 @@ def gc(
     if to is not None and older_than is not None:
         raise click.UsageError("--to and --older-than exclude each other; run gc twice")
     wish = Wish(to, older_than, bool(wanted), stale)
-    results: list[dict[str, Any]] = []
-    with ExitStack() as stack:
-        roots = [stack.enter_context(open_root(path, options)) for path in paths]
-        for root, names in pick_each(roots, wanted):
-            plan = make_plan(root, names, wish)
-            outcome = carry_out(root, plan) if yes else Outcome()
-            results.append(_document(root, plan, outcome, yes, listing))
-            if outcome.interrupted:
-                break
-    if as_json:
-        terminal.document(terminal.together("gc", results))
-    else:
-        terminal.each(_show, results)
-    if results[-1]["interrupted"]:
-        ctx.exit(130)
-    ctx.exit(1 if any(result["failed"] for result in results) else 0)
+
+    def collect(root: AnyRoot, names: list[str]) -> dict[str, Any]:
+        plan = make_plan(root, names, wish)
+        return _document(root, plan, carry_out(root, plan) if yes else Outcome(), yes, listing)
+
+    over_roots(ctx, paths, options, wanted, as_json, collect, _show, ("failed",))
 
 
 @dataclass(frozen=True)
@@ -168,7 +147,7 @@ def make_plan(root: AnyRoot, names: list[str], wish: Wish) -> Plan:
             f"{root.shown} does not say when something was last used, so nothing is old there; gc"
             " can remove a whole namespace: --namespace NAME"
         )
-    if wish.older_than is not None and isinstance(root, RemoteRoot) and root.age_needs:
+    if wish.older_than is not None and root.age_needs:
         raise ConfigError(
             f"{root.shown} says how long a record still lives, not when it was used; say how long"
             f" the engines let them live: -o {root.age_needs}=1d"

@@ -20,7 +20,6 @@ import click
 
 from ucm.cli import terminal
 from ucm.cli.records import (
-    PAGE,
     READER,
     Manifest,
     Refused,
@@ -30,11 +29,10 @@ from ucm.cli.records import (
     most_to_read,
     read_footer,
     read_manifest,
-    reader_of,
     verdict_of,
     verify_record,
 )
-from ucm.cli.roots import LOW, MARKER, AnyRoot, Contents, Foreigners, Found, Root, open_root
+from ucm.cli.roots import LOW, MARKER, PAGE, AnyRoot, Contents, Found, Root, foreigners, open_root
 from ucm.cli.terminal import scheme_of
 from ucm.errors import UcmError
 from ucm.logger import in_units
@@ -83,16 +81,15 @@ def inspect(paths: Sequence[str], tenants: bool, options: Mapping[str, str], as_
 
 def describe(root: AnyRoot) -> dict[str, Any]:
     """Everything there is to say of a root, as it stands in the JSON document."""
-    foreigners = Foreigners(root)
     beside = root.beside()
-    foreigners.add(beside.foreign)
+    foreign = [*beside.foreign]
     namespaces, identities = [], {}
     total: Counter[str] = Counter()
     _count(total, beside)
     for name in root.namespaces():
         contents = root.scan(name)
         manifest = read_manifest(root, name)
-        foreigners.add(contents.foreign)
+        foreign += contents.foreign
         _count(total, contents)
         if manifest.identity:
             identities[name] = manifest.identity
@@ -109,10 +106,10 @@ def describe(root: AnyRoot) -> dict[str, Any]:
         "low_watermark": int(root.limit * LOW),
         "used_bytes": used,
         "used_share": round(used / root.limit, 4) if root.limit else None,
-        "records": total["record"],
-        "record_bytes": total["record_bytes"],
-        "segments": total["segment"],
-        "segment_bytes": total["segment_bytes"],
+        "records": total["records"],
+        "record_bytes": total["records_bytes"],
+        "segments": total["segments"],
+        "segment_bytes": total["segments_bytes"],
         "segment_records": sum(space["segment_records"] for space in namespaces),
         "private": total["private"],
         "private_bytes": total["private_bytes"],
@@ -121,14 +118,13 @@ def describe(root: AnyRoot) -> dict[str, Any]:
         "space_documents": _sorted(Counter(_sort_of(found.name) for found in beside.space)),
         "namespaces": namespaces,
         "differences": differences(identities) if len(identities) > 1 else {},
-        **foreigners.document(),
+        **foreigners(root, foreign),
     }
 
 
 def count_tenants(root: AnyRoot) -> list[dict[str, Any]]:
     """Records and bytes of each tag, most bytes first; the tag of what belongs to no tenant is
     empty. A record whose header is refused is not counted."""
-    reader = reader_of(root)
     records: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for name in root.namespaces():
@@ -136,11 +132,11 @@ def count_tenants(root: AnyRoot) -> list[dict[str, Any]]:
         places = [(found, 0, found.size) for found in contents.records]
         for segment in contents.segments:
             with suppress(OSError, Refused):
-                entries = read_footer(reader, segment).entries
+                entries = read_footer(root, segment).entries
                 places += [(segment, entry.offset, entry.length) for entry in entries]
         for found, offset, size in places:
             with suppress(OSError, Refused):
-                header = header_of(reader.read(found, min(size, _HEADER_MOST), offset)[0])
+                header = header_of(root.read(found, min(size, _HEADER_MOST), offset)[0])
                 tag = "" if header["tenant"] == "none" else header["tenant"]
                 records[tag] += 1
                 sizes[tag] += size
@@ -183,13 +179,12 @@ def _namespace(root: AnyRoot, name: str, contents: Contents, manifest: Manifest)
 def _headers(root: AnyRoot, sample: list[Found]) -> tuple[Counter[str], Counter[str], Counter[str]]:
     """How many of these records are of which part, how many side shards of which name they have,
     and how many headers are refused for which reason."""
-    reader = reader_of(root)
     parts: Counter[str] = Counter()
     sides: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     for found in sample:
         with _counted(reasons):
-            header = header_of(reader.read(found, _HEADER_MOST)[0])
+            header = header_of(root.read(found, _HEADER_MOST)[0])
             parts[header["part"]] += 1
             sides.update(side["name"] for side in header["sides"])
     return parts, sides, reasons
@@ -198,12 +193,11 @@ def _headers(root: AnyRoot, sample: list[Found]) -> tuple[Counter[str], Counter[
 def _footers(root: AnyRoot, segments: list[Found]) -> tuple[Counter[str], Counter[str]]:
     """Records of each part that the footers of these segments name, and footers refused, by
     reason."""
-    reader = reader_of(root)
     records: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     for found in segments:
         with _counted(reasons):
-            footer = read_footer(reader, found)
+            footer = read_footer(root, found)
             records[footer.part] += len(footer.entries)
     return records, reasons
 

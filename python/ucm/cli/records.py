@@ -7,11 +7,8 @@ may do so, and this is no error.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import mmap
-import os
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -19,16 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ucm import _core
-from ucm.cli.roots import FORMAT, MANIFEST, AnyRoot, Found, RemoteRoot, Root
+from ucm.cli.roots import FORMAT, PAGE, AnyRoot, Found
 from ucm.cli.terminal import short
-from ucm.errors import UcmError
 from ucm.reasons import MissReason
 
 #: How the core is called in results.
 READER = "compiled core"
-#: Pages, in bytes, and the most bytes of a record: of the longest header, the most KV and the most
-#: side shards.
-PAGE, MAX_RECORD = 4096, 102_400 + (1 << 30) + (16 << 20)
+#: Most bytes of a record: of the longest header, the most KV and the most side shards.
+MAX_RECORD = 102_400 + (1 << 30) + (16 << 20)
 #: What the header of a record says, as ``ucm inspect`` shows it.
 Header = dict[str, Any]
 
@@ -137,7 +132,7 @@ def _group(group: Any) -> str:
 def read_manifest(root: AnyRoot, namespace: str) -> Manifest:
     """The manifest of a namespace. Never fails: what is wrong with it is its state."""
     try:
-        found = root.document(namespace, MANIFEST)
+        found = root.manifest(namespace)
     except (ValueError, OSError, RecursionError):
         return Manifest("damaged")
     if found is None:
@@ -213,8 +208,6 @@ def _shapes(parts: Any) -> dict[str, Shape]:
 FIRST = 8 << 20
 #: The same of a segment's entry.
 HEADER_FIRST = 1 << 20
-#: The file system refuses direct I/O.
-_NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 @dataclass(frozen=True)
@@ -272,67 +265,11 @@ class Pace:
         self._free += count / self._rate
 
 
-class Reader:
-    """Reads files of a root into one buffer, with direct I/O where the file system has it."""
-
-    def __init__(self, root: Root) -> None:
-        self._root = root
-        self._buffer = mmap.mmap(-1, FIRST)
-        #: Whether reads bypassed the page cache; ``None`` before the first.
-        self.direct: bool | None = None
-        #: Bytes read so far.
-        self.bytes = 0
-
-    def read(
-        self, found: Found, most: int | None = None, start: int = 0
-    ) -> tuple[bytes, os.stat_result]:
-        """At most ``most`` bytes from ``start`` (a page) on, and what the file is; raises
-        :class:`OSError`."""
-        try:
-            answer = self._read(found, most, start, os.O_DIRECT)
-        except OSError as error:
-            if error.errno not in _NOT_DIRECT:
-                raise
-            self.direct = False
-            return self._read(found, most, start, 0)
-        self.direct = self.direct is not False
-        return answer
-
-    def _read(
-        self, found: Found, most: int | None, start: int, how: int
-    ) -> tuple[bytes, os.stat_result]:
-        fd = self._root.open(found.directory, found.name, how)
-        try:
-            about = os.fstat(fd)
-            there = max(0, about.st_size - start)
-            want = there if most is None else min(most, there)
-            room = -(-want // PAGE) * PAGE
-            if room > len(self._buffer):
-                self._buffer = mmap.mmap(-1, room)
-            at = 0
-            with memoryview(self._buffer) as view:
-                while at < want:
-                    count = os.preadv(fd, [view[at:room]], start + at)
-                    at += count
-                    # the end of the file; direct reads begin at pages only
-                    if count == 0 or (how and at % PAGE):
-                        break
-                self.bytes += min(at, want)
-                return bytes(view[: min(at, want)]), about
-        finally:
-            os.close(fd)
-
-
-def reader_of(root: AnyRoot) -> Reader | RemoteReader:
-    """What reads this root."""
-    return RemoteReader(root) if isinstance(root, RemoteRoot) else Reader(root)
-
-
 class RecordVerifier:
     """Verifies the records of one root."""
 
     def __init__(self, root: AnyRoot, pace: Pace, keys: _core.RecordKeys | None = None) -> None:
-        self.reader = reader_of(root)
+        self._root = root
         self._pace = pace
         #: Decrypts records; None: encrypted ones are verified by the checksums of what is stored.
         self._keys = keys
@@ -364,13 +301,13 @@ class RecordVerifier:
         offset = entry.offset if entry else 0
         first = min(HEADER_FIRST, entry.length) if entry else FIRST
         self._pace.spend(min(first, found.size))
-        data, about = self.reader.read(found, first, offset)
+        data, size = self._root.read(found, first, offset)
         header = header_of(data)
-        length = entry.length if entry else about.st_size
+        length = entry.length if entry else size
         if length > len(data):
             length = min(length, most_to_read(header))
             self._pace.spend(length)
-            data, _ = self.reader.read(found, length, offset)
+            data, _ = self._root.read(found, length, offset)
         return data, header
 
     def footer(self, found: Found) -> Segment:
@@ -379,9 +316,9 @@ class RecordVerifier:
         Raises :class:`Refused` or :class:`OSError`.
         """
         try:
-            return read_footer(self.reader, found)
+            return read_footer(self._root, found)
         except Refused:
-            return read_footer(self.reader, found)
+            return read_footer(self._root, found)
 
 
 def most_to_read(header: Header) -> int:
@@ -409,13 +346,13 @@ class Segment:
     entries: list[Entry]
 
 
-def read_footer(reader: Reader | RemoteReader, found: Found) -> Segment:
+def read_footer(root: AnyRoot, found: Found) -> Segment:
     """The footer of a segment; raises :class:`Refused` or :class:`OSError`."""
-    tail, about = reader.read(found, PAGE, max(0, found.size - 1) // PAGE * PAGE)
-    listed, length, reason = _core.read_footer(tail, about.st_size)
+    tail, size = root.read(found, PAGE, max(0, found.size - 1) // PAGE * PAGE)
+    listed, length, reason = _core.read_footer(tail, size)
     if length:
-        tail, about = reader.read(found, length, about.st_size - length)
-        listed, length, reason = _core.read_footer(tail, about.st_size)
+        tail, size = root.read(found, length, size - length)
+        listed, length, reason = _core.read_footer(tail, size)
     if listed is None:
         raise Refused(reason or MissReason.TRUNCATED, "the footer of a segment")
     name, namespace, part, records = listed
@@ -424,34 +361,3 @@ def read_footer(reader: Reader | RemoteReader, found: Found) -> Segment:
     if name != found.name:
         raise Refused(MissReason.FOREIGN_ID, f"segment {name}")
     return Segment(part, [Entry(*record) for record in records])
-
-
-class About(NamedTuple):
-    """What is known of something that was read."""
-
-    st_size: int
-    st_ino: int = 0
-
-
-class RemoteReader:
-    """Reads what lies on a server or in a bucket."""
-
-    def __init__(self, root: RemoteRoot) -> None:
-        self._root = root
-        #: There is no page cache of ours to bypass.
-        self.direct: bool | None = None
-        #: Bytes read so far.
-        self.bytes = 0
-
-    def read(self, found: Found, most: int | None = None, start: int = 0) -> tuple[bytes, About]:
-        """At most ``most`` bytes from ``start`` on, and what it is; raises :class:`OSError`."""
-        item = self._root.item(found.path)
-        length = found.size if most is None else most
-        try:
-            there = None if item is None else self._root.read(item, start, length)
-        except UcmError as error:
-            raise OSError(errno.EIO, error.message, found.path) from None
-        if there is None:
-            raise FileNotFoundError(errno.ENOENT, "it does not exist any more", found.path)
-        self.bytes += len(there)
-        return there, About(found.size)

@@ -128,11 +128,6 @@ def age(text: str) -> float:
     return found
 
 
-def together(command: str, documents: list[dict[str, Any]]) -> dict[str, Any]:
-    """The JSON document of a command: that of its one root, or those of several."""
-    return documents[0] if len(documents) == 1 else {"command": command, "roots": documents}
-
-
 _SPANS = (("day", 86400), ("hour", 3600), ("minute", 60), ("second", 1))
 #: A number or a size, which stand on the right of their column.
 _NUMBER = re.compile(r"-|[0-9][0-9.]*(?: [KMGTPE]?i?B)?")

@@ -34,10 +34,9 @@ from ucm.cli.records import (
     header_of,
     read_footer,
     read_manifest,
-    reader_of,
     verdict_of,
 )
-from ucm.cli.roots import MARKER, AnyRoot, Found, Kind, open_root, pick
+from ucm.cli.roots import MARKER, AnyRoot, Found, Kind, open_root, pick_each
 from ucm.errors import ConfigError, TaskError, UcmError
 from ucm.logger import in_units
 from ucm.reasons import MissReason, reason_of
@@ -127,7 +126,7 @@ def _run(
     ids = _ids(ids_file.read()) if ids_file is not None else None
     began, counts = time.monotonic(), Counter[str]()
     with open_root(source, options if terminal.scheme_of(source) else {}) as root:
-        names = pick(root.namespaces(), wanted, root.shown)
+        ((_, names),) = pick_each([root], wanted)
         size = sum(found.size for name in names for found in root.scan(name).files)
         if command == "export":
             capacity = str(int(size * _SPARE) + _LEAST)
@@ -290,11 +289,11 @@ class _Copy:
 
     def _headers(self) -> Iterator[Header]:
         """Those of the records with KV that are wanted, each once."""
-        reader, contents, seen = reader_of(self._root), self._root.scan(self._namespace), set()
+        root, contents, seen = self._root, self._root.scan(self._namespace), set()
         for found in contents.files:
             try:
                 for offset in self._offsets(found):
-                    header = header_of(reader.read(found, min(HEADER_FIRST, FIRST), offset)[0])
+                    header = header_of(root.read(found, min(HEADER_FIRST, FIRST), offset)[0])
                     name = bytes.fromhex(header["record_id"])
                     for side in header["sides"]:
                         of, spec = self._sides[header["part"]], (side["version"], side["bytes"])
@@ -311,7 +310,7 @@ class _Copy:
             return [0]
         if found.kind is not Kind.SEGMENT:
             return []
-        return [entry.offset for entry in read_footer(reader_of(self._root), found).entries]
+        return [entry.offset for entry in read_footer(self._root, found).entries]
 
     def _wants(self, name: bytes) -> bool:
         return self._ids is None or name in self._ids

@@ -13,7 +13,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +30,7 @@ from ucm.cli.records import (
     read_manifest,
     verdict_of,
 )
-from ucm.cli.roots import AnyRoot, Found, Kind, open_root, pick_each
+from ucm.cli.roots import AnyRoot, Found, Kind, over_roots
 from ucm.cli.terminal import Rate
 from ucm.errors import ConfigError
 from ucm.logger import in_units
@@ -91,24 +90,12 @@ def verify(
     interrupted.
     """
     keys = _keys(key_file)
-    results: list[dict[str, Any]] = []
-    with ExitStack() as stack:
-        roots = [stack.enter_context(open_root(path, options)) for path in paths]
-        for root, names in pick_each(roots, wanted):
-            results.append(Scrub(root, rate.bytes, keys).run(names, sample))
-            if results[-1]["interrupted"]:
-                break
-    if as_json:
-        terminal.document(terminal.together("verify", results))
-    else:
-        terminal.each(_show, results)
-    if results[-1]["interrupted"]:
-        ctx.exit(130)
-    ctx.exit(
-        1
-        if any(result[key] for result in results for key in ("bad", "unreadable", "bad_sides"))
-        else 0
-    )
+
+    def scrub(root: AnyRoot, names: list[str]) -> dict[str, Any]:
+        return Scrub(root, rate.bytes, keys).run(names, sample)
+
+    bad = ("bad", "unreadable", "bad_sides")
+    over_roots(ctx, paths, options, wanted, as_json, scrub, _show, bad)
 
 
 def _keys(key_file: str | None) -> RecordKeys | None:
@@ -200,14 +187,14 @@ class Scrub:
             "sides": self.sides,
             "sides_alone": self.sides_alone,
             "decoder": READER,
-            "direct_io": verifier.reader.direct,
+            "direct_io": self.root.direct,
             "rate": self.rate,
             "records": self.records,
             "segments": sum(
                 found.kind is Kind.SEGMENT for records in chosen.values() for found in records
             ),
             "bytes": total,
-            "bytes_read": verifier.reader.bytes,
+            "bytes_read": self.root.bytes_read,
             "seconds": round(time.monotonic() - start, 3),
             **{
                 state: self.states[state]
