@@ -15,7 +15,7 @@ import pytest
 from cli_roots import Written
 from click.testing import Result
 
-from ucm.cli import engine, findings, machine
+from ucm.cli import checks
 
 Json = Callable[..., dict[str, Any]]
 Run = Callable[..., Result]
@@ -28,14 +28,14 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name)
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PLATFORM"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(machine, "_version", lambda *names: Package("0.32.0", names[0]))
-    monkeypatch.setattr(machine, "MEASURE_MOST", machine.PIECE)
-    monkeypatch.setattr(machine, "SLOW", 0)
-    monkeypatch.setattr(machine, "SHM_LEAST", 0)
-    monkeypatch.setattr(machine, "FILES_LEAST", 0)
-    monkeypatch.setattr(machine, "mount_of", lambda path: ("/", "ext4", "/dev/vda"))
+    monkeypatch.setattr(checks, "_version", lambda *names: Package("0.32.0", names[0]))
+    monkeypatch.setattr(checks, "MEASURE_MOST", checks.PIECE)
+    monkeypatch.setattr(checks, "SLOW", 0)
+    monkeypatch.setattr(checks, "SHM_LEAST", 0)
+    monkeypatch.setattr(checks, "FILES_LEAST", 0)
+    monkeypatch.setattr(checks, "mount_of", lambda path: ("/", "ext4", "/dev/vda"))
     monkeypatch.setattr(os, "statvfs", lambda path: File(1 << 40, 1 << 39))
-    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(64 << 30, 32 << 30, "a machine"))
+    monkeypatch.setattr(checks, "memory", lambda: checks.Memory(64 << 30, 32 << 30, "a machine"))
     monkeypatch.setattr(metadata, "packages_distributions", lambda: {"ucm": ["ucm-kv"]})
     return
 
@@ -128,7 +128,7 @@ def test_a_mount_point_of_fstab_that_is_not_mounted(
 ) -> None:
     table = tmp_path / "fstab"
     table.write_text(f"# comment\nserver:/kv {tmp_path / 'blocks'} nfs4 defaults 0 0\n")
-    monkeypatch.setattr(machine, "FSTAB", table)
+    monkeypatch.setattr(checks, "FSTAB", table)
     found = examine("--config", config())
     error = only(found, "error")
     assert "not mounted" in error["text"]
@@ -145,7 +145,7 @@ def test_a_root_that_is_lost_with_a_boot_or_a_container(
     config: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(machine, "mount_of", lambda path: ("/", kind, "none"))
+    monkeypatch.setattr(checks, "mount_of", lambda path: ("/", kind, "none"))
     found = examine("--config", config())
     assert found["exit"] == 1
     assert remedy in only(found, "warning")["remedy"]
@@ -224,8 +224,8 @@ def test_a_root_that_does_not_answer(
     import threading
 
     hangs = threading.Event()
-    monkeypatch.setattr(findings, "ANSWER_S", 0.2)
-    monkeypatch.setattr(machine, "_existing", lambda *_: hangs.wait() and ())
+    monkeypatch.setattr("ucm.cli.doctor.ANSWER_S", 0.2)
+    monkeypatch.setattr(checks, "_existing", lambda *_: hangs.wait() and ())
     found = examine("--config", config())
     hangs.set()
     assert found["exit"] == 2
@@ -242,8 +242,8 @@ def test_a_root_with_another_clock(
     seconds: int,
     where: str,
 ) -> None:
-    now = machine.wall_ns
-    monkeypatch.setattr(machine, "wall_ns", lambda: now() + seconds * 10**9)
+    now = checks.wall_ns
+    monkeypatch.setattr(checks, "wall_ns", lambda: now() + seconds * 10**9)
     found = examine("--config", config())
     assert found["exit"] == 1
     text = only(found, "warning")["text"]
@@ -271,8 +271,8 @@ def test_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.undo()
     (tmp_path / "memory.max").write_text("1048576\n")
     (tmp_path / "memory.current").write_text("1000000\n")
-    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
-    found = machine.memory()
+    monkeypatch.setattr(checks, "CGROUPS", tmp_path)
+    found = checks.memory()
     assert (found.total, found.free) == (1048576, 48576)
     assert "container" in found.bound
 
@@ -280,8 +280,8 @@ def test_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.Mon
 def test_little_shared_memory_and_few_descriptors(
     examine: Json, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "SHM_LEAST", 1 << 60)
-    monkeypatch.setattr(machine, "FILES_LEAST", 1 << 60)
+    monkeypatch.setattr(checks, "SHM_LEAST", 1 << 60)
+    monkeypatch.setattr(checks, "FILES_LEAST", 1 << 60)
     found = examine()
     texts = [one["remedy"] for one in found["findings"] if one["level"] == "warning"]
     assert found["exit"] == 1
@@ -298,7 +298,7 @@ def test_expandable_segments(examine: Json, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_old_vllm(examine: Json, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_version", lambda *names: Package("0.9.2", names[0]))
+    monkeypatch.setattr(checks, "_version", lambda *names: Package("0.9.2", names[0]))
     found = examine()
     assert found["exit"] == 2
     assert "vLLM 0.9.2" in only(found, "error")["text"]
@@ -310,7 +310,7 @@ def test_a_torch_that_vllm_was_not_built_with(
     older = Package("0.32.0", "vllm")
     older.requires = ["torch == 2.10.0; platform_system != 'Darwin'"]
     monkeypatch.setattr(
-        machine, "_version", lambda *names: Package("", "torch") if names[0] == "torch" else older
+        checks, "_version", lambda *names: Package("", "torch") if names[0] == "torch" else older
     )
     assert only(examine(), "warning")["remedy"] == "pip install torch==2.10.0"
 
@@ -334,7 +334,7 @@ def test_a_platform_without_its_devices(
     examine: Json, config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files: list[str] = []
-    monkeypatch.setattr(machine.glob, "glob", lambda _: files)
+    monkeypatch.setattr(checks.glob, "glob", lambda _: files)
     wanted = config(platform="cuda")
     error = only(examine("--config", wanted), "error")
     assert error["text"] == "platform is cuda, and this machine shows no accelerator"
@@ -354,7 +354,7 @@ def arguments(*words: str, **transfer: Any) -> tuple[str, ...]:
 def vllm(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The answer of vLLM."""
     answer = {"identity": {}, "block_tokens": 16, "why_off": ""}
-    monkeypatch.setattr(engine, "ask", lambda *_: answer)
+    monkeypatch.setattr(checks, "ask", lambda *_: answer)
     return answer
 
 

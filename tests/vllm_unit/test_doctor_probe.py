@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).parents[1] / "vllm"))
 
 from models import llama_config
 
-from ucm.cli.engine import Arguments, ask
+from ucm.cli.checks import Arguments, ask
 
 
 def test_the_known_part_of_an_identity(tmp_path: Path) -> None:

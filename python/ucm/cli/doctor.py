@@ -8,30 +8,21 @@ measured with a file that has no name.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucm.cli import terminal
-from ucm.cli.findings import (
-    SYMPTOMS,
-    Finding,
-    checklist,
-    error,
-    exit_status,
-    in_time,
-    note,
-    of_area,
-    ok,
-    warning,
-)
+from ucm.cli import checks, terminal
+from ucm.cli.checks import Arguments, Finding, error, note, ok, warning
+from ucm.cli.records import read_manifest
+from ucm.cli.roots import MARKER, open_root
 from ucm.errors import UcmError
 
 if TYPE_CHECKING:
-    from ucm.cli.engine import Arguments
     from ucm.config import UcmConfig
 
 #: Colours of the levels.
@@ -48,6 +39,70 @@ _SHARED = {
     "storage_backends": "they keep blocks in different places",
     "sparse.type": "side shards differ",
 }
+#: Seconds that a file system or a server has to answer.
+ANSWER_S = 10.0
+
+#: The table of the seeds, and questions of users: symptom, likely cause, where it is seen, remedy.
+SYMPTOMS: tuple[tuple[str, str, str, str], ...] = (
+    (
+        "TTFT is high",
+        "loads take longer than computing, or the store is new and empty",
+        "ucm_load_seconds, ucm_load_bytes_per_second, ucm_prefill_tokens_per_second",
+        "a faster store, or Cache above it (Cache|Posix); `ucm plan` names the slowest that pays",
+    ),
+    (
+        "few or no hits",
+        "another build of vLLM, weights, dtype, parallelism, block size or salt; evicted blocks",
+        "missed blocks by reason; `ucm inspect ROOT`",
+        "`ucm doctor --config F -- MODEL ...` names what differs; a larger storage_capacity",
+    ),
+    (
+        "out of memory",
+        "buffers and vLLM's KV are larger than the machine or container",
+        "`ucm doctor`: limits",
+        "a smaller cache_size or --gpu-memory-utilization, or sparse attention (docs/sparse.md)",
+    ),
+    (
+        "the store is the bottleneck",
+        "the medium is slower than the engine writes",
+        "ucm_tier_written_bytes_total, ucm_unpublished_blocks_total; `ucm doctor`: store",
+        "several tiers (Cache|Posix), several directories (storage_backends), or dump: prompt",
+    ),
+    (
+        "a version does not fit",
+        "vLLM is older than those that ucm serves, or torch is another than vLLM requires",
+        "`ucm doctor`: software",
+        "update vLLM; install the torch that it requires",
+    ),
+    (
+        "nothing is stored",
+        "no room, no permission, a store that failed, or the mode is read-only",
+        "ucm_tier_writable, ucm_tier_refused_blocks_total, ucm_tier_healthy; `ucm mode`",
+        "`ucm gc ROOT`, a larger storage_capacity, `ucm mode [--root ROOT] read-write`",
+    ),
+    (
+        "answers are doubted",
+        "any cache is a suspect",
+        "`ucm verify ROOT`, docs/trust.md",
+        "`ucm mode off` computes everything without a restart; compare the answers",
+    ),
+)
+#: The seeds' checklist: what doctor checked, by area, and what only a run can show.
+_CHECKED = (
+    ("device", "processors and accelerators"),
+    ("software", "versions of vLLM, torch and ucm"),
+    ("configuration", "configuration, log and metrics"),
+    ("store", "every place of blocks"),
+    ("limits", "memory and limits of the process"),
+)
+_TO_RUN = (
+    ("40 GB or more of device memory; its driver fits torch's CUDA", "nvidia-smi"),
+    ("1 TB or more of NVMe disk; a fast network between hosts", "`ucm plan MODEL ...`"),
+    ("the newest version of ucm", "CHANGELOG.md, `ucm --version`"),
+    ("a prompt is loaded after a restart", "send a long prompt, restart, send it again"),
+    ("a baseline of the performance", "`ucm bench vllm --url U --scenario prefix_sharing`"),
+    ("full load", "`ucm bench vllm --url U --scenario short_high_concurrency`"),
+)
 
 
 @click.command()
@@ -78,7 +133,7 @@ def doctor(
         return
     given = {"ucm_config_path": file} if file else {"storage_backends": [place]} if place else {}
     findings, config = examine(given, peer, production, vllm)
-    status = exit_status(findings)
+    status = _exit_status(findings)
     if as_json:
         lines = config.describe() if config else []
         found = [asdict(finding) for finding in findings]
@@ -94,35 +149,76 @@ def examine(
 ) -> tuple[list[Finding], UcmConfig | None]:
     """All findings, and the configuration if it could be read. ``given``: keys beside those in the
     arguments of vLLM; ``words``: these arguments."""
-    from ucm.cli import engine, machine
-
-    findings = of_area("software", machine.software())
-    arguments = engine.Arguments()
+    findings = _of_area("software", checks.software())
+    arguments = Arguments()
     try:
-        arguments = engine.Arguments.read(words)
+        arguments = Arguments.read(words)
     except UcmError as failure:
-        findings += of_area("engine", [error(failure.message, "`ucm vllm-args` prints it")])
+        findings += _of_area("engine", [error(failure.message, "`ucm vllm-args` prints it")])
     extra = {**arguments.extra(), **given}
     config, found = _configuration(extra, bool(words))
     if config is not None and production:
         found += _for_production(config)
-    findings += of_area("configuration", found)
-    findings += of_area("device", machine.devices(config.platform if config else None))
-    findings += of_area("limits", machine.limits(_buffers(config, arguments)))
+    findings += _of_area("configuration", found)
+    findings += _of_area("device", checks.devices(config.platform if config else None))
+    findings += _of_area("limits", checks.limits(_buffers(config, arguments)))
     identities: Identities = {}
     for one in (config, *config.alternatives) if config else ():
-        findings += of_area("store", _stores(one, identities, production))
+        findings += _of_area("store", _stores(one, identities, production))
     if words:
-        findings += of_area("engine", engine.transfer(arguments))
+        findings += _of_area("engine", checks.transfer(arguments))
     if words and config is not None:
-        findings += of_area("engine", _engine(config, arguments, extra, identities))
+        findings += _of_area("engine", _engine(config, arguments, extra, identities))
     elif identities:
-        findings += of_area("identity", engine.among(identities))
+        findings += _of_area("identity", checks.among(identities))
     if peer and config is not None:
-        findings += of_area("peer", _beside(config, peer))
+        findings += _of_area("peer", _beside(config, peer))
     if production:
-        findings += of_area("checklist", checklist(findings))
+        findings += _of_area("checklist", _checklist(findings))
     return findings, config
+
+
+def _of_area(area: str, findings: Iterable[Finding]) -> list[Finding]:
+    """Findings of one area."""
+    return [replace(finding, area=area) for finding in findings]
+
+
+def _exit_status(findings: Iterable[Finding]) -> int:
+    """2 with an error, 1 with a warning, else 0."""
+    levels = {finding.level for finding in findings}
+    return 2 if "error" in levels else 1 if "warning" in levels else 0
+
+
+def _in_time(what: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    """The findings of a check that may hang on a file system or a server; an error if it does not
+    end in time. Its thread is then left behind."""
+    found: list[Finding] = []
+
+    def run() -> None:
+        try:
+            found.extend(check())
+        except Exception as failure:
+            found.append(error(f"{what}: {failure}"))
+
+    thread = threading.Thread(target=run, name="ucm-doctor", daemon=True)
+    thread.start()
+    thread.join(ANSWER_S)
+    if not thread.is_alive():
+        return found
+    text = f"{what} does not answer within {ANSWER_S:.0f} seconds"
+    return [*found, error(text, "check its server and the network to it")]
+
+
+def _checklist(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """The seeds' checklist before production."""
+    found = {(finding.area, finding.level in ("warning", "error")) for finding in findings}
+    for area, text in _CHECKED:
+        if (area, True) in found:
+            yield note(f"{text}: see {area} above")
+        else:
+            yield ok(f"{text}: good") if (area, False) in found else note(f"{text}: not checked")
+    for text, command in _TO_RUN:
+        yield note(f"not checked here: {text}", command)
 
 
 def _configuration(extra: dict[str, Any], engine: bool) -> tuple[UcmConfig | None, list[Finding]]:
@@ -159,7 +255,6 @@ def _for_production(config: UcmConfig) -> Iterator[Finding]:
 
 def _buffers(config: UcmConfig | None, arguments: Arguments) -> dict[str, int]:
     """Bytes that the configuration takes of this host's memory, by key."""
-    from ucm.cli import machine
     from ucm.config.fields import parse_capacity
     from ucm.config.words import STORES
 
@@ -173,7 +268,7 @@ def _buffers(config: UcmConfig | None, arguments: Arguments) -> dict[str, int]:
         size = settings.options.get("cache_size")
         if store in STORES and STORES[store].kind.memory and size is not None:
             given = parse_capacity(size)
-            share = int(machine.memory().total * (given.percent or 0) / 100)
+            share = int(checks.memory().total * (given.percent or 0) / 100)
             needed["cache_size"] = share if given.bytes is None else given.bytes * ranks
     return needed
 
@@ -199,25 +294,20 @@ def _places(config: UcmConfig) -> Iterator[tuple[str, list[str], Any]]:
 
 
 def _stores(config: UcmConfig, identities: Identities, production: bool) -> Iterator[Finding]:
-    from ucm.cli import machine
-
     for store, places, setting in _places(config):
         for path in (place for place in places if not terminal.scheme_of(place)):
             direct, limit = bool(setting("io_direct")), setting("storage_capacity")
             size = getattr(limit, "bytes", 0)
-            yield from in_time(path, partial(machine.root, path, direct, size, production))
-            yield from in_time(path, partial(_collect, path, identities))
+            yield from _in_time(path, partial(checks.root, path, direct, size, production))
+            yield from _in_time(path, partial(_collect, path, identities))
         addresses = [place for place in places if terminal.scheme_of(place)]
         if addresses:
             check = partial(_server, store, addresses, setting, production)
-            yield from in_time(addresses[0], check)
+            yield from _in_time(addresses[0], check)
 
 
 def _collect(path: str, identities: Identities) -> Sequence[Finding]:
     """Adds the identities of a root."""
-    from ucm.cli.records import read_manifest
-    from ucm.cli.roots import MARKER, open_root
-
     if os.path.exists(os.path.join(path, MARKER)):
         with open_root(path, {}) as root:
             found = {name: read_manifest(root, name).identity for name in root.namespaces()}
@@ -252,21 +342,19 @@ def _engine(
     config: UcmConfig, arguments: Arguments, extra: dict[str, Any], identities: Identities
 ) -> Iterator[Finding]:
     """What vLLM says of the arguments."""
-    from ucm.cli import engine
-
     click.echo("vLLM makes its configuration, which takes some 20 seconds", err=True)
-    found = engine.ask(arguments, extra)
+    found = checks.ask(arguments, extra)
     if "error" in found:
         given = arguments.value("--block-size") or ""
         if given.isdigit() and int(given):
-            yield from engine.block_size(config.block_size, int(given))
+            yield from checks.block_size(config.block_size, int(given))
         remedy = "fix the arguments, or run doctor where vLLM is installed"
         yield warning(f"vLLM: {found['error']}", remedy)
         return
-    yield from engine.block_size(config.block_size, found["block_tokens"])
+    yield from checks.block_size(config.block_size, found["block_tokens"])
     if found["why_off"]:
         yield error(found["why_off"])
-    yield from engine.beside(found["identity"], identities)
+    yield from checks.beside(found["identity"], identities)
 
 
 def _beside(config: UcmConfig, peer: str) -> Iterator[Finding]:
