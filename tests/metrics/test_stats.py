@@ -122,7 +122,7 @@ def test_a_watched_engine_has_changes_a_second(
         metrics.observe({"asked": 6, "loaded_bytes": 4096}, 0)
 
     monkeypatch.setattr(
-        "ucm.cli.stats.time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+        "ucm.cli.running.time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
     )
     words = ("--url", address, "--watch", "--interval", "2", "--times", "2")
     first, second = run(*words, "--json").stdout.split("\n}\n", 1)
@@ -136,7 +136,7 @@ def test_the_user_ends_the_watch(engine: tuple[str, Any], monkeypatch: pytest.Mo
     def sleep(_: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ucm.cli.stats.time", SimpleNamespace(monotonic=lambda: 0.0, sleep=sleep))
+    monkeypatch.setattr("ucm.cli.running.time", SimpleNamespace(monotonic=lambda: 0.0, sleep=sleep))
     done = run("--url", engine[0], "--watch")
     assert (done.exit_code, done.stderr) == (0, "")
     assert "engine 0 of tiny" in done.stdout

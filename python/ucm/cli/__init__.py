@@ -15,19 +15,13 @@ import click
 
 from ucm import __version__
 from ucm.cli.bench import bench as _bench
-from ucm.cli.dashboard import dashboard as _dashboard
 from ucm.cli.doctor import doctor as _doctor
 from ucm.cli.gc import gc as _gc
 from ucm.cli.inspect import inspect as _inspect
-from ucm.cli.mode import mode as _mode
-from ucm.cli.pd_proxy import pd_proxy as _pd_proxy
-from ucm.cli.plan import plan as _plan
-from ucm.cli.stats import stats as _stats
-from ucm.cli.trace import trace as _trace
-from ucm.cli.transfer import export as _export
-from ucm.cli.transfer import import_ as _import
+from ucm.cli.running import dashboard, mode, stats, trace
+from ucm.cli.start import pd_proxy, plan, vllm_args
+from ucm.cli.transfer import export, import_
 from ucm.cli.verify import verify as _verify
-from ucm.cli.vllm_args import vllm_args as _vllm_args
 from ucm.errors import UcmError
 
 __all__ = ["main"]
@@ -67,7 +61,7 @@ def main() -> None:
 
 
 for _command in (
-    *(_doctor, _plan, _vllm_args, _inspect, _verify, _gc, _export, _import),
-    *(_stats, _mode, _dashboard, _trace, _bench, _pd_proxy),
+    *(_doctor, plan, vllm_args, _inspect, _verify, _gc, export, import_),
+    *(stats, mode, dashboard, trace, _bench, pd_proxy),
 ):
     main.add_command(_command)

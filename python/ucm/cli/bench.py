@@ -27,8 +27,8 @@ from ucm.bench.metrics import (
     ratio,
 )
 from ucm.bench.scenarios import SCENARIOS, Scenario
-from ucm.cli.pd_proxy import MissingExtra, size, url
-from ucm.cli.terminal import document, json_output, of_store, scheme_of, table
+from ucm.cli import terminal
+from ucm.cli.terminal import MissingExtra, document, json_output, of_store, scheme_of, size, table
 
 if TYPE_CHECKING:
     from ucm.bench.client import Sample
@@ -173,8 +173,8 @@ def _changes(command: Any) -> Any:
 
 
 @bench.command()
-@click.option("--url", "at", required=True, type=url, help="The server.")
-@click.option("--compare", type=url, help="A second server, in turns with the first.")
+@click.option("--url", "at", required=True, type=terminal.url, help="The server.")
+@click.option("--compare", type=terminal.url, help="A second server, in turns with the first.")
 @click.option(
     "--scenario", "name", type=click.Choice(list(SCENARIOS)), default="hit80", show_default=True
 )

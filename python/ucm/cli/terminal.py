@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import click
 
@@ -84,10 +85,9 @@ def rate(text: str) -> Rate:
     """A size per second, with or without ``/s``; or ``unlimited``."""
     if text == "unlimited":
         return Rate(None)
-    size = _size(text.removesuffix("/s"), "or unlimited")
-    if size == 0:
-        raise click.BadParameter("a rate of 0 would never end; write a size, or unlimited")
-    return Rate(size)
+    if found := size(text.removesuffix("/s"), ", or unlimited"):
+        return Rate(found)
+    raise click.BadParameter("a rate of 0 would never end; write a size, or unlimited")
 
 
 def target(text: str) -> Capacity:
@@ -96,16 +96,37 @@ def target(text: str) -> Capacity:
 
     if text.rstrip().endswith("%"):
         return Capacity(percent=percent(text))
-    return Capacity(bytes=_size(text, "or a share of the root's limit like 50%"))
+    return Capacity(bytes=size(text, ", or a share of the root's limit like 50%"))
 
 
-def _size(text: str, otherwise: str) -> int:
+def size(text: str, otherwise: str = "") -> int:
+    """A number of bytes, ``64MiB``; ``otherwise``: the end of the error."""
     from ucm.config.fields import parse_size  # with pydantic: not before it is needed
 
     try:
         return parse_size(text)
     except ValueError as error:
-        raise click.BadParameter(f"{error}, {otherwise}") from None
+        raise click.BadParameter(f"{error}{otherwise}") from None
+
+
+def url(text: str) -> str:
+    """The address of a server; ``http://`` may be left out."""
+    whole = (text if "://" in text else f"http://{text}").rstrip("/")
+    parts = urlsplit(whole)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+        raise click.BadParameter(f"{text!r} is no address of a server; write http://host:port")
+    if parts.path.endswith("/v1"):
+        raise click.BadParameter(f"{text!r}: write it without /v1; paths are passed on whole")
+    return whole
+
+
+class MissingExtra(click.ClickException):
+    """A package of the extra is not installed."""
+
+    exit_code = 2
+
+    def __init__(self, name: str | None, command: str, extra: str) -> None:
+        super().__init__(f"{command} needs {name}: pip install 'ucm-kv[{extra}]'")
 
 
 def percent(text: str) -> float:

@@ -1,19 +1,28 @@
-"""``ucm stats``: hits, misses by reason, tiers and speeds of a live engine, from its ``/metrics``;
-or how a root grows, where no engine can be reached."""
+"""Engines that run. ``ucm stats`` shows their hits, misses by reason, tiers and speeds, from
+``/metrics``, or how a root grows; ``ucm mode`` reads or writes their mode (:mod:`ucm.mode`);
+``ucm dashboard`` prints Grafana's dashboards and Prometheus's rules, for a file each; ``ucm trace``
+records which blocks requests ask for, and replays it against stores of other sizes and policies."""
 
 from __future__ import annotations
 
+import json
+import os
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from http.client import HTTPException
+from pathlib import Path
 from typing import Any
 
 import click
 
 from ucm.cli import terminal
-from ucm.cli.pd_proxy import url
+from ucm.cli.inspect import describe
+from ucm.cli.roots import Root, open_root
+from ucm.errors import ConfigError
+from ucm.integration.vllm.plugin import MODE_PATH
 from ucm.logger import in_units
 from ucm.metrics.names import INFO_GAUGE
 
@@ -36,7 +45,10 @@ class Unreachable(click.ClickException):
 
 @click.command()
 @click.option(
-    "--url", "address", type=url, help="Address of a vLLM server.  [default: http://127.0.0.1:8000]"
+    "--url",
+    "address",
+    type=terminal.url,
+    help="Address of a vLLM server.  [default: http://127.0.0.1:8000]",
 )
 @click.option("--root", help="A root or an address of a store instead: records and bytes in it.")
 @terminal.of_store
@@ -231,9 +243,6 @@ KEYS = ("root", "storage_capacity", "used_bytes", "used_share", "segments")
 
 def of_root(path: str, options: Mapping[str, str]) -> dict[str, Any]:
     """The document of a root."""
-    from ucm.cli.inspect import describe
-    from ucm.cli.roots import open_root
-
     with open_root(path, options) as root:
         found = describe(root)
     keys = ("namespace", "records", "bytes", "newest_use")
@@ -263,3 +272,216 @@ def _show_root(document: dict[str, Any]) -> None:
         ],
     )
     _show_rates(document)
+
+
+# The mode
+# --------------------------------------------------------------------------------------------------
+
+MODES = ("read-write", "read-only", "write-only", "off")
+
+
+@click.command()
+@click.option("--root", metavar="ROOT", help="For every engine that uses this root.")
+@click.option(
+    "--state-dir", metavar="DIR", help="For engines with this UCM_STATE_DIR; else this user's."
+)
+@click.option(
+    "--url",
+    "address",
+    type=terminal.url,
+    help="For this vLLM server, by its endpoint plug-in ucm_mode.",
+)
+@click.option("--api-key", envvar="OPENAI_API_KEY", help="Key of the server.")
+@terminal.json_output
+@click.argument("wanted", metavar=f"[{'|'.join(MODES)}]", type=click.Choice(MODES), required=False)
+def mode(wanted: str | None, api_key: str | None, as_json: bool, **ends: str | None) -> None:
+    """Switch loading and storing of running engines on or off, or show how it is switched.
+
+    Engines follow within two seconds; loads and writes under way are finished. An engine follows
+    its roots and its state directory, and does what all of them allow.
+    """
+    from ucm.mode import Mode, state_directory, switched
+
+    root, state_dir, address = (ends[name] for name in ("root", "state_dir", "address"))
+    if sum(map(bool, ends.values())) > 1:
+        raise click.UsageError("--root, --state-dir and --url exclude each other")
+    if address:
+        found = _of_server(address, wanted, api_key)
+    else:
+        directory = root or state_dir or state_directory()
+        if directory is None:
+            raise ConfigError("this user has no home; give --root or --state-dir")
+        directory = os.path.abspath(directory)
+        if root:
+            with Root(root):
+                pass  # else it is refused in a sentence
+        found = switched(directory, Mode(wanted) if wanted else None)
+    if as_json:
+        terminal.document({"command": "mode", **found})
+    else:
+        click.echo(f"{found['mode']}  ({found['file']})")
+
+
+def _of_server(base: str, wanted: str | None, key: str | None) -> dict[str, str]:
+    """What a server answers: the mode of its state directory."""
+    where = f"{base}{MODE_PATH}"
+    whole, method = (f"{where}?mode={wanted}", "PUT") if wanted else (where, "GET")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    request = urllib.request.Request(whole, headers=headers, method=method)  # noqa: S310 - http
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:  # noqa: S310
+            found = json.load(answer)
+            return {name: str(found[name]) for name in ("file", "mode")}
+    except urllib.error.HTTPError as error:
+        if error.code == 404:
+            raise Unreachable(
+                f"{base} has no endpoint for the mode: start vLLM, if it has endpoint plug-ins,"
+                " with VLLM_PLUGINS=ucm,ucm_mode, or give --root or --state-dir on its machine"
+            ) from None
+        why = str(error.reason)
+        with error, suppress(OSError, HTTPException):  # the connection may end before its page does
+            why = error.read(500).decode(errors="replace")
+        if error.code == 401:
+            why = "its key is wanted: give --api-key"
+        raise Unreachable(f"{where} answers {error.code}: {why}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Unreachable(f"{where} cannot be read: {getattr(error, 'reason', error)}") from None
+
+
+# Dashboards
+# --------------------------------------------------------------------------------------------------
+
+
+@click.command()
+@click.option(
+    "--rules", is_flag=True, help="Print the rules of alerts, for Prometheus's rule_files."
+)
+@click.option(
+    "--metrics-file",
+    type=click.Path(dir_okay=False),
+    help="Make the dashboards of a metrics file instead of UCM Overview.",
+)
+@click.option("--name", help="Which of several dashboards of the metrics file.")
+def dashboard(rules: bool, metrics_file: str | None, name: str | None) -> None:
+    """Print the dashboard UCM Overview for Grafana, or rules of alerts for Prometheus.
+
+    ucm dashboard > ucm.json, then import the file in Grafana (docs/monitor.md).
+    """
+    from ucm.metrics import file  # with pydantic and yaml: not before it is needed
+
+    if rules:
+        if metrics_file or name:
+            raise click.UsageError("--rules has no options")
+        click.echo(file.RULES.read_text(), nl=False)
+        return
+    made = file.read(metrics_file or file.OVERVIEW)
+    found = {one.name: one for one in made.grafana.dashboards}
+    if not found:
+        raise click.ClickException(f"{metrics_file} has no grafana.dashboards")
+    if name is None and len(found) > 1:
+        raise click.UsageError(f"write --name, one of: {', '.join(found)}")
+    if name is not None and name not in found:
+        raise click.BadParameter(f"no dashboard is named {name!r}; there are: {', '.join(found)}")
+    chosen = found[name] if name is not None else next(iter(found.values()))
+    terminal.document(file.dashboard(chosen, made.prometheus.scrape_interval))
+
+
+# Traces of blocks
+# --------------------------------------------------------------------------------------------------
+
+_WIDTH, _HEIGHT, _LEFT, _TOP = 480, 240, 60, 40
+_COLOURS = ("#2a6fbb", "#d1495b", "#66a182")
+
+
+@click.group()
+def trace() -> None:
+    """Record the blocks that requests ask for, and see what other stores would hit of them."""
+
+
+@trace.command(context_settings={"ignore_unknown_options": True})
+@click.argument("file", type=click.Path(dir_okay=False))
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def record(file: str, command: tuple[str, ...]) -> None:
+    """Run COMMAND, an engine with ucm, with its trace in FILE: ucm trace record FILE vllm serve …
+
+    The same as UCM_BLOCK_TRACE=FILE in its environment, or `block_trace` in its configuration. The
+    trace has no tokens and no text; its names of blocks lead back to neither.
+    """
+    os.environ["UCM_BLOCK_TRACE"] = os.path.abspath(file)
+    os.execvp(command[0], command)  # noqa: S606 - the user's own command
+
+
+@trace.command()
+@click.argument("file", type=click.Path(dir_okay=False, allow_dash=True))
+@click.option(
+    "--capacity", "sizes", multiple=True, type=click.IntRange(1), help="In blocks; repeatable."
+)
+@click.option("--block-bytes", help="Size of a block, for capacities in bytes (see ucm plan).")
+@click.option("--plot", type=click.Path(dir_okay=False), help="Write the curves (SVG) to a file.")
+@terminal.json_output
+def replay(
+    file: str, sizes: tuple[int, ...], block_bytes: str | None, plot: str | None, as_json: bool
+) -> None:
+    """Show the share of blocks that stores of other sizes and policies would hit of a trace.
+
+    lru evicts what was used longest ago, as ucm does, fifo what was written first; best knows the
+    future: no policy hits more.
+    """
+    from ucm.block_trace import POLICIES, capacities, hit_rate, read_trace
+    from ucm.config import parse_size
+
+    with click.open_file(file) as trace:
+        requests = read_trace(trace)
+    try:
+        width = None if block_bytes is None else parse_size(block_bytes)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--block-bytes") from None
+    points = [
+        {
+            "blocks": size,
+            **({} if width is None else {"bytes": size * width}),
+            **{policy: round(hit_rate(requests, size, policy), 6) for policy in POLICIES},
+        }
+        for size in sorted(sizes) or capacities(requests)
+    ]
+    asked = sum(map(len, requests))
+    document = {"command": "trace replay", "requests": len(requests), "asked": asked}
+    document |= {"points": points}
+    if plot:
+        Path(plot).write_text(_svg(points, POLICIES))
+    if as_json:
+        terminal.document(document)
+        return
+    click.echo(f"{terminal.many(len(requests), 'request')}, {terminal.many(asked, 'block')}")
+    rows = [
+        [point["blocks"], *(f"{100 * point[policy]:.1f} %" for policy in POLICIES)]
+        for point in points
+    ]
+    terminal.table(("blocks", *POLICIES), rows)
+
+
+def _svg(points: list[dict[str, Any]], policies: tuple[str, ...]) -> str:
+    """Share of hits by capacity, each capacity as wide as the next."""
+    size = f'width="{_WIDTH + 2 * _LEFT}" height="{_HEIGHT + 3 * _TOP}"'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="{_LEFT}" y="20">share of blocks hit, by blocks in the store</text>',
+    ]
+    step = _WIDTH / max(len(points) - 1, 1)
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        y = _TOP + _HEIGHT * (1 - share)
+        parts.append(f'<path d="M{_LEFT} {y:.1f}h{_WIDTH}" stroke="#ddd"/>')
+        parts.append(f'<text x="8" y="{y + 4:.1f}">{100 * share:.0f} %</text>')
+    for at, point in enumerate(points):
+        x, y = _LEFT + at * step, _TOP + _HEIGHT + 16
+        parts.append(f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{point["blocks"]}</text>')
+    for number, policy in enumerate(policies):
+        line = " ".join(
+            f"{_LEFT + at * step:.1f},{_TOP + _HEIGHT * (1 - point[policy]):.1f}"
+            for at, point in enumerate(points)
+        )
+        colour, x = _COLOURS[number], _LEFT + 100 * number
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<text x="{x}" y="{_TOP + _HEIGHT + 40}" fill="{colour}">{policy}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
