@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ucm.store.factory import UcmConnectorFactoryV1, why_unavailable
-from ucm.store.remedies import remedy, why_unusable
+from ucm.store.factory import UcmConnectorFactoryV1, remedy, why_unavailable, why_unusable
 
 SIZES = {"tensor_size": 4096, "shard_size": 4096, "block_size": 4096, "identity": "x"}
 

@@ -368,7 +368,7 @@ def _space(path: str, capacity: int) -> Iterator[Finding]:
 
 def _unwritable(path: str, failure: OSError) -> Finding:
     """A directory in which no file can be made, with the cure."""
-    from ucm.store.remedies import LASTING, ROOT_MARKER, cause_and_cure
+    from ucm.store.factory import LASTING, ROOT_MARKER, cause_and_cure
 
     if failure.errno in LASTING:
         text, _, remedy = cause_and_cure(path, failure.errno).partition(": ")

@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ucm.cli import terminal
-from ucm.cli.roots import LOW, STALE_NS, AnyRoot, Contents, Found, Kind, RemoteRoot, over_roots
+from ucm.cli.roots import (
+    LOW,
+    STALE_NS,
+    AnyRoot,
+    Contents,
+    Found,
+    Kind,
+    RemoteRoot,
+    over_roots,
+    uses,
+)
 from ucm.errors import ConfigError
 from ucm.logger import in_units
 
@@ -250,11 +260,7 @@ def _document(
 
 def _share(name: str, inside: Contents, removals: list[Found]) -> dict[str, Any]:
     mine = [found for found in removals if found.namespace == name]
-    used = [
-        found.mtime_ns
-        for found in mine
-        if found.kind in (Kind.RECORD, Kind.SEGMENT) and found.mtime_ns
-    ]
+    kept = (found for found in mine if found.kind in (Kind.RECORD, Kind.SEGMENT))
     kinds = {kind: sum(found.kind is kind for found in mine) for kind in Kind}
     return {
         "namespace": name,
@@ -262,8 +268,7 @@ def _share(name: str, inside: Contents, removals: list[Found]) -> dict[str, Any]
         "segments": kinds[Kind.SEGMENT],
         "private": kinds[Kind.PRIVATE],
         "bytes": sum(found.size for found in mine),
-        "oldest_use": terminal.seconds(min(used, default=None)),
-        "newest_use": terminal.seconds(max(used, default=None)),
+        **uses(kept),
         "records_left": len(inside.records) - kinds[Kind.RECORD],
         "segments_left": len(inside.segments) - kinds[Kind.SEGMENT],
     }
@@ -283,7 +288,7 @@ def _show(result: dict[str, Any]) -> None:
         click.echo(f"  to come down to {in_units(result['target_bytes'])}")
     if not result["planned"] and not result["namespaces_removed"]:
         click.echo("  nothing to remove")
-    terminal.table(
+    terminal.listed(
         (
             "namespace",
             "records",
@@ -294,20 +299,11 @@ def _show(result: dict[str, Any]) -> None:
             "newest use",
             "left",
         ),
-        [
-            (
-                space["namespace"],
-                space["records"],
-                space["segments"],
-                space["private"],
-                in_units(space["bytes"]),
-                terminal.ago(space["oldest_use"]),
-                terminal.ago(space["newest_use"]),
-                _left(space),
-            )
+        (
+            {**space, "left": _left(space)}
             for space in result["namespaces"]
             if any(space[kind] for kind in ("bytes", "records", "segments", "private"))
-        ],
+        ),
     )
     for name in result.get("files", ()):
         click.echo(f"  {name}")

@@ -32,7 +32,18 @@ from ucm.cli.records import (
     verdict_of,
     verify_record,
 )
-from ucm.cli.roots import LOW, MARKER, PAGE, AnyRoot, Contents, Found, Root, foreigners, open_root
+from ucm.cli.roots import (
+    LOW,
+    MARKER,
+    PAGE,
+    AnyRoot,
+    Contents,
+    Found,
+    Root,
+    foreigners,
+    open_root,
+    uses,
+)
 from ucm.cli.terminal import scheme_of
 from ucm.errors import UcmError
 from ucm.logger import in_units
@@ -146,7 +157,6 @@ def count_tenants(root: AnyRoot) -> list[dict[str, Any]]:
 
 
 def _namespace(root: AnyRoot, name: str, contents: Contents, manifest: Manifest) -> dict[str, Any]:
-    used = [found.mtime_ns for found in (*contents.records, *contents.segments) if found.mtime_ns]
     sample = _spread(contents.records, HEADERS)
     parts, sides, reasons = _headers(root, sample)
     in_segments, footers_refused = _footers(root, contents.segments)
@@ -169,8 +179,7 @@ def _namespace(root: AnyRoot, name: str, contents: Contents, manifest: Manifest)
         "segment_bytes": segment_bytes,
         "segment_records": in_segments.total(),
         "footers_refused": _sorted(footers_refused),
-        "oldest_use": terminal.seconds(min(used, default=None)),
-        "newest_use": terminal.seconds(max(used, default=None)),
+        **uses([*contents.records, *contents.segments]),
         "private": len(contents.private),
         "private_bytes": sum(found.size for found in contents.private),
     }
@@ -277,20 +286,9 @@ def _show_root(root: dict[str, Any]) -> None:
         click.echo("\n  no namespaces")
         return
     click.echo("\nnamespaces")
-    terminal.table(
+    terminal.listed(
         ("namespace", "records", "bytes", "oldest use", "newest use", "parts", "manifest"),
-        [
-            (
-                space["namespace"],
-                space["records"],
-                in_units(space["bytes"]),
-                terminal.ago(space["oldest_use"]),
-                terminal.ago(space["newest_use"]),
-                " ".join(space["parts_present"]) or "-",
-                space["manifest"],
-            )
-            for space in root["namespaces"]
-        ],
+        ({**one, "parts": " ".join(one["parts_present"]) or "-"} for one in root["namespaces"]),
     )
     for space in root["namespaces"]:
         click.echo(f"\nnamespace {space['namespace']}")
@@ -306,20 +304,12 @@ def _show_root(root: dict[str, Any]) -> None:
     _show_differences(root)
     if "tenants" in root:
         click.echo("\ntenants")
-        tags = [
-            (one["tenant"] or "none", one["records"], in_units(one["bytes"]))
-            for one in root["tenants"]
-        ]
-        terminal.table(("tag", "records", "bytes"), tags)
+        tags = ({**one, "tag": one["tenant"] or "none"} for one in root["tenants"])
+        terminal.listed(("tag", "records", "bytes"), tags)
     if root["foreign_files"]:
         click.echo("\nnot ours, left alone")
-        terminal.table(
-            ("path", "what", "bytes"),
-            [
-                (f["path"], _foreign(f), in_units(f["bytes"]))
-                for f in root["foreign_files"][:_SHOWN]
-            ],
-        )
+        shown = ({**one, "what": _foreign(one)} for one in root["foreign_files"][:_SHOWN])
+        terminal.listed(("path", "what", "bytes"), shown)
         if root["foreign"] > _SHOWN:
             click.echo(f"  and {root['foreign'] - _SHOWN} more")
 

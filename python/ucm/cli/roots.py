@@ -134,6 +134,12 @@ class Contents:
         return [*self.records, *self.segments, *self.private]
 
 
+def uses(files: Iterable[Found]) -> dict[str, int | None]:
+    """The first and the last use of files (s since 1970), as they stand in JSON documents."""
+    used = [found.mtime_ns // 10**9 for found in files if found.mtime_ns]
+    return {"oldest_use": min(used, default=None), "newest_use": max(used, default=None)}
+
+
 class _Root:
     """What a directory, a server and a bucket have in common."""
 

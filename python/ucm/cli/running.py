@@ -259,18 +259,8 @@ def _show_root(document: dict[str, Any]) -> None:
     used, limit = in_units(document["used_bytes"]), in_units(document["storage_capacity"])
     records = terminal.many(document["records"], "record")
     click.echo(f"{document['root']}: {records}, {used} of {limit}")
-    terminal.table(
-        ("namespace", "records", "bytes", "newest use"),
-        [
-            (
-                space["namespace"],
-                space["records"],
-                in_units(space["bytes"]),
-                terminal.ago(space["newest_use"]),
-            )
-            for space in document["namespaces"]
-        ],
-    )
+    header = ("namespace", "records", "bytes", "newest use")
+    terminal.listed(header, document["namespaces"])
     _show_rates(document)
 
 

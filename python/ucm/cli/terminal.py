@@ -11,12 +11,14 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import click
+
+from ucm.logger import in_units
 
 if TYPE_CHECKING:
     from ucm.config.fields import Capacity
@@ -70,6 +72,13 @@ def _split(_ctx: click.Context, _param: Any, given: tuple[str, ...]) -> tuple[st
 
 #: The roots a command works on.
 roots = click.argument("paths", metavar="ROOT...", nargs=-1, required=True, callback=_split)
+#: The namespaces it works on.
+namespaces = click.option(
+    "--namespace",
+    "wanted",
+    multiple=True,
+    help="Only this namespace (how its name begins); repeatable.",
+)
 #: For programs.
 json_output = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
@@ -197,6 +206,19 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], indent: str =
         click.echo((indent + "  ".join(cells)).rstrip())
 
 
+def listed(header: Sequence[str], documents: Iterable[Mapping[str, Any]]) -> None:
+    """Prints documents as a table, a column for each of these keys: bytes in units, uses in
+    words."""
+
+    def cell(name: str, value: Any) -> object:
+        if name == "bytes":
+            return in_units(value)
+        return ago(value) if name.endswith(" use") else value
+
+    rows = [[cell(name, one[name.replace(" ", "_")]) for name in header] for one in documents]
+    table(header, rows)
+
+
 def pairs(rows: Sequence[tuple[str, object]], indent: str = "  ") -> None:
     """Prints names and values, one pair a line."""
     width = max((len(name) for name, _ in rows), default=0)
@@ -215,11 +237,6 @@ def each(show: Callable[[dict[str, Any]], None], documents: Sequence[dict[str, A
 def document(value: Any) -> None:
     """Prints one JSON document."""
     click.echo(json.dumps(value, indent=2))
-
-
-def seconds(then_ns: int | None) -> int | None:
-    """Nanoseconds as the whole seconds of a JSON document."""
-    return None if then_ns is None else then_ns // 10**9
 
 
 def _plain(value: object) -> str:

@@ -72,12 +72,7 @@ def _common(command: Any) -> Any:
             metavar="FILE",
             help="Copy only records with these ids, 32 hex digits on a line of their own.",
         ),
-        click.option(
-            "--namespace",
-            "wanted",
-            multiple=True,
-            help="Only this namespace (how its name begins); repeatable.",
-        ),
+        terminal.namespaces,
         click.pass_context,
     ):
         command = option(command)

@@ -57,12 +57,7 @@ _DEFAULT_RATE = "256MiB"
     default="100%",
     help="Verify this share of the records, chosen at random.",
 )
-@click.option(
-    "--namespace",
-    "wanted",
-    multiple=True,
-    help="Only this namespace (how its name begins); repeatable.",
-)
+@terminal.namespaces
 @click.option(
     "--key-file",
     metavar="FILE",
@@ -288,19 +283,15 @@ def _show(result: dict[str, Any]) -> None:
     rows.append(("read", f"{in_units(result['bytes_read'])} in {terminal.span(took)}{rate}"))
     rows += [(state, result[state]) for state in ("good", "bad", "unreadable", "newer", "removed")]
     terminal.pairs(rows)
-    if result["bad_records"]:
-        click.echo("\nbad records")
-        terminal.table(
-            ("reason", "path", "found"),
-            [(bad["reason"], bad["path"], bad["found"]) for bad in result["bad_records"][:_SHOWN]],
-        )
-        if len(result["bad_records"]) > _SHOWN:
-            click.echo(f"  and {len(result['bad_records']) - _SHOWN} more; --json lists all")
-    if result["bad_sides"]:
-        click.echo("\nbad side shards: their KV is good")
-        sides = [(bad["name"], bad["path"], bad["found"]) for bad in result["bad_sides"][:_SHOWN]]
-        terminal.table(("name", "path", "found"), sides)
-        if len(result["bad_sides"]) > _SHOWN:
-            click.echo(f"  and {len(result['bad_sides']) - _SHOWN} more; --json lists all")
+    tables = (
+        ("bad records", "reason", result["bad_records"]),
+        ("bad side shards: their KV is good", "name", result["bad_sides"]),
+    )
+    for title, first, bad in tables:
+        if bad:
+            click.echo(f"\n{title}")
+            terminal.listed((first, "path", "found"), bad[:_SHOWN])
+        if len(bad) > _SHOWN:
+            click.echo(f"  and {len(bad) - _SHOWN} more; --json lists all")
     if result["interrupted"]:
         click.echo("\ninterrupted: this is what was seen until then")

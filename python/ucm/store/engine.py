@@ -58,6 +58,7 @@ from ucm.store.ucmstore_v1 import (
     UcmKVStoreBaseV1,
     Until,
     rows_failed,
+    task_of,
     wait_all,
 )
 
@@ -83,6 +84,7 @@ _ANONYMOUS: dict[str, Any] = {
 
 _Bytes = Annotated[int, Field(ge=1)]
 
+A = TypeVar("A")
 T = TypeVar("T", bound="EngineSettings")
 
 
@@ -548,37 +550,27 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         return view
 
     def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
-        found = self._open().lookup(block_ids)
-        self._hand_over_log()
-        return found
+        return self._logged(self._open().lookup(block_ids))
 
     def lookup_on_prefix(self, block_ids: Sequence[bytes]) -> int:
         return self.explain_on_prefix(block_ids)[0]
 
     def explain_on_prefix(self, block_ids: Sequence[bytes]) -> tuple[int, str]:
-        run, reason = self._open().explain_on_prefix(block_ids)
-        self._hand_over_log()
+        run, reason = self._logged(self._open().explain_on_prefix(block_ids))
         return run - 1, reason or "absent"
 
     def locate_on_prefix(self, block_ids: Sequence[bytes]) -> tuple[bytes, str]:
-        tiers, reason = self._open().locate_on_prefix(block_ids)
-        self._hand_over_log()
+        tiers, reason = self._logged(self._open().locate_on_prefix(block_ids))
         return tiers, reason or "absent"
 
     def begin_locate_on_prefix(self, block_ids: Sequence[bytes]) -> Asked:
-        pending = self._open().begin_locate_on_prefix(block_ids)
-        self._hand_over_log()
-        return pending
+        return self._logged(self._open().begin_locate_on_prefix(block_ids))
 
     def locate(self, block_ids: Sequence[bytes]) -> bytes:
-        tiers = self._open().locate(block_ids)
-        self._hand_over_log()
-        return tiers
+        return self._logged(self._open().locate(block_ids))
 
     def begin_locate(self, block_ids: Sequence[bytes]) -> Asked:
-        pending = self._open().begin_locate(block_ids)
-        self._hand_over_log()
-        return pending
+        return self._logged(self._open().begin_locate(block_ids))
 
     @property
     def answers_at_once(self) -> bool:
@@ -817,6 +809,10 @@ class UcmPosixStore(UcmKVStoreBaseV1):
             raise ClosedError("the store is closed")
         return self._core
 
+    def _logged(self, answer: A) -> A:
+        self._hand_over_log()
+        return answer
+
     def _hand_over_log(self) -> None:
         """Write what the core logged for this store since the last call: no thread of the core
         takes the GIL for it."""
@@ -839,12 +835,7 @@ def _medium(tier: Mapping[str, Any]) -> Medium:
 
 
 def _handle(task: Any) -> CoreTask:
-    if not isinstance(task, PosixTask):
-        raise InvalidInputError(
-            "this is no task of a UcmPosixStore",
-            context={"type": type(task).__name__, "expected": "PosixTask"},
-        )
-    return task.handle
+    return task_of(PosixTask, task, "a UcmPosixStore", expected="PosixTask").handle
 
 
 def _bytes(name: str, side: Any, rows: int, size: int) -> npt.NDArray[np.uint8]:

@@ -1,4 +1,6 @@
-"""Stores by name: which class a name stands for, and the first of several that answers.
+"""Stores by name: which class a name stands for, the first of several that answers, and why a
+directory cannot be used, with the cure where only its owner can mend that: a file system that is
+read-only, a directory without permission, a file in its place.
 
 Nothing is imported before it is needed. There is one registry for the interfaces V1 and V0: a store
 registered with one factory can be created by the other, behind an adapter where needed.
@@ -7,10 +9,14 @@ registered with one factory can be created by the other, behind an adapter where
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import logging
 import os
+import pwd
+import re
 import threading
+import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -27,12 +33,17 @@ from ucm.config.words import (
     why_not_alone,
 )
 from ucm.errors import ConfigError, UcmError, UnknownConnectorError
-from ucm.store.remedies import remedy
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 from ucm.store.v0 import UcmKVStoreBase, V0OverV1, V1OverV0, with_v0_words
 
 logger = logging.getLogger("ucm.store")
 
+#: The core's error of one operation on a file: its path, and the system's number.
+_FAILED = re.compile(r"\[path=([^\]]+)\][^;]*\(os error (\d+)\)")
+#: The file that makes a directory a store's root.
+ROOT_MARKER = "ucm-root.json"
+#: Errors that no retry mends.
+LASTING = (errno.EROFS, errno.EACCES, errno.ENOTDIR)
 #: A store of either interface.
 StoreClass = type[UcmKVStoreBaseV1] | type[UcmKVStoreBase]
 
@@ -183,6 +194,83 @@ def why_unavailable(store: UcmKVStoreBaseV1) -> str:
         return f"its healthy() failed: {error}"
 
 
+def remedy(trouble: str) -> str:
+    """The cause and the cure of what the core reports of a store, a sentence for each directory;
+    empty where the store may recover by itself."""
+    found = [(path, int(number)) for path, number in _FAILED.findall(trouble)]
+    texts = [cause_and_cure(path, number) for path, number in found if number in LASTING]
+    return "; ".join(dict.fromkeys(texts))
+
+
+def why_unusable(root: str) -> str:
+    """Makes a directory if it is missing, and a file in it that is removed again. Returns why that
+    fails, with the cure where there is one; empty if it does not. A root that is complete is only
+    read: one on a read-only file system serves."""
+    private = os.path.join(root, f".{uuid.uuid4().hex}.tmp")
+    try:
+        if os.path.exists(os.path.join(root, ROOT_MARKER)):
+            os.listdir(root)
+            return ""
+        os.makedirs(root, exist_ok=True)
+        os.close(os.open(private, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        os.unlink(private)
+    except OSError as error:
+        if error.errno in LASTING:
+            return cause_and_cure(root, error.errno)
+        return f"{root} cannot be used: {error.strerror}"
+    return ""
+
+
+def cause_and_cure(path: str, number: int) -> str:
+    """A sentence for one of :data:`LASTING` on a path: the cause, a colon, what to do."""
+    if path.endswith((".tmp", ROOT_MARKER)):  # the root's own files
+        path = os.path.dirname(path)
+    there = _nearest(path)
+    if number == errno.ENOTDIR:
+        return f"{there} is a file, not a directory: remove it, or choose another directory"
+    if number == errno.EROFS:
+        mount = _mount_of(there)
+        return (
+            f"{path} is on a file system that is mounted read-only at {mount}: mount it for"
+            " writing (in a container: the volume without :ro), or choose another directory"
+        )
+    return (
+        f"{path} may not be used by {_user(os.geteuid())}: {there} {_owned(there)}; change its"
+        " owner or mode, run the engine as its owner, or choose another directory"
+    )
+
+
+def _nearest(path: str) -> str:
+    """The longest part of a path that exists and is reachable; a file where a directory should
+    be."""
+    there = os.path.abspath(path)
+    while not os.path.exists(there) and os.path.dirname(there) != there:
+        there = os.path.dirname(there)
+    return there
+
+
+def _mount_of(path: str) -> str:
+    there = os.path.realpath(path)
+    while not os.path.ismount(there):
+        there = os.path.dirname(there)
+    return there
+
+
+def _owned(path: str) -> str:
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return f"belongs to {_user(status.st_uid)} with mode {status.st_mode & 0o7777:04o}"
+
+
+def _user(number: int) -> str:
+    try:
+        return f"{pwd.getpwuid(number).pw_name} ({number})"
+    except KeyError:
+        return f"user {number}"
+
+
 def select_storage(config: Mapping[str, Any]) -> UcmKVStoreBaseV1:
     """The first of ``ucm_connectors`` that can be opened and answers; the log says why not those
     before it.
@@ -248,17 +336,10 @@ _OF_STORES = frozenset({"device_id", "tensor_size", "tensor_size_list", "shard_s
 
 
 class UcmConnectorFactory:
-    """V0 stores by name."""
+    """V0 stores by name, of the same registry."""
 
-    @classmethod
-    def register_connector(cls, name: str, module_path: str, class_name: str) -> None:
-        """As :meth:`UcmConnectorFactoryV1.register_connector`, into the same registry."""
-        UcmConnectorFactoryV1.register_connector(name, module_path, class_name)
-
-    @classmethod
-    def registered(cls) -> tuple[str, ...]:
-        """The names that can be created, sorted."""
-        return UcmConnectorFactoryV1.registered()
+    register_connector = UcmConnectorFactoryV1.register_connector
+    registered = UcmConnectorFactoryV1.registered
 
     @classmethod
     def create_connector(

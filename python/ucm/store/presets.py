@@ -37,6 +37,7 @@ from ucm.store.ucmstore_v1 import (
     checked_ids,
     rows_failed,
     same_rows,
+    task_of,
     wait_all,
 )
 
@@ -138,13 +139,13 @@ class InstantStore(UcmKVStoreBaseV1):
         """Never waits. Raises :class:`~ucm.errors.TaskError` for a task that failed."""
         if isinstance(task, list | tuple):
             wait_all(self, task, timeout, until)
-        elif failures := _instant(task).failures:
+        elif failures := task_of(InstantTask, task, "this store").failures:
             raise rows_failed(task, failures)
 
     def check(self, task: Any, until: Until = "published") -> bool:
         """Always."""
         del until
-        return _instant(task).completed
+        return task_of(InstantTask, task, "this store").completed
 
     def checked(self, block_ids: Sequence[Any]) -> Sequence[bytes]:
         """The ids, if each is one and the store is open."""
@@ -155,14 +156,6 @@ class InstantStore(UcmKVStoreBaseV1):
     def rows(self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: Any) -> int:
         """The number of rows, if it is the same everywhere."""
         return same_rows(self.checked(block_ids), shard_index, addrs)
-
-
-def _instant(task: Any) -> InstantTask:
-    if not isinstance(task, InstantTask):
-        raise InvalidInputError(
-            "this is no task of this store", context={"type": type(task).__name__}
-        )
-    return task
 
 
 class UcmEmptyStore(InstantStore):

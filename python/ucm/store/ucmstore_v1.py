@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,8 @@ Priority = Literal["urgent", "next_batch", "normal", "speculative"]
 Medium = Literal["host", "disk", ""]
 
 Tensors = Sequence[Sequence[Any]]
+
+K = TypeVar("K", bound="Task")
 
 #: Stands for the tier of a block that is no hit, in the answer of
 #: :meth:`UcmKVStoreBaseV1.locate`.
@@ -551,6 +553,14 @@ def same_rows(block_ids: Sequence[Any], shard_index: Sequence[int], addrs: Any) 
             context={"block_ids": rows, "shard_index": len(shard_index), "addrs": len(addrs)},
         )
     return rows
+
+
+def task_of(kind: type[K], task: Any, store: str, **context: Any) -> K:
+    """The task, if it is one of this kind, which that store makes."""
+    if not isinstance(task, kind):
+        given = {"type": type(task).__name__, **context}
+        raise InvalidInputError(f"this is no task of {store}", context=given)
+    return task
 
 
 def _addresses(tensors: Tensors) -> npt.NDArray[np.uint64]:

@@ -28,8 +28,13 @@ from ucm.config.fields import without_login
 from ucm.config.rules import real_path
 from ucm.errors import ConfigError
 from ucm.mode import state_directory
-from ucm.store.factory import StoreClass, UcmConnectorFactoryV1, why_unavailable
-from ucm.store.remedies import ROOT_MARKER, why_unusable
+from ucm.store.factory import (
+    ROOT_MARKER,
+    StoreClass,
+    UcmConnectorFactoryV1,
+    why_unavailable,
+    why_unusable,
+)
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
 # Configured stores

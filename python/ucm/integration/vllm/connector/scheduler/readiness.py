@@ -37,8 +37,7 @@ from ucm.integration.vllm.connector.metadata import Handshake, RankReport, Store
 from ucm.integration.vllm.connector.stores import ConfiguredStore, layout_and_tiers
 from ucm.reasons import MissReason
 from ucm.store import part_mask
-from ucm.store.factory import why_unavailable
-from ucm.store.remedies import remedy
+from ucm.store.factory import remedy, why_unavailable
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
 # Health of the ranks' stores

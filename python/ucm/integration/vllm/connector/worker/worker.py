@@ -49,9 +49,8 @@ from ucm.integration.vllm.connector.worker.transfers import (
 from ucm.metrics.names import DUMP_SECONDS, LOAD_SECONDS, LOADED_BYTES, PUBLISHED_BYTES
 from ucm.profiling import step
 from ucm.store import part_mask, record_ids
-from ucm.store.factory import why_unavailable
+from ucm.store.factory import remedy, why_unavailable
 from ucm.store.kv_layout import KVLayout
-from ucm.store.remedies import remedy
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
 if TYPE_CHECKING:
