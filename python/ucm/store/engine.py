@@ -50,6 +50,10 @@ from ucm.config.words import (
 from ucm.errors import ClosedError, ConfigError, DeadlineError, InvalidInputError, UcmError
 from ucm.store.kv_layout import KVLayout, block_numbers
 from ucm.store.ucmstore_v1 import (
+    Addresses,
+    Blocks,
+    Ids,
+    Ints,
     Medium,
     Priority,
     Sides,
@@ -106,14 +110,19 @@ class PartConfig(Section):
 
     #: KV group, pipeline rank, tensor rank.
     part: tuple[int, int, int]
+    #: Bytes of one contiguous piece on the device.
     tensor_size: _Bytes | None = None
+    #: Bytes of each piece of one layer, where they differ.
     tensor_size_list: tuple[_Bytes, ...] = ()
+    #: Bytes of what one row of a load or dump moves: one layer, or all of them.
     shard_size: _Bytes
+    #: Bytes of KV in one block.
     block_size: _Bytes
 
     @model_validator(mode="after")
     def _one_spelling(self) -> Self:
-        _check_tensors(self.tensor_size, self.tensor_size_list)
+        if (self.tensor_size is None) == (not self.tensor_size_list):
+            raise ValueError("give either tensor_size or tensor_size_list")
         return self
 
     def spec(self) -> dict[str, Any]:
@@ -137,29 +146,15 @@ class OwnPartConfig(PartConfig):
         return super().spec() | {"block_tokens": self.block_tokens, "dtype": self.dtype}
 
 
-def _check_tensors(size: int | None, sizes: tuple[int, ...]) -> None:
-    if (size is None) == (not sizes):
-        raise ValueError("give either tensor_size or tensor_size_list")
-
-
-class EngineSettings(StoreSettings):
+class EngineSettings(StoreSettings, OwnPartConfig):
     """Keys of every store of the core; sizes in bytes."""
 
     #: The store whose keys these are.
     store_name: ClassVar[str] = DEFAULT_STORE
 
-    #: Bytes of one contiguous piece on the device.
-    tensor_size: _Bytes | None = None
-    #: Bytes of each piece of one layer, where they differ.
-    tensor_size_list: tuple[_Bytes, ...] = ()
-    #: Bytes of what one row of a load or dump moves: one layer, or all of them.
-    shard_size: _Bytes
-    #: Bytes of KV in one block.
-    block_size: _Bytes
     #: The identity: the JSON text of ``docs/format.md``, or any other text that distinguishes these
     #: blocks from others'.
     identity: str = ""
-    #: KV group, pipeline rank, tensor rank.
     part: tuple[int, int, int] = (0, 0, 0)
     #: The other parts whose blocks the store loads and dumps, through
     #: :meth:`~ucm.store.ucmstore_v1.UcmKVStoreBaseV1.for_part`; the sizes above are those of the
@@ -175,9 +170,6 @@ class EngineSettings(StoreSettings):
     sides: dict[str, Annotated[SideConfig, BeforeValidator(_of_bytes)]] = Field(
         default_factory=dict
     )
-    #: Tokens in a block, and element type, for the record's header.
-    block_tokens: Annotated[int, Field(ge=0)] = 0
-    dtype: str = "opaque"
     #: Where the KV lies: a device of the core, by the words of a configuration's ``platform``.
     platform: str = "host"
     #: -1 opens the store for lookups only.
@@ -192,16 +184,6 @@ class EngineSettings(StoreSettings):
     step_tokens: int = Field(default=0, ge=0)
     deadlines: Deadlines = Deadlines()
     breaker: BreakerConfig = BreakerConfig()
-
-    @model_validator(mode="after")
-    def _one_spelling(self) -> Self:
-        _check_tensors(self.tensor_size, self.tensor_size_list)
-        return self
-
-    @property
-    def tensors(self) -> list[int]:
-        """Bytes of each piece of one layer."""
-        return list(self.tensor_size_list) or [self.tensor_size or 0]
 
     @property
     def identity_json(self) -> str:
@@ -249,7 +231,7 @@ class EngineSettings(StoreSettings):
 
     def step_bytes(self) -> int:
         """Bytes of the blocks of one step, in all own parts."""
-        parts: tuple[EngineSettings | OwnPartConfig, ...] = (self, *self.own_parts)
+        parts: tuple[OwnPartConfig, ...] = (self, *self.own_parts)
         blocks = (-(-self.step_tokens // max(part.block_tokens, 1)) for part in parts)
         return sum(count * part.block_size for count, part in zip(blocks, parts, strict=True))
 
@@ -261,14 +243,9 @@ class EngineSettings(StoreSettings):
                 "device": self.device,
                 "transfer": self.transfer,
                 "identity": self.identity_json,
-                "part": self.part,
+                **self.spec(),
                 "own_parts": [part.spec() for part in self.own_parts],
                 "parts": [part.spec() for part in self.parts],
-                "tensor_sizes": self.tensors,
-                "shard_size": self.shard_size,
-                "block_size": self.block_size,
-                "block_tokens": self.block_tokens,
-                "dtype": self.dtype,
                 "sides": self.side_specs(),
                 "labels": self.labels,
                 "processes": self.processes,
@@ -549,27 +526,27 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         view.config, view.side_sizes = whole.config | sizes, {}
         return view
 
-    def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
+    def lookup(self, block_ids: Ids) -> list[bool]:
         return self._logged(self._open().lookup(block_ids))
 
-    def lookup_on_prefix(self, block_ids: Sequence[bytes]) -> int:
+    def lookup_on_prefix(self, block_ids: Ids) -> int:
         return self.explain_on_prefix(block_ids)[0]
 
-    def explain_on_prefix(self, block_ids: Sequence[bytes]) -> tuple[int, str]:
+    def explain_on_prefix(self, block_ids: Ids) -> tuple[int, str]:
         run, reason = self._logged(self._open().explain_on_prefix(block_ids))
         return run - 1, reason or "absent"
 
-    def locate_on_prefix(self, block_ids: Sequence[bytes]) -> tuple[bytes, str]:
+    def locate_on_prefix(self, block_ids: Ids) -> tuple[bytes, str]:
         tiers, reason = self._logged(self._open().locate_on_prefix(block_ids))
         return tiers, reason or "absent"
 
-    def begin_locate_on_prefix(self, block_ids: Sequence[bytes]) -> Asked:
+    def begin_locate_on_prefix(self, block_ids: Ids) -> Asked:
         return self._logged(self._open().begin_locate_on_prefix(block_ids))
 
-    def locate(self, block_ids: Sequence[bytes]) -> bytes:
+    def locate(self, block_ids: Ids) -> bytes:
         return self._logged(self._open().locate(block_ids))
 
-    def begin_locate(self, block_ids: Sequence[bytes]) -> Asked:
+    def begin_locate(self, block_ids: Ids) -> Asked:
         return self._logged(self._open().begin_locate(block_ids))
 
     @property
@@ -577,16 +554,12 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         return self._open().answers_at_once()
 
     def load_data(
-        self,
-        block_ids: Sequence[bytes],
-        shard_index: Sequence[int],
-        addrs: npt.NDArray[np.uint64],
-        timeout: float | None = None,
+        self, block_ids: Ids, shard_index: Ints, addrs: Addresses, timeout: float | None = None
     ) -> PosixTask:
         """As in the base class; ``timeout`` in seconds, the configured deadline if None."""
         return PosixTask(self._open().load(block_ids, shard_index, _matrix(addrs), timeout), "load")
 
-    def verify(self, block_ids: Sequence[bytes], timeout: float | None = None) -> PosixTask:
+    def verify(self, block_ids: Ids, timeout: float | None = None) -> PosixTask:
         """Start a load of whole blocks that ends in the store's own memory: read and verified,
         copied nowhere. It fails where a load would: a refused record is no hit any more.
         ``timeout`` as in :meth:`load_data`."""
@@ -594,9 +567,9 @@ class UcmPosixStore(UcmKVStoreBaseV1):
 
     def dump_data(
         self,
-        block_ids: Sequence[bytes],
-        shard_index: Sequence[int],
-        addrs: npt.NDArray[np.uint64],
+        block_ids: Ids,
+        shard_index: Ints,
+        addrs: Addresses,
         prerequisite_handle: int = 0,
         *,
         sides: Sides | None = None,
@@ -608,12 +581,10 @@ class UcmPosixStore(UcmKVStoreBaseV1):
             "dump",
         )
 
-    def load_sides(
-        self, block_ids: Sequence[bytes], name: str, timeout: float | None = None
-    ) -> PosixSidesTask:
+    def load_sides(self, block_ids: Ids, name: str, timeout: float | None = None) -> PosixSidesTask:
         return PosixSidesTask(self._open().load_sides(block_ids, name, timeout))
 
-    def dump_sides(self, block_ids: Sequence[bytes], sides: Sides) -> PosixTask:
+    def dump_sides(self, block_ids: Ids, sides: Sides) -> PosixTask:
         """As in the base class. Row *i* of the task is block *i* with the first name, followed by
         those of the next."""
         if not sides.keys() <= self.side_sizes.keys():
@@ -656,12 +627,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         as_here = own.load_data is here.load_data and own.dump_data is here.dump_data
         return as_here and self.settings.shard_size == self.settings.block_size
 
-    def load_blocks(
-        self,
-        block_ids: Sequence[bytes],
-        blocks: Sequence[int] | npt.NDArray[np.int64],
-        timeout: float | None = None,
-    ) -> Task:
+    def load_blocks(self, block_ids: Ids, blocks: Blocks, timeout: float | None = None) -> Task:
         if not self._by_number:
             return super().load_blocks(block_ids, blocks, timeout)
         numbers = block_numbers(blocks)
@@ -669,8 +635,8 @@ class UcmPosixStore(UcmKVStoreBaseV1):
 
     def dump_blocks(
         self,
-        block_ids: Sequence[bytes],
-        blocks: Sequence[int] | npt.NDArray[np.int64],
+        block_ids: Ids,
+        blocks: Blocks,
         prerequisite_handle: int = 0,
         *,
         sides: Sides | None = None,
@@ -703,27 +669,27 @@ class UcmPosixStore(UcmKVStoreBaseV1):
 
     def describe(
         self,
-        block_ids: Sequence[bytes],
+        block_ids: Ids,
         *,
         parents: Sequence[bytes] | None = None,
-        ordinals: Sequence[int] | None = None,
-        tokens: Sequence[int] | None = None,
+        ordinals: Ints | None = None,
+        tokens: Ints | None = None,
         tenant: bytes | None = None,
     ) -> None:
         self._open().describe(block_ids, parents, ordinals, tokens, tenant)
 
-    def mark_bad(self, block_ids: Sequence[bytes]) -> None:
+    def mark_bad(self, block_ids: Ids) -> None:
         self._open().mark_bad(block_ids)
 
-    def clear_bad(self, block_ids: Sequence[bytes]) -> None:
+    def clear_bad(self, block_ids: Ids) -> None:
         self._open().clear_bad(block_ids)
 
     distrust, trust = mark_bad, clear_bad
 
-    def touch(self, block_ids: Sequence[bytes]) -> None:
+    def touch(self, block_ids: Ids) -> None:
         self._open().touch(block_ids)
 
-    def touch_own(self, block_ids: Sequence[bytes], first: int = 0) -> None:
+    def touch_own(self, block_ids: Ids, first: int = 0) -> None:
         self._open().touch_own(block_ids, first)
 
     @property
@@ -745,10 +711,10 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         top = sum(int(tier["capacity_bytes"]) for tier in stats["tiers"] if tier["level"] == 0)
         return min(top // int(stats["slot_bytes"]) // PREFETCH_SHARE, MAX_PREFETCH)
 
-    def prefetch(self, block_ids: Sequence[bytes], priority: Priority = "normal") -> int:
+    def prefetch(self, block_ids: Ids, priority: Priority = "normal") -> int:
         return self._open().prefetch(block_ids, priority)
 
-    def cancel_prefetch(self, block_ids: Sequence[bytes]) -> int:
+    def cancel_prefetch(self, block_ids: Ids) -> int:
         return self._open().cancel_prefetch(block_ids)
 
     def flush(self) -> None:

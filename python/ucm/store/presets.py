@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import ValidationError
 
 from ucm.config.fields import config_error
@@ -31,6 +30,9 @@ from ucm.store.engine import (
     read_stages,
 )
 from ucm.store.ucmstore_v1 import (
+    Addresses,
+    Ids,
+    Ints,
     Task,
     UcmKVStoreBaseV1,
     Until,
@@ -82,10 +84,7 @@ class UcmPcStore(UcmPosixStore):
     store_name: ClassVar[str] = "UcmPcStore"
 
     def load_prefix(
-        self,
-        prefix_hashes: Sequence[bytes],
-        dst_addrs: npt.NDArray[np.uint64],
-        timeout: float | None = None,
+        self, prefix_hashes: Ids, dst_addrs: Addresses, timeout: float | None = None
     ) -> PrefixTask:
         """Load whole blocks from the first id on, as many as are stored without a gap.
 
@@ -153,7 +152,7 @@ class InstantStore(UcmKVStoreBaseV1):
             raise ClosedError("the store is closed")
         return checked_ids(block_ids)
 
-    def rows(self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: Any) -> int:
+    def rows(self, block_ids: Ids, shard_index: Ints, addrs: Any) -> int:
         """The number of rows, if it is the same everywhere."""
         return same_rows(self.checked(block_ids), shard_index, addrs)
 
@@ -162,22 +161,16 @@ class UcmEmptyStore(InstantStore):
     """Never a hit; a load fails with :class:`~ucm.errors.NotFoundError`, a dump is accepted and
     dropped. Every key of the other stores is accepted and means nothing."""
 
-    def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
+    def lookup(self, block_ids: Ids) -> list[bool]:
         return [False for _ in self.checked(block_ids)]
 
-    def load_data(
-        self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: npt.NDArray[np.uint64]
-    ) -> InstantTask:
+    def load_data(self, block_ids: Ids, shard_index: Ints, addrs: Addresses) -> InstantTask:
         rows = self.rows(block_ids, shard_index, addrs)
         absent = NotFoundError("the empty store has no block")
         return InstantTask("load", dict.fromkeys(range(rows), absent))
 
     def dump_data(
-        self,
-        block_ids: Sequence[bytes],
-        shard_index: Sequence[int],
-        addrs: npt.NDArray[np.uint64],
-        prerequisite_handle: int = 0,
+        self, block_ids: Ids, shard_index: Ints, addrs: Addresses, prerequisite_handle: int = 0
     ) -> InstantTask:
         self.rows(block_ids, shard_index, addrs)
         return InstantTask("dump", {})
@@ -213,23 +206,17 @@ class UcmFakeStore(InstantStore):
         self._incomplete: dict[bytes, set[int]] = {}
         self._limit = options["buffer_number"]
 
-    def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
+    def lookup(self, block_ids: Ids) -> list[bool]:
         return self._ids.has(self.checked(block_ids))
 
-    def load_data(
-        self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: npt.NDArray[np.uint64]
-    ) -> InstantTask:
+    def load_data(self, block_ids: Ids, shard_index: Ints, addrs: Addresses) -> InstantTask:
         self.rows(block_ids, shard_index, addrs)
         there = self._ids.has(block_ids)
         missing = NotFoundError("this block was never dumped, or was pushed out by later ones")
         return InstantTask("load", {row: missing for row, known in enumerate(there) if not known})
 
     def dump_data(
-        self,
-        block_ids: Sequence[bytes],
-        shard_index: Sequence[int],
-        addrs: npt.NDArray[np.uint64],
-        prerequisite_handle: int = 0,
+        self, block_ids: Ids, shard_index: Ints, addrs: Addresses, prerequisite_handle: int = 0
     ) -> InstantTask:
         self.rows(block_ids, shard_index, addrs)
         whole = []

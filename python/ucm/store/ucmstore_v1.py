@@ -30,6 +30,13 @@ from ucm.errors import (
 )
 from ucm.store.kv_layout import KVLayout, address_of
 
+#: Ids of blocks, 16 raw bytes each; whole numbers; device addresses, of shape (rows, pieces of a
+#: row); numbers of device blocks.
+Ids = Sequence[bytes]
+Ints = Sequence[int]
+Addresses = npt.NDArray[np.uint64]
+Blocks = Sequence[int] | npt.NDArray[np.int64]
+
 #: ``"published"``: visible to others and survives this process. ``"staged"``: device memory may be
 #: reused.
 Until = Literal["staged", "published"]
@@ -165,23 +172,17 @@ class UcmKVStoreBaseV1(ABC):
     # -------------------------------------------------------------------------------
 
     @abstractmethod
-    def lookup(self, block_ids: Sequence[bytes]) -> Sequence[bool]:
+    def lookup(self, block_ids: Ids) -> Sequence[bool]:
         """Whether each block is stored whole; exact per id, in order."""
 
     @abstractmethod
-    def load_data(
-        self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: npt.NDArray[np.uint64]
-    ) -> Task:
+    def load_data(self, block_ids: Ids, shard_index: Ints, addrs: Addresses) -> Task:
         """Start reading: row *i* fills the device pieces ``addrs[i]`` of shard ``shard_index[i]``.
         ``addrs`` has shape (rows, pieces per row); the sizes are those of the configuration."""
 
     @abstractmethod
     def dump_data(
-        self,
-        block_ids: Sequence[bytes],
-        shard_index: Sequence[int],
-        addrs: npt.NDArray[np.uint64],
-        prerequisite_handle: int = 0,
+        self, block_ids: Ids, shard_index: Ints, addrs: Addresses, prerequisite_handle: int = 0
     ) -> Task:
         """Start writing. ``prerequisite_handle`` is a device event to wait for before reading, 0
         for none. Raises :class:`~ucm.errors.BusyError` at once when no slot is free; the source is
@@ -218,12 +219,7 @@ class UcmKVStoreBaseV1(ABC):
         addresses. Tasks under way keep the earlier layout; its tensors must stay until they end."""
         self._kv = layout
 
-    def load_blocks(
-        self,
-        block_ids: Sequence[bytes],
-        blocks: Sequence[int] | npt.NDArray[np.int64],
-        timeout: float | None = None,
-    ) -> Task:
+    def load_blocks(self, block_ids: Ids, blocks: Blocks, timeout: float | None = None) -> Task:
         """:meth:`load_data` of whole blocks, block *i* into the registered device block number
         ``blocks[i]``; ``timeout`` in seconds for stores that take one, their own deadline if
         None."""
@@ -234,8 +230,8 @@ class UcmKVStoreBaseV1(ABC):
 
     def dump_blocks(
         self,
-        block_ids: Sequence[bytes],
-        blocks: Sequence[int] | npt.NDArray[np.int64],
+        block_ids: Ids,
+        blocks: Blocks,
         prerequisite_handle: int = 0,
         *,
         sides: Sides | None = None,
@@ -253,9 +249,9 @@ class UcmKVStoreBaseV1(ABC):
 
     def _dump_rows(
         self,
-        block_ids: Sequence[bytes],
-        shard_index: Sequence[int],
-        addrs: npt.NDArray[np.uint64],
+        block_ids: Ids,
+        shard_index: Ints,
+        addrs: Addresses,
         prerequisite_handle: int,
         sides: Sides | None,
     ) -> Task:
@@ -266,9 +262,7 @@ class UcmKVStoreBaseV1(ABC):
             raise _without_sides(self)
         return self.dump_data(block_ids, shard_index, addrs, prerequisite_handle, sides=sides)  # type: ignore[call-arg]
 
-    def load_sides(
-        self, block_ids: Sequence[bytes], name: str, timeout: float | None = None
-    ) -> SidesTask:
+    def load_sides(self, block_ids: Ids, name: str, timeout: float | None = None) -> SidesTask:
         """Start reading the side shard of that name of each block, without its KV; ``timeout`` in
         seconds, the deadline of a load if None.
 
@@ -279,7 +273,7 @@ class UcmKVStoreBaseV1(ABC):
         del block_ids, name, timeout
         raise _without_sides(self)
 
-    def dump_sides(self, block_ids: Sequence[bytes], sides: Sides) -> Task:
+    def dump_sides(self, block_ids: Ids, sides: Sides) -> Task:
         """Start writing side shards of blocks that are stored without them: each becomes a record
         of its own, which :meth:`load_sides` finds. ``sides`` as of :meth:`dump_blocks`, but not all
         names are needed. Raises :class:`~ucm.errors.BusyError` at once when no slot is free."""
@@ -301,7 +295,7 @@ class UcmKVStoreBaseV1(ABC):
             self._waiter = _Waiter(self)
         return self._waiter.finished(task)
 
-    def lookup_on_prefix(self, block_ids: Sequence[bytes]) -> int:
+    def lookup_on_prefix(self, block_ids: Ids) -> int:
         """Index of the last block of the present prefix, -1 when the first is absent; every counted
         id is checked."""
         done, window = 0, 16
@@ -313,29 +307,29 @@ class UcmKVStoreBaseV1(ABC):
             window = min(window * 2, 4096)
         return done - 1
 
-    def explain_on_prefix(self, block_ids: Sequence[bytes]) -> tuple[int, str]:
+    def explain_on_prefix(self, block_ids: Ids) -> tuple[int, str]:
         """The same, and why the next block is no hit: a name of :class:`ucm.reasons.MissReason`.
         Overridden by stores that know other reasons than absent."""
         return self.lookup_on_prefix(block_ids), "absent"
 
-    def locate_on_prefix(self, block_ids: Sequence[bytes]) -> tuple[bytes, str]:
+    def locate_on_prefix(self, block_ids: Ids) -> tuple[bytes, str]:
         """The tier that each block of the present prefix would be loaded from, a byte each (0 is
         the top one), and the reason of :meth:`explain_on_prefix`. The speed of loads is measured
         for each tier."""
         last, reason = self.explain_on_prefix(block_ids)
         return bytes(last + 1), reason
 
-    def begin_locate_on_prefix(self, block_ids: Sequence[bytes]) -> Asked | None:  # noqa: ARG002 - see below
+    def begin_locate_on_prefix(self, block_ids: Ids) -> Asked | None:  # noqa: ARG002 - see below
         """:meth:`locate_on_prefix` on a thread of the store, which does not need the interpreter;
         never waits. None where the store has no such thread."""
         return None
 
-    def locate(self, block_ids: Sequence[bytes]) -> bytes:
+    def locate(self, block_ids: Ids) -> bytes:
         """The tier that each of these blocks would be loaded from, a byte each, :data:`NOWHERE` for
         one that is no hit. For blocks that are no prefix of a chain, such as those of a window."""
         return bytes(0 if there else NOWHERE for there in self.lookup(block_ids))
 
-    def begin_locate(self, block_ids: Sequence[bytes]) -> Asked | None:  # noqa: ARG002 - see below
+    def begin_locate(self, block_ids: Ids) -> Asked | None:  # noqa: ARG002 - see below
         """:meth:`locate` on a thread of the store, which does not need the interpreter; never
         waits. None where the store has no such thread."""
         return None
@@ -357,7 +351,7 @@ class UcmKVStoreBaseV1(ABC):
         does not measure them."""
         return {}
 
-    def prefetch(self, block_ids: Sequence[bytes], priority: Priority = "normal") -> int | None:
+    def prefetch(self, block_ids: Ids, priority: Priority = "normal") -> int | None:
         """A hint that these blocks will be loaded; may be ignored.
 
         A store with stages brings them into its upper ones, the most urgent first and after all
@@ -371,7 +365,7 @@ class UcmKVStoreBaseV1(ABC):
         """Blocks that may be prefetched ahead of need; 0 where prefetching does nothing."""
         return 0
 
-    def cancel_prefetch(self, block_ids: Sequence[bytes]) -> int:
+    def cancel_prefetch(self, block_ids: Ids) -> int:
         """Cancel prefetches of these blocks; returns how many were still waiting."""
         del block_ids
         return 0
@@ -386,38 +380,38 @@ class UcmKVStoreBaseV1(ABC):
 
     def describe(
         self,
-        block_ids: Sequence[bytes],
+        block_ids: Ids,
         *,
         parents: Sequence[bytes] | None = None,
-        ordinals: Sequence[int] | None = None,
-        tokens: Sequence[int] | None = None,
+        ordinals: Ints | None = None,
+        tokens: Ints | None = None,
         tenant: bytes | None = None,
     ) -> None:
         """What ids do not say, for the record's header: parent id, ordinal in the chain, number of
         tokens; ``tenant``: the 32-byte tag of the tenant of all these blocks. A store that
         overrides this without ``tenant`` is not passed it."""
 
-    def mark_bad(self, block_ids: Sequence[bytes]) -> None:
+    def mark_bad(self, block_ids: Ids) -> None:
         """A rank of this engine could not use these records. They are no hits until the next dump
         replaces them, even where this store finds them sound."""
         self.distrust(block_ids)
 
-    def clear_bad(self, block_ids: Sequence[bytes]) -> None:
+    def clear_bad(self, block_ids: Ids) -> None:
         """Another rank, which writes for this one too, replaces these records: they may be read
         again."""
         self.trust(block_ids)
 
-    def distrust(self, block_ids: Sequence[bytes]) -> None:
+    def distrust(self, block_ids: Ids) -> None:
         """Older name of :meth:`mark_bad`, called for stores that define it."""
 
-    def trust(self, block_ids: Sequence[bytes]) -> None:
+    def trust(self, block_ids: Ids) -> None:
         """Older name of :meth:`clear_bad`, called for stores that define it."""
 
-    def touch(self, block_ids: Sequence[bytes]) -> None:
+    def touch(self, block_ids: Ids) -> None:
         """These blocks, in chain order, were used by a request, even if found elsewhere: evict them
         later."""
 
-    def touch_own(self, block_ids: Sequence[bytes], first: int = 0) -> None:
+    def touch_own(self, block_ids: Ids, first: int = 0) -> None:
         """The same for what only this process can touch, its memory and the segments it merges;
         ``first``: position of the first of these blocks in its chain. Must be quick."""
 
@@ -426,16 +420,14 @@ class UcmKVStoreBaseV1(ABC):
         """Whether :meth:`touch_own` does anything; may change until the first lookup."""
         return self.has_own_memory
 
-    def load(
-        self, block_ids: Sequence[bytes], shard_index: Sequence[int], tensors: Tensors
-    ) -> Task:
+    def load(self, block_ids: Ids, shard_index: Ints, tensors: Tensors) -> Task:
         """:meth:`load_data` into tensors: ``tensors[i][j]`` is piece *j* of row *i*."""
         return self._own(self.load_data(block_ids, shard_index, _addresses(tensors)))
 
     def dump(
         self,
-        block_ids: Sequence[bytes],
-        shard_index: Sequence[int],
+        block_ids: Ids,
+        shard_index: Ints,
         tensors: Tensors,
         prerequisite_handle: int = 0,
         *,
@@ -544,7 +536,7 @@ def checked_ids(block_ids: Sequence[Any]) -> Sequence[bytes]:
     return block_ids
 
 
-def same_rows(block_ids: Sequence[Any], shard_index: Sequence[int], addrs: Any) -> int:
+def same_rows(block_ids: Sequence[Any], shard_index: Ints, addrs: Any) -> int:
     """The number of rows, if it is the same everywhere."""
     rows = len(block_ids)
     if not rows == len(shard_index) == len(addrs):

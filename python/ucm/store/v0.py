@@ -62,6 +62,9 @@ from ucm.errors import (
 )
 from ucm.store.kv_layout import BlockShape, address_of, bytes_of, on_host
 from ucm.store.ucmstore_v1 import (
+    Addresses,
+    Ids,
+    Ints,
     Priority,
     Task,
     UcmKVStoreBaseV1,
@@ -86,8 +89,6 @@ __all__ = [
     "block_id",
     "compute_block_hash",
 ]
-
-Ints = Sequence[int]
 
 #: What ``create``, ``wait`` and ``check`` return for success; any other number is an error
 #: (``UcmError.code``).
@@ -138,12 +139,12 @@ class UcmKVStoreBase(ABC):
     def prefetch(self, block_ids: Sequence[str]) -> None:
         """A hint that these blocks will be loaded; may be ignored."""
 
-    def load(self, block_ids: Sequence[str], offset: Sequence[int], tensors: Sequence[Any]) -> Any:
+    def load(self, block_ids: Sequence[str], offset: Ints, tensors: Sequence[Any]) -> Any:
         """Start reading: row *i* fills ``tensors[i]`` from byte ``offset[i]`` of block
         ``block_ids[i]``."""
         return self.fetch_data(block_ids, offset, *_spans(tensors))
 
-    def dump(self, block_ids: Sequence[str], offset: Sequence[int], tensors: Sequence[Any]) -> Any:
+    def dump(self, block_ids: Sequence[str], offset: Ints, tensors: Sequence[Any]) -> Any:
         """Start writing: row *i* puts ``tensors[i]`` at byte ``offset[i]`` of block
         ``block_ids[i]``, which was created. The tensors must not change before the task was waited
         for."""
@@ -553,7 +554,7 @@ class V0Task(Task):
             self._done.update(rows)
         return True
 
-    def fail(self, rows: Sequence[int], error: UcmError) -> None:
+    def fail(self, rows: Ints, error: UcmError) -> None:
         """These rows failed."""
         with self._lock:
             if not self._ended.is_set():
@@ -656,7 +657,6 @@ INCOMPLETE = 4096
 #: Default bound of the bytes of dumps that are copied and not written yet.
 _ROOM = 256 << 20
 
-Addresses = npt.NDArray[np.uint64]
 Bytes = npt.NDArray[np.uint8]
 
 _BY_CODE: dict[int, type[UcmError]] = {cls.code: cls for cls in BY_KIND.values()} | {
@@ -729,11 +729,11 @@ class V1OverV0(UcmKVStoreBaseV1):
         self._loads, self._dumps = Lane("ucm-v0-load", clock), Lane("ucm-v0-dump", clock)
         self._tensors_only = type(store).fetch_data is UcmKVStoreBase.fetch_data
 
-    def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
+    def lookup(self, block_ids: Ids) -> list[bool]:
         """Whether the V0 store has each block."""
         return [bool(found) for found in self.v0.lookup(_names(block_ids))]
 
-    def prefetch(self, block_ids: Sequence[bytes], priority: Priority = "normal") -> None:
+    def prefetch(self, block_ids: Ids, priority: Priority = "normal") -> None:
         """Passed on; V0 knows no priorities."""
         del priority
         self.v0.prefetch(_names(block_ids))
@@ -742,11 +742,7 @@ class V1OverV0(UcmKVStoreBaseV1):
     # ----------------------------------------------------------------------------------------------
 
     def load_data(
-        self,
-        block_ids: Sequence[bytes],
-        shard_index: Sequence[int],
-        addrs: Addresses,
-        timeout: float | None = None,
+        self, block_ids: Ids, shard_index: Ints, addrs: Addresses, timeout: float | None = None
     ) -> V0Task:
         """As in the base class; ``timeout`` in seconds, the configured deadline if None."""
         names, offsets, matrix = self._rows(block_ids, shard_index, addrs)
@@ -786,11 +782,7 @@ class V1OverV0(UcmKVStoreBaseV1):
     # ----------------------------------------------------------------------------------------------
 
     def dump_data(
-        self,
-        block_ids: Sequence[bytes],
-        shard_index: Sequence[int],
-        addrs: Addresses,
-        prerequisite_handle: int = 0,
+        self, block_ids: Ids, shard_index: Ints, addrs: Addresses, prerequisite_handle: int = 0
     ) -> V0Task:
         """As in the base class; the source has been read when this returns."""
         if prerequisite_handle:
@@ -933,7 +925,7 @@ class V1OverV0(UcmKVStoreBaseV1):
         return int(self.v0.wait(task) or OK)
 
     def _rows(
-        self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: Any
+        self, block_ids: Ids, shard_index: Ints, addrs: Any
     ) -> tuple[list[str], list[int], Addresses]:
         """Checked rows: names, byte offsets, a copy of the addresses."""
         matrix = np.array(addrs, dtype=np.uint64)
@@ -1045,8 +1037,8 @@ class BlockId(bytes):
 
 
 def compute_block_hash(
-    parent: bytes | Sequence[int],
-    tokens: Sequence[int] | int,
+    parent: bytes | Ints,
+    tokens: Ints | int,
     prefix_hash: str | None = None,
     *,
     hash_method: str = "sha256",
@@ -1067,7 +1059,7 @@ def compute_block_hash(
     return _next_key(block_id(prefix_hash), parent, hash_method).hex()
 
 
-def _next_key(parent: bytes, tokens: Sequence[int], hash_method: str) -> bytes:
+def _next_key(parent: bytes, tokens: Ints, hash_method: str) -> bytes:
     if hash_method not in ("sha256", "md5"):
         raise InvalidInputError(f"one block is hashed by sha256 or md5, not {hash_method}")
     try:
