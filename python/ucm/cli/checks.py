@@ -35,7 +35,7 @@ from typing import Any, Literal, NamedTuple
 
 from ucm.cli.records import differences
 from ucm.cli.roots import MARKER, Root
-from ucm.cli.terminal import short, wall_ns
+from ucm.cli.terminal import short, wall_ns, without
 from ucm.errors import ConfigError, UcmError
 from ucm.logger import in_units
 
@@ -475,11 +475,7 @@ class Arguments:
         found = cls(list(words[2:] if list(words[:2]) == ["vllm", "serve"] else words))
         if found.words and not found.words[0].startswith("-"):
             found.words.insert(0, "--model")
-        for at, word in enumerate(found.words):
-            name, given, value = word.partition("=")
-            if name != _TRANSFER:
-                continue
-            text = value if given else "".join(found.words[at + 1 : at + 2])
+        if (text := found.value(_TRANSFER)) is not None:
             try:
                 transfer = json.loads(text)
             except ValueError as failure:
@@ -509,11 +505,7 @@ class Arguments:
 
     def value(self, name: str) -> str | None:
         """The value of one argument."""
-        for at, word in enumerate(self.words):
-            key, given, value = word.partition("=")
-            if key.replace("_", "-") == name:
-                return value if given else "".join(self.words[at + 1 : at + 2])
-        return None
+        return without(self.words, name)[1]
 
     def ranks(self) -> int:
         """Processes of an engine that keep KV."""

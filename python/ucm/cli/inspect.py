@@ -34,11 +34,11 @@ from ucm.cli.records import (
 )
 from ucm.cli.roots import (
     LOW,
-    MARKER,
     PAGE,
     AnyRoot,
     Contents,
     Found,
+    Kind,
     Root,
     foreigners,
     open_root,
@@ -95,18 +95,20 @@ def describe(root: AnyRoot) -> dict[str, Any]:
     beside = root.beside()
     foreign = [*beside.foreign]
     namespaces, identities = [], {}
-    total: Counter[str] = Counter()
-    _count(total, beside)
+    files = beside.files
     for name in root.namespaces():
         contents = root.scan(name)
         manifest = read_manifest(root, name)
         foreign += contents.foreign
-        _count(total, contents)
+        files += contents.files
         if manifest.identity:
             identities[name] = manifest.identity
         namespaces.append(_namespace(root, name, contents, manifest))
     size, free = root.file_system()
-    used = total["bytes"]
+    count, sizes = Counter(found.kind for found in files), Counter[Kind]()
+    for found in files:
+        sizes[found.kind] += found.size
+    used = sizes.total()
     return {
         "root": root.shown,
         "uuid": root.uuid,
@@ -117,13 +119,13 @@ def describe(root: AnyRoot) -> dict[str, Any]:
         "low_watermark": int(root.limit * LOW),
         "used_bytes": used,
         "used_share": round(used / root.limit, 4) if root.limit else None,
-        "records": total["records"],
-        "record_bytes": total["records_bytes"],
-        "segments": total["segments"],
-        "segment_bytes": total["segments_bytes"],
+        "records": count[Kind.RECORD],
+        "record_bytes": sizes[Kind.RECORD],
+        "segments": count[Kind.SEGMENT],
+        "segment_bytes": sizes[Kind.SEGMENT],
         "segment_records": sum(space["segment_records"] for space in namespaces),
-        "private": total["private"],
-        "private_bytes": total["private_bytes"],
+        "private": count[Kind.PRIVATE],
+        "private_bytes": sizes[Kind.PRIVATE],
         "file_system_bytes": size,
         "file_system_free_bytes": free,
         "space_documents": _sorted(Counter(_sort_of(found.name) for found in beside.space)),
@@ -158,8 +160,17 @@ def count_tenants(root: AnyRoot) -> list[dict[str, Any]]:
 
 def _namespace(root: AnyRoot, name: str, contents: Contents, manifest: Manifest) -> dict[str, Any]:
     sample = _spread(contents.records, HEADERS)
-    parts, sides, reasons = _headers(root, sample)
-    in_segments, footers_refused = _footers(root, contents.segments)
+    parts, sides, refused = Counter[str](), Counter[str](), Counter[str]()
+    for found in sample:
+        with _counted(refused):
+            header = header_of(root.read(found, _HEADER_MOST)[0])
+            parts[header["part"]] += 1
+            sides.update(side["name"] for side in header["sides"])
+    in_segments, footers_refused = Counter[str](), Counter[str]()
+    for found in contents.segments:
+        with _counted(footers_refused):
+            footer = read_footer(root, found)
+            in_segments[footer.part] += len(footer.entries)
     segment_bytes = sum(found.size for found in contents.segments)
     return {
         "namespace": name,
@@ -172,7 +183,7 @@ def _namespace(root: AnyRoot, name: str, contents: Contents, manifest: Manifest)
         "parts_present": _sorted(parts + in_segments),
         "sides_present": _sorted(sides),
         "headers_read": len(sample),
-        "headers_refused": _sorted(reasons),
+        "headers_refused": _sorted(refused),
         "records": len(contents.records) + in_segments.total(),
         "bytes": sum(found.size for found in contents.records) + segment_bytes,
         "segments": len(contents.segments),
@@ -183,32 +194,6 @@ def _namespace(root: AnyRoot, name: str, contents: Contents, manifest: Manifest)
         "private": len(contents.private),
         "private_bytes": sum(found.size for found in contents.private),
     }
-
-
-def _headers(root: AnyRoot, sample: list[Found]) -> tuple[Counter[str], Counter[str], Counter[str]]:
-    """How many of these records are of which part, how many side shards of which name they have,
-    and how many headers are refused for which reason."""
-    parts: Counter[str] = Counter()
-    sides: Counter[str] = Counter()
-    reasons: Counter[str] = Counter()
-    for found in sample:
-        with _counted(reasons):
-            header = header_of(root.read(found, _HEADER_MOST)[0])
-            parts[header["part"]] += 1
-            sides.update(side["name"] for side in header["sides"])
-    return parts, sides, reasons
-
-
-def _footers(root: AnyRoot, segments: list[Found]) -> tuple[Counter[str], Counter[str]]:
-    """Records of each part that the footers of these segments name, and footers refused, by
-    reason."""
-    records: Counter[str] = Counter()
-    reasons: Counter[str] = Counter()
-    for found in segments:
-        with _counted(reasons):
-            footer = read_footer(root, found)
-            records[footer.part] += len(footer.entries)
-    return records, reasons
 
 
 @contextmanager
@@ -231,13 +216,6 @@ def _spread(records: list[Found], most: int) -> list[Found]:
     if len(records) <= most:
         return records
     return [records[at * len(records) // most] for at in range(most)]
-
-
-def _count(total: Counter[str], contents: Contents) -> None:
-    for found in contents.files:
-        total[found.kind] += 1
-        total[f"{found.kind}_bytes"] += found.size
-        total["bytes"] += found.size
 
 
 def _inside(records: int) -> str:
@@ -370,12 +348,13 @@ def inspect_file(path: str) -> dict[str, Any]:
     named = _RECORD.fullmatch("/".join(Path(path).absolute().parts[-4:]))
     record_id, namespace, shape = None, b"", None
     try:
-        header = document["header"] = header_of(_read(path, _HEAD))
+        with open(path, "rb") as file:
+            header = document["header"] = header_of(file.read(_HEAD))
+            file.seek(0)  # not further than the header says, whatever lies there
+            data = file.read(most_to_read(header))
         if named is not None:
             record_id, namespace = bytes.fromhex(named[3]), bytes.fromhex(named[1])
             shape = _shapes(Path(path).absolute().parents[3], named[1]).get(header["part"])
-        # Not further than the header says, whatever lies there.
-        data = _read(path, most_to_read(header))
         lost = verify_record(data, record_id, namespace, shape, None)["lost_sides"]
         document |= {"verdict": "good", "reason": None, "found": None}
         reasons = {name: reason for name, reason, _ in lost}
@@ -417,14 +396,7 @@ def _side(side: dict[str, Any]) -> str:
     return f"{side['bytes']} bytes, version {side['version']}" + (f", {verdict}" if verdict else "")
 
 
-def _read(path: str, most: int) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(most)
-
-
 def _shapes(root: Path, namespace: str) -> dict[str, Shape]:
-    if not (root / MARKER).exists():
-        return {}
     try:
         with Root(root) as opened:
             return read_manifest(opened, namespace).shapes

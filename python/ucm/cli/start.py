@@ -283,9 +283,9 @@ def _inline(given: str) -> dict[str, Any]:
 
 def _with_overrides(rest: tuple[str, ...], architecture: str | None) -> list[str]:
     """vLLM's arguments with the overrides of the model's configuration that ReRoPE needs."""
-    others, overrides = _without(rest, "--hf-overrides")
-    _, model = _without(rest, "--model")
-    _, length = _without(rest, "--max-model-len")
+    others, overrides = terminal.without(rest, "--hf-overrides")
+    _, model = terminal.without(rest, "--model")
+    _, length = terminal.without(rest, "--max-model-len")
     if architecture is None and model and (Path(model) / "config.json").is_file():
         read = json.loads((Path(model) / "config.json").read_text())
         architecture = str((read.get("architectures") or ["none"])[0])
@@ -303,20 +303,6 @@ def _with_overrides(rest: tuple[str, ...], architecture: str | None) -> list[str
         "max_position_embeddings": int(length or 0),
     }
     return [*others, "--hf-overrides", json.dumps(found)]
-
-
-def _without(words: tuple[str, ...], name: str) -> tuple[list[str], str | None]:
-    """Arguments without this one, and its value; None where it is not given."""
-    others: list[str] = []
-    value: str | None = None
-    left = iter(words)
-    for word in left:
-        key, equals, inline = word.partition("=")
-        if key.replace("_", "-") == name:
-            value = inline if equals else next(left, "")
-        else:
-            others.append(word)
-    return others, value
 
 
 # The proxy

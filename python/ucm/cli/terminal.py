@@ -12,7 +12,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -83,19 +82,12 @@ namespaces = click.option(
 json_output = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
-@dataclass(frozen=True)
-class Rate:
-    """Bytes per second; ``None`` is no bound."""
-
-    bytes: int | None
-
-
-def rate(text: str) -> Rate:
-    """A size per second, with or without ``/s``; or ``unlimited``."""
+def rate(text: str) -> int | None:
+    """A size per second, with or without ``/s``; or ``unlimited``, which is None."""
     if text == "unlimited":
-        return Rate(None)
+        return None
     if found := size(text.removesuffix("/s"), ", or unlimited"):
-        return Rate(found)
+        return found
     raise click.BadParameter("a rate of 0 would never end; write a size, or unlimited")
 
 
@@ -156,6 +148,20 @@ def age(text: str) -> float:
     if found is None:
         raise click.BadParameter(f"{text!r} is no age; write 90s, 30m, 12h, 7d or 2w")
     return found
+
+
+def without(words: Sequence[str], name: str) -> tuple[list[str], str | None]:
+    """Arguments without this one, and its value; None where it is not given."""
+    others: list[str] = []
+    value: str | None = None
+    left = iter(words)
+    for word in left:
+        key, equals, inline = word.partition("=")
+        if key.replace("_", "-") == name:
+            value = inline if equals else next(left, "")
+        else:
+            others.append(word)
+    return others, value
 
 
 _SPANS = (("day", 86400), ("hour", 3600), ("minute", 60), ("second", 1))

@@ -189,13 +189,9 @@ class _End:
         }
         if self.key_file is not None:
             config["encryption_key_file"] = self.key_file
-        if self.capacity is not None and not _is_root(self.place):
+        if self.capacity is not None and not os.path.exists(os.path.join(self.place, MARKER)):
             config |= {"storage_capacity": self.capacity, "free_space_floor": 0}
         return UcmConnectorFactoryV1.create_connector(store, config)
-
-
-def _is_root(place: str) -> bool:
-    return os.path.exists(os.path.join(place, MARKER))
 
 
 class _Patience:
@@ -285,7 +281,7 @@ class _Copy:
     def _headers(self) -> Iterator[Header]:
         """Those of the records with KV that are wanted, each once."""
         root, contents, seen = self._root, self._root.scan(self._namespace), set()
-        for found in contents.files:
+        for found in (*contents.records, *contents.segments):
             try:
                 for offset in self._offsets(found):
                     header = header_of(root.read(found, min(HEADER_FIRST, FIRST), offset)[0])
@@ -293,7 +289,8 @@ class _Copy:
                     for side in header["sides"]:
                         of, spec = self._sides[header["part"]], (side["version"], side["bytes"])
                         of[side["name"]] = max(of.get(side["name"], spec), spec)
-                    if not header["without_kv"] and name not in seen and self._wants(name):
+                    wanted = self._ids is None or name in self._ids
+                    if wanted and not header["without_kv"] and name not in seen:
                         seen.add(name)
                         yield header
             except (OSError, Refused) as error:
@@ -303,12 +300,7 @@ class _Copy:
     def _offsets(self, found: Found) -> list[int]:
         if found.kind is Kind.RECORD:
             return [0]
-        if found.kind is not Kind.SEGMENT:
-            return []
         return [entry.offset for entry in read_footer(self._root, found).entries]
-
-    def _wants(self, name: bytes) -> bool:
-        return self._ids is None or name in self._ids
 
     def _copy(self, headers: Sequence[Header], source: Any, target: Any, shape: Shape) -> None:
         import numpy as np

@@ -31,13 +31,13 @@ from ucm.cli.records import (
     verdict_of,
 )
 from ucm.cli.roots import AnyRoot, Found, Kind, over_roots
-from ucm.cli.terminal import Rate
 from ucm.errors import ConfigError
 from ucm.logger import in_units
 
 #: Bad records shown to people.
 _SHOWN = 20
 _DEFAULT_RATE = "256MiB"
+_COUNTED = ("compressed", "encrypted", "decrypted", "sides", "sides_alone")
 
 
 @click.command()
@@ -72,7 +72,7 @@ _DEFAULT_RATE = "256MiB"
 def verify(
     ctx: click.Context,
     paths: tuple[str, ...],
-    rate: Rate,
+    rate: int | None,
     sample: float,
     wanted: tuple[str, ...],
     key_file: str | None,
@@ -87,7 +87,7 @@ def verify(
     keys = _keys(key_file)
 
     def scrub(root: AnyRoot, names: list[str]) -> dict[str, Any]:
-        return Scrub(root, rate.bytes, keys).run(names, sample)
+        return Scrub(root, rate, keys).run(names, sample)
 
     bad = ("bad", "unreadable", "bad_sides")
     over_roots(ctx, paths, options, wanted, as_json, scrub, _show, bad)
@@ -123,12 +123,7 @@ class Scrub:
     states: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     bad: list[dict[str, Any]] = field(default_factory=list)
-    records: int = 0
-    compressed: int = 0
-    encrypted: int = 0
-    decrypted: int = 0
-    sides: int = 0
-    sides_alone: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
     bad_sides: list[dict[str, Any]] = field(default_factory=list)
 
     def run(self, namespaces: list[str], percent: float) -> dict[str, Any]:
@@ -165,7 +160,7 @@ class Scrub:
                             verdict = verifier.verify(found, manifest)
                             self._see_sides(found.path, verdict)
                             self._blame(found, "", verdict)
-                            self.records += 1
+                            self.counts["records"] += 1
                         bar.update(found.size)
             except KeyboardInterrupt:
                 interrupted = True
@@ -176,15 +171,11 @@ class Scrub:
             "namespaces": namespaces,
             "sample_percent": percent,
             "reader": READER,
-            "compressed": self.compressed,
-            "encrypted": self.encrypted,
-            "decrypted": self.decrypted,
-            "sides": self.sides,
-            "sides_alone": self.sides_alone,
+            **{key: self.counts[key] for key in _COUNTED},
             "decoder": READER,
             "direct_io": self.root.direct,
             "rate": self.rate,
-            "records": self.records,
+            "records": self.counts["records"],
             "segments": sum(
                 found.kind is Kind.SEGMENT for records in chosen.values() for found in records
             ),
@@ -209,9 +200,9 @@ class Scrub:
             self._blame(found, "", verdict_of(error))
             return
         for entry in footer.entries:
-            self.records += 1
+            self.counts["records"] += 1
             verdict = verifier.verify(found, manifest, entry)
-            self.compressed += (
+            self.counts["compressed"] += (
                 verdict.state == "good" and (verdict.header or {}).get("codec") != "as is"
             )
             self._see_sides(f"{found.path}@{entry.offset}", verdict)
@@ -221,10 +212,10 @@ class Scrub:
         """Counts the side shards of a good record. One that is damaged is reported and left: its KV
         is good."""
         if verdict.state == "good" and verdict.header is not None:
-            self.encrypted += verdict.header["key"] != "not encrypted"
-            self.decrypted += verdict.decrypted
-            self.sides += len(verdict.header["sides"])
-            self.sides_alone += verdict.header["without_kv"]
+            self.counts["encrypted"] += verdict.header["key"] != "not encrypted"
+            self.counts["decrypted"] += verdict.decrypted
+            self.counts["sides"] += len(verdict.header["sides"])
+            self.counts["sides_alone"] += verdict.header["without_kv"]
             damaged = verdict.damaged_sides.items()
             self.bad_sides += [
                 {"path": path, "name": name, "found": what} for name, what in damaged

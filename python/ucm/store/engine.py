@@ -303,44 +303,29 @@ def in_our_words(config: Mapping[str, Any], known: Container[str], store: str) -
     """``config`` with the spellings of a configuration file for ``known`` keys; keys without
     meaning are left out with the same warning."""
     ours: dict[str, Any] = {}
-    for key, value in _without_quarantine(config, store).items():
+    flat = dict(config)
+    section = flat.pop("quarantine", None) or {}  # of older versions; one key moved to `breaker`
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"quarantine of {store} is a section with keys below it")
+    flat |= {f"quarantine.{key}": value for key, value in section.items()}
+    for key, value in flat.items():
         name = "device_id" if key == "device" else ALIASES.get(key, key).removeprefix("options.")
         instead = UNUSED.get(name) or (None if name in known else MEANINGLESS.get(name))
         if instead is not None:
             warn_once(without_effect([f"{store}.{key}"], instead))
             continue
-        if name not in known:
-            name = key  # an error of the one that reads it, under the name that was written
+        into, below = ours, name
+        if name != key and name.startswith("breaker."):
+            below = name.removeprefix("breaker.")
+            into = ours["breaker"] = dict(ours.get("breaker") or {})
+        elif name not in known:
+            below = key  # an error of the one that reads it, under the name that was written
         elif key in GIBIBYTES:
             value = gibibytes(value, key, store)
-        if ours.setdefault(name, value) != value:
-            raise ConfigError(
-                f'"{key}" and another spelling of {name} for {store} differ; keep one of them'
-            )
+        if into.setdefault(below, value) != value:
+            other = f"another spelling of {name} for" if into is ours else f"{name} of"
+            raise ConfigError(f'"{key}" and {other} {store} differ; keep one of them')
     return ours
-
-
-def _without_quarantine(config: Mapping[str, Any], store: str) -> dict[str, Any]:
-    """``config`` without the section of older versions, of which one key moved to `breaker`."""
-    config = dict(config)
-    section = config.pop("quarantine", None) or {}
-    if not isinstance(section, Mapping):
-        raise ConfigError(f"quarantine of {store} is a section with keys below it")
-    for key, value in section.items():
-        name = f"quarantine.{key}"
-        if name in MEANINGLESS:
-            warn_once(without_effect([f"{store}.{name}"], MEANINGLESS[name]))
-        elif name in ALIASES:
-            target = ALIASES[name].removeprefix("breaker.")
-            breaker = dict(config.get("breaker") or {})
-            if breaker.setdefault(target, value) != value:
-                raise ConfigError(
-                    f'"{name}" and breaker.{target} of {store} differ; keep one of them'
-                )
-            config["breaker"] = breaker
-        else:
-            raise ConfigError(f"{store} has no key {name!r}", context={"key": name})
-    return config
 
 
 def read_settings(config: Mapping[str, Any], kind: type[T], store: str) -> T:

@@ -1014,11 +1014,7 @@ class BlockId(bytes):
 
     def __new__(cls, hash_bytes: bytes) -> Self:
         """Raises :class:`~ucm.errors.InvalidInputError` for anything but 16 bytes."""
-        given: object = hash_bytes
-        if not isinstance(given, bytes) or len(given) != cls.SIZE:
-            raise InvalidInputError(
-                "a block id is 16 raw bytes (type bytes)", context={"got": repr(given)[:80]}
-            )
+        checked_ids([hash_bytes])
         return super().__new__(cls, hash_bytes)
 
     @property
