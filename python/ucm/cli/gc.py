@@ -229,7 +229,6 @@ def _remove(root: AnyRoot, found: Found, outcome: Outcome) -> None:
 def _document(
     root: AnyRoot, plan: Plan, outcome: Outcome, done: bool, listing: bool
 ) -> dict[str, Any]:
-    planned = sum(found.size for found in plan.removals)
     files = outcome.removed if done else plan.removals
     document = {
         "command": "gc",
@@ -240,7 +239,7 @@ def _document(
         "used_bytes": plan.used,
         "target_bytes": plan.target,
         "planned": len(plan.removals),
-        "planned_bytes": planned,
+        "planned_bytes": sum(found.size for found in plan.removals),
         "namespaces": [
             _share(name, inside, plan.removals) for name, inside in plan.contents.items() if name
         ],

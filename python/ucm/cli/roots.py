@@ -653,11 +653,12 @@ def foreigners(root: AnyRoot, found: Sequence[Foreign]) -> dict[str, Any]:
                     seeds.append(length)
         whole += size
         count = len(seeds) - before
-        listed.append({"path": one.path, "what": one.what, "bytes": size, "seed_form": count})
+        if len(listed) < LISTED_MOST:
+            listed.append({"path": one.path, "what": one.what, "bytes": size, "seed_form": count})
     return {
         "foreign": len(found),
         "foreign_bytes": whole,
-        "foreign_files": listed[:LISTED_MOST],
+        "foreign_files": listed,
         "foreign_complete": visited <= VISITED_MOST,
         "seed_form": len(seeds),
         "seed_form_bytes": sum(seeds),

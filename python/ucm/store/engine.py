@@ -237,6 +237,7 @@ class EngineSettings(StoreSettings, OwnPartConfig):
 
     def setup(self) -> str:
         """The description for the core, as JSON; times in seconds."""
+        limits = self.deadlines
         return for_core(
             {
                 "stages": self.stages(),
@@ -255,11 +256,11 @@ class EngineSettings(StoreSettings, OwnPartConfig):
                 "step_bytes": self.step_bytes(),
                 # two write what they gathered; the third gathers while these wait for a medium
                 "copy_threads": 3,
-                "lookup_s": self.deadlines.lookup_ms / 1000,
-                "load_s": self.deadlines.load_unknown_s,
-                "dump_s": self.deadlines.dump_s,
-                "probe_s": self.deadlines.probe_s,
-                "shutdown_s": self.deadlines.shutdown_s,
+                "lookup_s": limits.lookup_ms / 1000,
+                "load_s": limits.load_unknown_s,
+                **{
+                    key: getattr(self.deadlines, key) for key in ("dump_s", "probe_s", "shutdown_s")
+                },
                 "encryption_key_file": (
                     self.encryption_key_file and os.path.expanduser(self.encryption_key_file)
                 ),

@@ -448,9 +448,8 @@ class UcmKVStoreBaseV1(ABC):
         return task
 
     def cc_store(self) -> int:
-        """Address of the C table of this store (``ucm_store.h``, see
-        ``docs/store-api.md``), 0 without
-        one."""
+        """Address of the C table of this store (``ucm_store.h``, see ``docs/store-api.md``), 0
+        without one."""
         return 0
 
     def stats(self) -> dict[str, Any]:

@@ -541,9 +541,6 @@ class V0Task(Task):
         self._failures: dict[int, UcmError] = {}
         self._ended = threading.Event()
 
-    def _is_over(self) -> bool:
-        return self.over()
-
     def deliver(self, rows: range, work: Callable[[], None]) -> bool:
         """Do ``work``, which completes these rows, unless the task has ended; it cannot end before
         this returns."""
@@ -576,6 +573,8 @@ class V0Task(Task):
         if not self._ended.is_set() and self._clock() >= self.deadline:
             self.end(DeadlineError(f"the {self.kind} of a V0 store did not end in time"))
         return self._ended.is_set()
+
+    _is_over = over
 
     def outcome(self, timeout: float | None) -> dict[int, UcmError]:
         """The failures by row, after at most ``timeout`` seconds;
