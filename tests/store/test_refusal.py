@@ -124,6 +124,16 @@ def test_the_section_of_older_versions_is_understood(caplog: pytest.LogCaptureFi
     settings = read_settings(keys, settings_of("UcmPosixStore"), "UcmPosixStore")
     assert settings.breaker.damaged_per_minute == 5
     assert '"UcmPosixStore.quarantine.keep_s"' in caplog.text
+    del keys["quarantine"]
+    for flat in (
+        {"quarantine.max_per_minute": 6, "breaker": {"threshold": 3}},
+        {"breaker": {"threshold": 3}, "quarantine.max_per_minute": 6},
+    ):
+        settings = read_settings({**keys, **flat}, settings_of("UcmPosixStore"), "UcmPosixStore")
+        assert (settings.breaker.damaged_per_minute, settings.breaker.threshold) == (6, 3)
+    both = {"quarantine.max_per_minute": 6, "quarantine": {"max_per_minute": 5}}
+    with pytest.raises(ConfigError, match="differ"):
+        read_settings({**keys, **both}, settings_of("UcmPosixStore"), "UcmPosixStore")
     for wrong in ({"quarantine": {"keep": 1}}, {"quarantine": True}):
         with pytest.raises(ConfigError, match="quarantine"):
             read_settings({**keys, **wrong}, settings_of("UcmPosixStore"), "UcmPosixStore")

@@ -28,16 +28,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ucm.cli.records import differences
 from ucm.cli.roots import MARKER, Root
 from ucm.cli.terminal import short, wall_ns, without
 from ucm.errors import ConfigError, UcmError
 from ucm.logger import in_units
+
+if TYPE_CHECKING:
+    from importlib import metadata
 
 #: Files of the system.
 FSTAB, MOUNTS, MEMINFO = Path("/etc/fstab"), Path("/proc/self/mountinfo"), Path("/proc/meminfo")
@@ -126,6 +128,8 @@ def software() -> Iterator[Finding]:
 
 
 def _version(*names: str) -> metadata.Distribution | None:
+    from importlib import metadata  # a tenth of the time in which ``ucm`` starts
+
     for name in names:
         with suppress(metadata.PackageNotFoundError):
             return metadata.distribution(name)
@@ -151,6 +155,8 @@ def _torch_of(vllm: metadata.Distribution) -> Iterator[Finding]:
 
 def _others_named_ucm() -> Iterator[Finding]:
     """Other distributions that bring a package named ``ucm``."""
+    from importlib import metadata
+
     for name in sorted(set(metadata.packages_distributions().get("ucm", ()))):
         if name.lower().replace("_", "-") != "ucm-kv":
             text = f"the package {name} has a module named ucm too, and either hides the other"

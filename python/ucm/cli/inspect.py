@@ -34,6 +34,7 @@ from ucm.cli.records import (
 )
 from ucm.cli.roots import (
     LOW,
+    MARKER,
     PAGE,
     AnyRoot,
     Contents,
@@ -397,6 +398,8 @@ def _side(side: dict[str, Any]) -> str:
 
 
 def _shapes(root: Path, namespace: str) -> dict[str, Shape]:
+    if not (root / MARKER).exists():
+        return {}
     try:
         with Root(root) as opened:
             return read_manifest(opened, namespace).shapes

@@ -442,6 +442,7 @@ class Root(_Root):
 
 
 def _remove_empty(name: str, directory: int | None) -> bool:
+    assert directory is not None  # it would be the current one
     try:
         os.rmdir(name, dir_fd=directory)
     except FileNotFoundError:

@@ -258,9 +258,7 @@ class EngineSettings(StoreSettings, OwnPartConfig):
                 "copy_threads": 3,
                 "lookup_s": limits.lookup_ms / 1000,
                 "load_s": limits.load_unknown_s,
-                **{
-                    key: getattr(self.deadlines, key) for key in ("dump_s", "probe_s", "shutdown_s")
-                },
+                **{key: getattr(limits, key) for key in ("dump_s", "probe_s", "shutdown_s")},
                 "encryption_key_file": (
                     self.encryption_key_file and os.path.expanduser(self.encryption_key_file)
                 ),
@@ -304,12 +302,13 @@ def in_our_words(config: Mapping[str, Any], known: Container[str], store: str) -
     """``config`` with the spellings of a configuration file for ``known`` keys; keys without
     meaning are left out with the same warning."""
     ours: dict[str, Any] = {}
-    flat = dict(config)
-    section = flat.pop("quarantine", None) or {}  # of older versions; one key moved to `breaker`
+    section = config.get("quarantine") or {}  # of older versions; one key moved to `breaker`
     if not isinstance(section, Mapping):
         raise ConfigError(f"quarantine of {store} is a section with keys below it")
-    flat |= {f"quarantine.{key}": value for key, value in section.items()}
-    for key, value in flat.items():
+    given = [pair for pair in config.items() if pair[0] != "quarantine"]
+    given += [(f"quarantine.{key}", value) for key, value in section.items()]
+    # those after `breaker`, into which they go
+    for key, value in sorted(given, key=lambda pair: pair[0].startswith("quarantine.")):
         name = "device_id" if key == "device" else ALIASES.get(key, key).removeprefix("options.")
         instead = UNUSED.get(name) or (None if name in known else MEANINGLESS.get(name))
         if instead is not None:
