@@ -17,7 +17,7 @@ from blocks import PATIENT, await_room
 def common(tmp_path: Path) -> dict[str, Any]:
     return {
         "storage_backends": str(tmp_path / "root"),
-        "identity": "tests",
+        "identity": str(tmp_path),  # processes of other tests share memory under the same one
         "storage_capacity": "1GiB",
         "free_space_floor": 0,
         "staging_capacity": "4MiB",

@@ -187,7 +187,7 @@ def test_the_manifest_spells_out_what_its_digest_stands_for(opened: Open, tmp_pa
     text = json.dumps(manifest["identity"], separators=(",", ":"), ensure_ascii=True)
     assert hashlib.sha256(text.encode()).hexdigest() == manifest["digest"]
     assert manifest["digest"].startswith(path.parent.name)
-    assert manifest["identity"]["weights"] == "tests"
+    assert manifest["identity"]["weights"] == str(tmp_path)
     assert manifest["labels"] == {"model": "typed by the user"}
     assert set(manifest["parts"]) == {"g0p0t0", "g0p0t1"}
     assert manifest["parts"]["g0p0t1"]["dtype"] == "f16"

@@ -183,10 +183,12 @@ def test_the_kv_of_tensor_ranks_is_stored_once_where_vllm_says_that_it_is_the_sa
     named: bool,
 ) -> None:
     """Latent attention on two tensor ranks; vLLM 0.30 does not say it."""
+    from vllm.config import KVTransferConfig
     from vllm.distributed import parallel_state
     from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec
 
-    config = engines.engine_config(tiny, tensor_parallel_size=2)
+    transfer = KVTransferConfig(kv_connector="UCMConnector", kv_role="kv_both")
+    config = engines.engine_config(tiny, tensor_parallel_size=2, kv_transfer_config=transfer)
     latent = {"block_size": 32, "num_kv_heads": 1, "head_size": 576, "dtype": torch.float32}
     if "max_tp_shards" in MLAAttentionSpec.__dataclass_fields__:
         latent["max_tp_shards"] = 1

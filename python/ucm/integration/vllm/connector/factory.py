@@ -219,8 +219,6 @@ def _only_stores(outer: Any | None, vllm_config: VllmConfig) -> str:
     With steps that overlap (async scheduling, pipelines) the step under way may still write a freed
     request's blocks: vLLM holds them back until that step has ended, but only for consumers."""
     transfer: Any = outer or vllm_config.kv_transfer_config
-    if transfer is None:  # no engine's
-        return ""
     beside = f'beside "kv_connector": "{transfer.kv_connector}"'
     if not transfer.is_kv_consumer and getattr(vllm_config, "max_concurrent_batches", 2) > 1:
         return (
