@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import platform
 import re
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -321,9 +322,11 @@ def _share(found: Outcome, *kinds: int) -> str:
 
 
 def write_into(document: Path, lines: Sequence[str]) -> None:
-    """Puts lines between the marks ``<!-- quality -->`` and ``<!-- end -->`` of a document."""
+    """Puts lines between the marks ``<!-- quality -->`` and ``<!-- end -->`` of a document, those of
+    no table as long as its others."""
     marks = re.compile(r"(<!-- quality[^>]*-->\n).*?(<!-- end -->)", re.DOTALL)
-    written = "\n".join(lines)
+    broken = (textwrap.wrap(line, 100) if line[:1] != "|" else [line] for line in lines)
+    written = "\n".join(line for several in broken for line in several or [""])
     text, done = marks.subn(lambda m: f"{m[1]}{written}\n{m[2]}", document.read_text())
     if done != 1:
         raise SystemExit(f"{document} has no <!-- quality --> ... <!-- end --> to write between")

@@ -176,6 +176,9 @@ def test_preempted_requests_again_from_the_store(
 ) -> None:
     """The same pressure with loads under way: what was preempted and stored before is loaded,
     preempted, resumed."""
+    warm.generate(*(case.ask() for case in PRESSURE.values()))
+    warm.wait_idle()
+    warm.reset()
     answers = warm.generate(*(case.ask() for case in PRESSURE.values()))
     for (name, case), answer in zip(PRESSURE.items(), answers, strict=True):
         assert_same(answer, reference[name])
