@@ -322,8 +322,8 @@ def _share(found: Outcome, *kinds: int) -> str:
 
 
 def write_into(document: Path, lines: Sequence[str]) -> None:
-    """Puts lines between the marks ``<!-- quality -->`` and ``<!-- end -->`` of a document, those of
-    no table as long as its others."""
+    """Puts lines between the marks ``<!-- quality -->`` and ``<!-- end -->`` of a document; text is
+    wrapped."""
     marks = re.compile(r"(<!-- quality[^>]*-->\n).*?(<!-- end -->)", re.DOTALL)
     broken = (textwrap.wrap(line, 100) if line[:1] != "|" else [line] for line in lines)
     written = "\n".join(line for several in broken for line in several or [""])
