@@ -142,8 +142,7 @@ def serve(control: socket.socket) -> int | None:
     platform = importlib.import_module("vllm.platforms").current_platform
     importlib.import_module(f"vllm.v1.worker.{'cpu' if platform.is_cpu() else 'gpu'}_worker")
     wait_asleep()
-    if platform.is_cpu():
-        inspect_here()
+    inspect_here()
     sys.stdout.flush()
     gc.freeze()  # otherwise the first collection of every engine would copy all of it
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -166,10 +165,12 @@ def wait_asleep() -> None:
 
 def inspect_here() -> None:
     """vLLM asks each model class once for what it can do, in a new process that imports vLLM again,
-    because the class may initialise a device. Without one this process asks it."""
+    because the class may initialise a device. On a CPU this process asks it."""
     from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
 
-    registry._run_in_subprocess = lambda ask: ask()
+    if current_platform.is_cpu():
+        registry._run_in_subprocess = lambda ask: ask()
 
 
 def fork_engine(connection: int, log: int, status: int) -> int:

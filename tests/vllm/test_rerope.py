@@ -69,7 +69,7 @@ def test_a_window_that_nothing_reaches_gives_the_tokens_of_rope(
 
 @pytest.mark.parametrize(
     ("runner", "ranks"),
-    [  # on a CPU, vLLM's V2 runs no tensor ranks and V1 no pipelines
+    [  # V2 over the interpreted Triton runs no tensor ranks here, V1 on a CPU no pipelines
         ("v2", {}),
         pytest.param("v1", {"tensor_parallel_size": 2}, marks=pytest.mark.long),
         pytest.param("v2", {"pipeline_parallel_size": 2}, marks=pytest.mark.long),

@@ -176,7 +176,7 @@ fn what_a_hot_root_evicts_is_a_hit_below() {
         let store = Beside::open(dir.path(), &several);
         let mut dumped = 0;
         let all = fill_until(&store, 0, || {
-            dumped += 1; // the hot root takes its share once it has counted what it has
+            dumped += 1;
             dumped > 80 && store.tier(0, "blocks_written") > 0
         });
         assert!(
