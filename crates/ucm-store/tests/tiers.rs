@@ -415,6 +415,29 @@ fn a_load_that_hangs_above_is_read_below_in_its_time() {
 }
 
 #[test]
+fn a_load_that_joined_a_read_that_is_late_above_has_its_own_time_there() {
+    let (dir, clock, setup) = (directory(), ManualClock::new(), with_file());
+    let root = dir.path().join("root");
+    let store = Store::with_clock(&root, setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let device = Device::filled(&setup, &ids(1));
+    store.dump(&device, &ids(1)).unwrap();
+    eventually("a copy is above", || store.tier(0, "blocks_written") == 1);
+    std::fs::remove_file(store.file(id(0))).unwrap();
+    let (gate, upper) = (store.gate(), store.upper.as_ref().unwrap());
+    upper.add(of_blocks(OpKind::Read, Fault::HangBefore(gate.clone())).times(1));
+    let [hasty, patient] = [2, 60].map(|seconds| {
+        let deadline = Some(Duration::from_secs(seconds));
+        let task = store.engine.load(device.rows(&ids(1)), deadline);
+        gate.await_waiting(1);
+        task.unwrap()
+    });
+    clock.advance(Duration::from_secs(2));
+    assert!(store.outcome(&hasty).is_err());
+    store.outcome(&patient).unwrap();
+    gate.open();
+}
+
+#[test]
 fn a_full_lower_stage_is_reported_and_memory_serves() {
     let (_dir, store) = open(&with_memory());
     store.fault(of_blocks(OpKind::Publish, Fault::Errno(28)));

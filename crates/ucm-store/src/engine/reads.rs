@@ -67,8 +67,11 @@ struct Reads {
 }
 
 /// A block to be read, and how far that is.
+#[derive(Default)]
 struct Wanted {
     id: BlockId,
+    /// That of the read in the uppermost tier, which later loads join.
+    first: Option<Request>,
     /// The tier that was read last: the next one behind it that can be read follows.
     after: Option<usize>,
     /// The failure of the tiers above, the answer if no tier below has the block either.
@@ -96,6 +99,7 @@ struct Reading {
     again: bool,
     progress: Arc<Progress>,
     request: Request,
+    first: Request,
     so_far: Option<Failed>,
 }
 
@@ -218,7 +222,11 @@ impl Loads {
                 add(&self.core.stats.loads_joined, 1);
             } else {
                 reads.waiters.insert(block.id, vec![waiter]);
-                reads.pending.push_back(Wanted::new(block.id));
+                let id = block.id;
+                reads.pending.push_back(Wanted {
+                    id,
+                    ..Wanted::default()
+                });
             }
         }
         Some(clashing)
@@ -255,7 +263,7 @@ impl Loads {
                 let (id, tiers) = (wanted.id, &self.core.tiers);
                 let Some(tier) = tiers.table.place(id, wanted.after, request.number) else {
                     drop(slot);
-                    self.read_failed(id, request, self.no_tier(wanted));
+                    self.read_failed(id, wanted.first.unwrap_or(request), self.no_tier(wanted));
                     continue;
                 };
                 let layers = layers.filter(|_| tiers.table.reads_parts(tier));
@@ -277,6 +285,7 @@ impl Loads {
                     again: false,
                     progress: Arc::new(progress),
                     request,
+                    first: wanted.first.unwrap_or(request),
                     so_far: wanted.so_far,
                 };
                 reads.push(reading.in_tier(slot));
@@ -413,10 +422,10 @@ impl Loads {
         let table = &self.core.tiers.table;
         let below = table.place(id, Some(tier), reading.request.number);
         if closed || below.is_none() {
-            let request = reading.request;
+            let first = reading.first;
             let error = self.no_copy(reading, failed);
             drop(slot);
-            return self.read_failed(id, request, error);
+            return self.read_failed(id, first, error);
         }
         if let Failed::Refused(reason, _) = &failed {
             self.core.discard(id, tier, *reason);
@@ -426,6 +435,7 @@ impl Loads {
         reads.running -= 1;
         reads.pending.push_front(Wanted {
             id,
+            first: Some(reading.first),
             after: Some(tier),
             so_far: Some(worse(reading.so_far, failed)),
         });
@@ -498,12 +508,12 @@ impl Loads {
 
     /// A block could not be read. A load with more time than a read that was late gets another one;
     /// so does a load that began after a read that found nothing: the block may have been stored in
-    /// between.
-    fn read_failed(self: &Arc<Self>, id: BlockId, request: Request, error: Error) {
+    /// between. `first`: of the read in the uppermost tier.
+    fn read_failed(self: &Arc<Self>, id: BlockId, first: Request, error: Error) {
         let kind = error.kind();
         let waiters = self.end_read(id, |task, _| match kind {
-            ErrorKind::Timeout => task.state.deadline > request.deadline,
-            ErrorKind::NotFound => task.request.number > request.number,
+            ErrorKind::Timeout => task.state.deadline > first.deadline,
+            ErrorKind::NotFound => task.request.number > first.number,
             _ => false,
         });
         let mut late_miss = None;
@@ -536,7 +546,10 @@ impl Loads {
         });
         if !more.is_empty() {
             reads.waiters.insert(id, more);
-            reads.pending.push_back(Wanted::new(id));
+            reads.pending.push_back(Wanted {
+                id,
+                ..Wanted::default()
+            });
         }
         over
     }
@@ -557,16 +570,6 @@ fn few_layers(waiters: &[Waiter]) -> Option<Range<u32>> {
     let bytes: usize = layout.parts(all.clone()).iter().map(Range::len).sum();
     let whole = layout.record_len();
     (bytes + WORTH.max(whole / 2) <= whole).then_some(all)
-}
-
-impl Wanted {
-    fn new(id: BlockId) -> Self {
-        Self {
-            id,
-            after: None,
-            so_far: None,
-        }
-    }
 }
 
 impl Reading {
