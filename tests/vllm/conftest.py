@@ -88,9 +88,10 @@ def cold(
     runner: str, work: Path, host: EngineHost, model: Path, reference: dict[str, Result]
 ) -> Life:
     """The first life: all of ``STORED`` and ``CROWD`` are sent, then the engine is ended at once.
-    On the first runner its processes are spawned, as those of users on a CPU are."""
+    On the first runner its processes are spawned and may compile, like those of users on a CPU."""
     life = Life(runner, model, new_disk(work, f"blocks-{runner}"), {}, "", "")
-    engine = host.get(life.cold_spec.but(fork=runner == "v2"))
+    as_users = {"fork": False, "env": {"TORCHDYNAMO_DISABLE": "0"}}
+    engine = host.get(life.cold_spec.but(**as_users if runner == "v1" else {}))
     policy, module = engine.scheduler()["kv_load_failure_policy"], engine.rpc("probe_runner")[0]
     answers = dict(
         zip(CROWD, engine.generate(*(case.ask() for case in CROWD.values())), strict=True)

@@ -144,6 +144,7 @@ def serve(control: socket.socket) -> int | None:
     wait_asleep()
     inspect_here()
     sys.stdout.flush()
+    keep_frozen()
     gc.freeze()  # otherwise the first collection of every engine would copy all of it
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while files := socket.recv_fds(control, 1, 3)[1]:
@@ -161,6 +162,12 @@ def wait_asleep() -> None:
     from vllm.distributed.device_communicators import shm_broadcast
 
     shm_broadcast.sched_yield = lambda: time.sleep(PAUSE)
+
+
+def keep_frozen() -> None:
+    """At its end an engine of vLLM collects garbage among all that was ever imported, which takes a
+    second."""
+    gc.unfreeze = lambda: None
 
 
 def inspect_here() -> None:

@@ -175,6 +175,8 @@ class EngineSpec:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if self.in_process else "1",
             "VLLM_USE_V2_MODEL_RUNNER": "1" if self.runner == "v2" else "0",
             "OMP_NUM_THREADS": "1",
+            # PyTorch compiles a function of an eager engine's sampler, which takes two seconds.
+            "TORCHDYNAMO_DISABLE": str(int(not COMPILED)),
             "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "20",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",

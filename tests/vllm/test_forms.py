@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +30,16 @@ class Form:
     ranks: int
     runner: str
     args: Mapping[str, Any]
-    env: Mapping[str, str] = field(default_factory=dict)
 
 
 TENSOR, PIPELINE = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
-#: What tensor ranks compile cannot be compiled beside interpreted Triton.
-UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 #: By their names in the table. The first runner of vLLM's build for CPUs has no pipelines.
 FORMS = {
     "V1": Form(1, "v1", {}),
     "V2": Form(1, "v2", {}),
     "TP 2": Form(2, "v1", TENSOR),
     "PP 2": Form(2, "v2", PIPELINE),
-    "TP + PP": Form(4, "v2", TENSOR | PIPELINE, UNCOMPILED),
+    "TP + PP": Form(4, "v2", TENSOR | PIPELINE),
     **dict.fromkeys(matrix.OTHER_VERSIONS, Form(1, "v1", {})),
 }
 #: For every day; the others are for make test-long.
@@ -83,13 +80,8 @@ def test_a_prompt_that_comes_again_is_a_hit(
         chosen.runner,
         disk.store(),
         args=chosen.args,
-        env={
-            "VLLM_CPU_OMP_THREADS_BIND": cores,
-            **CHUNKS,
-            **chosen.env,
-        },
+        env={"VLLM_CPU_OMP_THREADS_BIND": cores, **CHUNKS},
         label=label,
-        fork=not chosen.env,
     )
     asked = {name: STORED[name] for name in ("short", "middle")}
     engine = host.get(spec)
