@@ -134,6 +134,8 @@ def test_the_section_of_older_versions_is_understood(caplog: pytest.LogCaptureFi
     both = {"quarantine.max_per_minute": 6, "quarantine": {"max_per_minute": 5}}
     with pytest.raises(ConfigError, match="differ"):
         read_settings({**keys, **both}, settings_of("UcmPosixStore"), "UcmPosixStore")
+    with pytest.raises(ConfigError, match="breaker of UcmPosixStore is a section"):
+        read_settings({**keys, **flat, "breaker": 3}, settings_of("UcmPosixStore"), "UcmPosixStore")
     for wrong in ({"quarantine": {"keep": 1}}, {"quarantine": True}):
         with pytest.raises(ConfigError, match="quarantine"):
             read_settings({**keys, **wrong}, settings_of("UcmPosixStore"), "UcmPosixStore")

@@ -303,8 +303,9 @@ def in_our_words(config: Mapping[str, Any], known: Container[str], store: str) -
     meaning are left out with the same warning."""
     ours: dict[str, Any] = {}
     section = config.get("quarantine") or {}  # of older versions; one key moved to `breaker`
-    if not isinstance(section, Mapping):
-        raise ConfigError(f"quarantine of {store} is a section with keys below it")
+    for name in ("quarantine", "breaker"):
+        if not isinstance(config.get(name) or {}, Mapping | Section):
+            raise ConfigError(f"{name} of {store} is a section with keys below it")
     given = [pair for pair in config.items() if pair[0] != "quarantine"]
     given += [(f"quarantine.{key}", value) for key, value in section.items()]
     # those after `breaker`, into which they go
