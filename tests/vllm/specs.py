@@ -24,6 +24,8 @@ COMPILED = os.environ.get("UCM_TEST_COMPILED") == "1"
 #: Whether engines run on a GPU (docs/devices.md), with the attention of vLLM that computes in
 #: float32 there, and not on the CPU.
 ON_GPU = os.environ.get("UCM_TEST_GPU") == "1"
+#: The variables of this run. Tests add others, for their engines and not for the import of vLLM.
+VARIABLES = frozenset(os.environ)
 #: Long enough for a busy machine, because a late lookup is a miss.
 PATIENT = {
     "lookup_ms": 5000,
@@ -157,7 +159,8 @@ class EngineSpec:
         alike = self.but(
             env={}, pythonpath=(), in_process=False, tensor_parallel=1, accelerated=False
         )
-        return alike.environment()
+        added = os.environ.keys() - VARIABLES
+        return {name: value for name, value in alike.environment().items() if name not in added}
 
     def environment(self) -> dict[str, str]:
         """The child's whole environment."""

@@ -22,7 +22,6 @@ from models import llama_config, write_model
 from served import (
     NAME,
     PATIENCE,
-    SEVERAL_SERVERS,
     Server,
     vllm_server,
     write_tokenizer,
@@ -34,7 +33,7 @@ sys.path += [str(Path(__file__).parents[1] / name) for name in ("metrics", "stor
 from real_prometheus import Prometheus, of_dashboard, of_rules, panels_of, prometheus
 
 pytestmark = pytest.mark.one_runner
-#: Of one engine. Several are spawned, and each imports vLLM again.
+#: Of one engine.
 API_SERVERS = 2 if os.environ.get("UCM_TEST_LONG") else 1
 #: Panels of what this engine does not have.
 WITHOUT = {"Sparse Ratio", "Prefill and Decode", "GPU"}
@@ -58,12 +57,10 @@ def site(work: Path, host: EngineHost) -> Iterator[tuple[Server, Prometheus, Pat
     store = disk.store()
     store = replace(store, options={**store.options, "storage_capacity": CAPACITY})
     spec = EngineSpec(model, "v1", store, blocks=POOL, extra_config={"min_hit_tokens": 1})
-    # What is spawned imports vLLM again.
-    spec = spec.but(env={"VLLM_WORKER_MULTIPROC_METHOD": "fork"})
     host.stop()
     with machine_lock():
         count = f"--api-server-count={API_SERVERS}"
-        server = vllm_server(spec, work / "metrics.log", count, program=SEVERAL_SERVERS)
+        server = vllm_server(spec, work / "metrics.log", count)
         try:
             wait_until(server.started, f"{server.log} starts", PATIENCE)
             # An answer that is late is a gap in every series.
