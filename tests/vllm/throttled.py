@@ -50,6 +50,7 @@ class ThrottledStore(UcmPosixStore):
     ``control`` besides."""
 
     takes_load_timeout = True
+    serves_accelerators = True
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         own = dict(config)
