@@ -237,7 +237,8 @@ test-long-rust: drivers ## part of test-long: the store's suites over all column
 test-long-stores: $(RUN_ENV) drivers ## part of test-long: the trust matrix and the remote stores from Python, without engines
 	@UCM_TEST_LONG=1 $(STAGE) "trust matrix" $(RUN_BIN)/python -m pytest --timeout 3600 tests/trust \
 		--ignore tests/trust/test_engine.py --trust-table build/trust.md -k "not test_processes"
-	@UCM_TEST_LONG=1 $(STAGE) "never slower" $(RUN_BIN)/python -m pytest tests/connector/test_never_slower.py
+	@UCM_TEST_LONG=1 $(STAGE) "properties with more examples" $(RUN_BIN)/python -m pytest --timeout 1800 \
+		tests/connector/test_never_slower.py tests/vllm_unit/test_ended_requests.py tests/sparse/test_blend_quality.py
 	@UCM_TEST_LONG=1 $(STAGE) "stores of the network" $(RUN_BIN)/python -m pytest --timeout 1800 tests/remote \
 		--ignore tests/remote/test_engine.py
 	@UCM_TEST_DEVICE=cuda UCM_TEST_DRIVER=$(SOFTCUDA) $(STAGE) "trust matrix on cuda" \

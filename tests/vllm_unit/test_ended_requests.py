@@ -429,7 +429,11 @@ def with_a_second_rank(engine: ToyEngine, rng: random.Random) -> None:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     ("seed", "overlap"),
-    [(seed, overlap) for overlap in (False, True) for seed in range(3 if overlap else 6)],
+    [
+        pytest.param(seed, overlap, marks=[pytest.mark.long] * (seed >= short))
+        for overlap, short, count in ((False, 3, 6), (True, 2, 3))
+        for seed in range(count)
+    ],
 )
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nothing_foreign_is_stored(
