@@ -506,6 +506,20 @@ def test_the_module_that_a_configuration_names_may_register_a_selector(
 
 
 @pytest.mark.usefixtures("registries")
+def test_without_settings_representations_with_other_keys_are_foreign() -> None:
+    class Unnamed(NthKey):
+        name = ""
+
+    register_selector("NthKey", NthKey)
+    register_selector("Unnamed", Unnamed)
+    nth = [selector_of("NthKey", {"place": place, "stride": 2}) for place in (1, 2, 2)]
+    unnamed = selector_of("Unnamed", {"place": 2})
+    signatures = [each.signature() for each in (*nth, unnamed)]
+    assert signatures[0] != signatures[1] == signatures[2] != signatures[3]
+    assert "Unnamed" in signatures[3]
+
+
+@pytest.mark.usefixtures("registries")
 def test_a_selector_may_replace_one_of_ours_and_its_name_means_no_other() -> None:
     register_selector("ESA", FirstKey)
     assert isinstance(make_selector(settings_of("ESA", {"pool": "max"}), GEOMETRY), FirstKey)

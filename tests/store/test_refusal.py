@@ -136,6 +136,11 @@ def test_the_section_of_older_versions_is_understood(caplog: pytest.LogCaptureFi
         read_settings({**keys, **both}, settings_of("UcmPosixStore"), "UcmPosixStore")
     with pytest.raises(ConfigError, match="breaker of UcmPosixStore is a section"):
         read_settings({**keys, **flat, "breaker": 3}, settings_of("UcmPosixStore"), "UcmPosixStore")
+    stages = [{"type": "Cache"}, {"type": "Posix", "storage_backends": "/data/ucm"}]
+    stages[1]["quarantine"] = {"max_per_minute": 6}
+    (warning,) = load({"store_pipeline": stages}, {}).warnings
+    assert '"store_pipeline[1].quarantine.max_per_minute"' in warning
+    assert "`breaker.damaged_per_minute` at the top level" in warning
     for wrong in ({"quarantine": {"keep": 1}}, {"quarantine": True}):
         with pytest.raises(ConfigError, match="quarantine"):
             read_settings({**keys, **wrong}, settings_of("UcmPosixStore"), "UcmPosixStore")

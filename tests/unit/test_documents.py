@@ -213,6 +213,35 @@ def test_the_architecture_is_short_and_has_a_glossary_of_twenty_words() -> None:
     assert len(words) == 20 + len(["word"])
 
 
+SYSTEM_CALLS = {"pwrite", "preadv"}
+
+
+def test_the_way_of_a_block_names_the_files_of_its_functions() -> None:
+    """Each function of a row stands in one of its files, and each file has one of them."""
+    sources = [
+        *(REPOSITORY / "python/ucm").rglob("*.py"),
+        *(REPOSITORY / "crates").glob("*/src/**/*.rs"),
+    ]
+    rows = re.findall(
+        r"^\| ([^|]*→[^|]*) \| ([^|]*) \|$", DOCUMENTS["ARCHITECTURE.md"], re.MULTILINE
+    )
+    assert len(rows) >= 14
+    for functions, files in rows:
+        names = {re.split(r"::|\.", name)[-1] for name in re.findall(r"`([^`]+)`", functions)}
+        names = {name for name in names - SYSTEM_CALLS if not name.startswith("ucm-")}
+        missing = set(names)
+        for file in re.findall(r"`([^`]+)`", files):
+            texts = [path.read_text() for path in sources if str(path).endswith(f"/{file}")]
+            here = {
+                name
+                for name in names
+                if any(re.search(rf"\b(def|fn) {name}\b", text) for text in texts)
+            }
+            assert here, f"{file} defines none of {sorted(names)}"
+            missing -= here
+        assert not missing, f"{sorted(missing)} are not in {files}"
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_begins_with_its_question(name: str) -> None:
     assert re.match(r"# .*\?.*\n", DOCUMENTS[name])

@@ -440,6 +440,8 @@ def _stage(layer: Layer, item: Mapping[str, Any], written: str) -> dict[str, Any
             stage["options"][key.partition(".")[2]] = entry.value
         elif key in StoreSettings.model_fields:
             stage[key] = entry.value
+        elif ".quarantine." in entry.written:  # of older versions, where each tier had one
+            layer.ignore(f"`{key}` at the top level", entry.written)
         else:
             raise ConfigError(
                 f'"{entry.written}" in {layer.source} is no key of a stage; write it at the top'

@@ -32,8 +32,7 @@ Combine = Literal["sum", "max"]
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Shape of the keys of one rank. With latent attention there is one KV head, of latent and
-    rotary part together."""
+    """Shape of one rank's keys. Latent attention has one KV head: latent and rotary part."""
 
     block_size: int
     kv_heads: int
@@ -79,11 +78,10 @@ class BlockSelector:
     :meth:`encode` and :meth:`score`. Keys of its own stand in a class ``Keys`` in it, derived from
     :class:`~ucm.config.sparse.AlgorithmConfig`; :func:`register_selector` registers it."""
 
-    #: Its name in logs and statistics.
+    #: Its name in logs, statistics and signatures; that of its registration where it has none.
     name: str = ""
     #: Number of a request's latest queries for a score.
     queries: int = 1
-    #: How the scores of heads, and of ranks, become one.
     combine: Combine = "sum"
     #: Whether scores are integers, which add up the same in any order.
     exact: bool = False
@@ -92,6 +90,7 @@ class BlockSelector:
 
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
+        self._given: dict[str, Any] = {}  # values of its own keys
 
     def signature(self) -> str:
         """Everything that shapes the bytes of a representation, as text: name, shape of the keys,
@@ -102,8 +101,8 @@ class BlockSelector:
         return ":".join([self.name, shape, *settings])
 
     def settings(self) -> dict[str, Any]:
-        """Settings that shape the bytes of a representation."""
-        return {}
+        """Settings that shape the bytes of a representation; by default all keys of its own."""
+        return self._given
 
     def rep_shape(self) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and type of one block's representation; begins with ``b`` where
@@ -133,8 +132,7 @@ class BlockSelector:
 
     def weights(self, scores: Tensor) -> Tensor:
         """Estimates of attention mass, float64, not negative, in the shape of ``scores [..., n]``,
-        for budgets by mass; they need not add up to 1. By default softmax of the scores over the
-        blocks."""
+        for budgets by mass; they need not add up to 1. By default softmax over the blocks."""
         return torch.softmax(scores.double(), dim=-1)
 
     def fused_scores(
@@ -150,7 +148,7 @@ class BlockSelector:
         apart: bool,
     ) -> Tensor | None:
         """:meth:`score` of several requests by a kernel, with the heads joined unless they are kept
-        ``apart``: ``[r, h or 1, N]``. None: there is no kernel for these tensors.
+        ``apart``: ``[r, h or 1, N]``. None: no kernel serves these tensors.
 
         ``query [r, h*g, d]`` are the latest queries, ``reps`` all representations of the layer,
         ``table [r, N]`` the rows of each request in them, of which ``blocks [r]`` count. The first
@@ -172,8 +170,7 @@ class BlockSelector:
         blocks: Tensor,
         **how: Any,
     ) -> Tensor | None:
-        """:meth:`fused_scores` by one of ``kernels``, with the keywords ``how``. None: there is no
-        kernel."""
+        """:meth:`fused_scores` by one of ``kernels``, with the keywords ``how``, if it has one."""
         del kernels, query, reps, table, blocks, how
         return None
 
@@ -259,4 +256,8 @@ def make_selector(settings: AlgorithmConfig, geometry: Geometry) -> BlockSelecto
         raise ConfigError(f"no selector is known for the sparse algorithm {settings.algorithm}")
     make, options = _SELECTORS[settings.algorithm]
     given: dict[str, Any] = {option: getattr(settings, key) for option, key in options.items()}
-    return make(geometry, **given)
+    selector = make(geometry, **given)
+    selector._given = given
+    if not selector.name:
+        selector.name = settings.algorithm
+    return selector
