@@ -41,7 +41,9 @@ FREE = re.compile(r"^[ >/!]*\||https?://|# (noqa|type:)")
 TYPE = re.compile(r"^\s*pub(?:\(crate\))? (?:struct|enum|union|trait|type) (\w+)")
 IMPL = re.compile(r"^(\s*)(?:unsafe )?impl(?:<.*?>)? (?:.*? for )?(?:[\w:]*::)?(\w+)")
 FUNCTION = re.compile(r"^(\s*)(?:pub(?:\([^)]*\))? )?(?:const )?(?:async )?(?:unsafe )?fn (\w+)")
-FIRST = re.compile(r"fn \w+(?:<[^(]*>)?\(\s*(?:mut )?\w+: &(?:'\w+ )?(?:mut )?(?:[\w:]*::)?(\w+)")
+FIRST = re.compile(
+    r"fn \w+(?:<[^(]*>)?\(\s*(?:mut )?\w+: &(?:'\w+ )?(?:mut )?(?:Arc<)?(?:[\w:]*::)?(\w+)"
+)
 
 #: Calls that chain an Option or a Result; the names that iterators have too are not counted.
 COMBINATOR = re.compile(
@@ -159,7 +161,7 @@ def rust_imports(sources: dict[Path, list[str]]) -> dict[str, set[str]]:
                     break
                 at = further + at[len(module) + 1 :]
             below = module[: len(inside)] == inside and len(module) > len(inside)
-            if module != inside and not (below and (public or path.name in ("mod.rs", "lib.rs"))):
+            if module != inside and not (below and public):
                 edges[str(path)].add(str(modules[crate, module]))
     return edges
 

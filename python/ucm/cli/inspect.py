@@ -224,8 +224,7 @@ def _inside(records: int) -> str:
 
 
 def _sort_of(name: str) -> str:
-    """What a document about space is; those of a bucket that say what was used are named by their
-    writer alone."""
+    """The kind of a document about space; a bucket's records of use are named by their writer."""
     return "uses" if re.fullmatch(r"[0-9a-f]{16}\.json", name) else name.partition("-")[0]
 
 

@@ -29,8 +29,7 @@ Header = dict[str, Any]
 
 
 class Refused(Exception):  # noqa: N818 - a verdict on bytes, not an error of the program
-    """These bytes are not the requested record: the reason, and in words what was
-    found."""
+    """These bytes are not the requested record: the reason, and a sentence about it."""
 
     def __init__(self, reason: str, found: str) -> None:
         super().__init__(f"{reason}: {found}")

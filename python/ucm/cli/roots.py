@@ -87,8 +87,7 @@ _DOCUMENTS = _paths(r"NAMESPACE/manifest\.json | ucm-(root|digests|rates|mode)\.
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A file of ours: its path below the root, its bytes, its time of use (ns since 1970), its
-    inode."""
+    """A file of ours: path below the root, bytes, time of use (ns since 1970), inode."""
 
     kind: Kind
     path: str
@@ -174,8 +173,7 @@ class _Root:
         raise NotImplementedError
 
     def document(self, path: str) -> Any:
-        """A JSON document below the root, None if it is absent; raises :class:`ValueError` if it is
-        none."""
+        """A JSON document below the root, None if it is absent; raises :class:`ValueError`."""
         text = self.head(path, _LONGEST_DOCUMENT + 1)
         if text is None:
             return None
@@ -394,8 +392,7 @@ class Root(_Root):
             return file.read(most)
 
     def unlink(self, found: Found) -> bool:
-        """Removes a file found before; false if it does not exist any more, or was used or replaced
-        since."""
+        """Removes a file found before; false if it was removed, used or replaced since."""
         above, _, name = found.path.rpartition("/")
         with self._directory(above) as here:
             if here is None:
@@ -589,8 +586,7 @@ def open_root(path: str, options: Mapping[str, str]) -> Iterator[AnyRoot]:
 
 
 def _place(url: str, options: Mapping[str, str], shown: str) -> Place:
-    """The place at an address, with the keys of its store that are given or stand in the
-    environment."""
+    """The place at an address, with keys of its store, given or from the environment."""
     from pydantic import ValidationError
 
     from ucm.config.fields import Section, config_error, for_core, section_of

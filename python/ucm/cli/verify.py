@@ -209,8 +209,7 @@ class Scrub:
             self._blame(found, f"@{entry.offset}", verdict)
 
     def _see_sides(self, path: str, verdict: Verdict) -> None:
-        """Counts the side shards of a good record. One that is damaged is reported and left: its KV
-        is good."""
+        """Counts the side shards of a good record. A damaged one is reported and kept."""
         if verdict.state == "good" and verdict.header is not None:
             self.counts["encrypted"] += verdict.header["key"] != "not encrypted"
             self.counts["decrypted"] += verdict.decrypted

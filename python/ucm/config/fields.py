@@ -107,8 +107,7 @@ class Capacity:
 
 
 def parse_capacity(value: Any) -> Capacity:
-    """A size as :func:`parse_size` reads it, or ``"20%"`` (above 0, at most 100) of the file
-    system."""
+    """A size as of :func:`parse_size`, or ``"20%"`` of the file system (above 0, at most 100)."""
     if isinstance(value, Capacity):
         return value
     if isinstance(value, str) and (match := _PERCENT.fullmatch(value)):

@@ -621,8 +621,7 @@ def disabled(environ: Mapping[str, str]) -> bool:
 
 
 def file_named(inline: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """Path of the configuration file and what names it: the environment, else the inline
-    dictionary."""
+    """Path of the configuration file, and its source: environment, else inline dictionary."""
     from_environment = environ.get(CONFIG_FILE_VARIABLE, "").strip()
     if from_environment:
         return from_environment, f"environment {CONFIG_FILE_VARIABLE}"

@@ -400,8 +400,7 @@ class UcmConfig(StoreSettings):
         return lines
 
     def require_built(self) -> None:
-        """Raise :class:`~ucm.errors.ConfigError` when this version lacks something that is
-        named."""
+        """Raise :class:`~ucm.errors.ConfigError` if this version lacks something named."""
         if self.enabled and self._problems:
             raise ConfigError("; ".join(self._problems))
 

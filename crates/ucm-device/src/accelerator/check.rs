@@ -4,13 +4,13 @@
 
 use std::sync::Arc;
 
+use tracing::error;
 use ucm_core::{Error, ErrorKind, Result};
 
-use super::lane::{Host, Lane, Lanes};
+use super::lane::{Allocation, Host, Lane, Lanes};
 use super::pinned::Pinned;
 use super::plan::{Method, Run};
 use super::runtime::{Direction, Runtime};
-use super::{Allocation, switched_off};
 use crate::arena::{ArenaOptions, HostArena};
 
 /// Bytes copied of each side.
@@ -243,4 +243,20 @@ fn compare(copied: &[u8], expected: &[u8]) -> Result<()> {
         return Err(differ.with("bytes", wrong).with("of", expected.len()));
     }
     Ok(())
+}
+
+/// Logs that a method is not used.
+pub(super) fn switched_off(
+    runtime: &dyn Runtime,
+    method: Method,
+    direction: Direction,
+    reason: &Error,
+) {
+    error!(
+        device = runtime.description(),
+        method = method.name(),
+        ?direction,
+        %reason,
+        "a copy method is wrong on this device and is not used"
+    );
 }

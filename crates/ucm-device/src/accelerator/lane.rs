@@ -12,7 +12,6 @@ use tracing::warn;
 use ucm_core::sync::Mutex;
 use ucm_core::{Error, Result};
 
-use super::Allocation;
 use super::pinned::{Arenas, Pinned};
 use super::plan::{DESCRIPTOR, DESCRIPTORS, Method, Run};
 use super::runtime::{
@@ -22,6 +21,27 @@ use crate::arena::{ArenaOptions, HostArena};
 
 /// Bytes of the staging buffer.
 pub(super) const STAGED: usize = 8 << 20;
+
+/// Device memory allocated by us.
+pub(super) struct Allocation {
+    runtime: Arc<dyn Runtime>,
+    pub(super) address: u64,
+}
+
+impl Allocation {
+    pub(super) fn new(runtime: &Arc<dyn Runtime>, bytes: usize) -> Result<Self> {
+        Ok(Self {
+            address: runtime.allocate(bytes)?,
+            runtime: Arc::clone(runtime),
+        })
+    }
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        let _ = self.runtime.end(Owned::Memory(self.address)); // a failure could not be handled
+    }
+}
 
 /// Most lanes of a device with a staging buffer and memory for descriptors: 8.4 MiB of device
 /// memory each. This is the number of the memory tier's loading threads; a concurrent dump may find

@@ -31,7 +31,7 @@ use std::ptr::null_mut;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tracing::{error, info};
+use tracing::info;
 use ucm_core::sync::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{Clock, Completion, MonotonicTime, begin_thread};
@@ -45,10 +45,10 @@ use crate::region::SharedRegion;
 use crate::span::{DeviceSpan, HostSpan, Piece};
 use crate::transfer::{Direction, Transfer};
 use check::Bench;
-use lane::{Host, Lane, Lanes, STAGED};
+use lane::{Allocation, Host, Lane, Lanes, STAGED};
 use pinned::{Owner, Pinned};
 use plan::{Costs, Method, Run};
-use runtime::{Owned, RawEvent, Runtime};
+use runtime::{RawEvent, Runtime};
 
 pub(crate) use library::Places;
 pub(crate) use vendor::Vendor;
@@ -258,27 +258,6 @@ impl Drop for Attached {
     }
 }
 
-/// Device memory allocated by us.
-struct Allocation {
-    runtime: Arc<dyn Runtime>,
-    address: u64,
-}
-
-impl Allocation {
-    fn new(runtime: &Arc<dyn Runtime>, bytes: usize) -> Result<Self> {
-        Ok(Self {
-            address: runtime.allocate(bytes)?,
-            runtime: Arc::clone(runtime),
-        })
-    }
-}
-
-impl Drop for Allocation {
-    fn drop(&mut self) {
-        let _ = self.runtime.end(Owned::Memory(self.address)); // a failure could not be handled
-    }
-}
-
 /// An event that a caller recorded on its own stream and keeps until the work that waits for it has
 /// ended.
 struct CallersEvent {
@@ -452,15 +431,4 @@ impl Copier for AcceleratorCopier {
         }
         Ok(())
     }
-}
-
-/// Logs that a method is not used.
-fn switched_off(runtime: &dyn Runtime, method: Method, direction: Direction, reason: &Error) {
-    error!(
-        device = runtime.description(),
-        method = method.name(),
-        ?direction,
-        %reason,
-        "a copy method is wrong on this device and is not used"
-    );
 }

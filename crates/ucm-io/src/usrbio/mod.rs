@@ -14,7 +14,7 @@
 mod abi;
 mod ring;
 
-use std::ffi::{CStr, CString, OsString};
+use std::ffi::{CStr, CString};
 use std::fmt;
 use std::io::IoSliceMut;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -27,45 +27,8 @@ use rustix::io::Errno;
 use ucm_core::sync::Mutex;
 
 use abi::Library;
+pub use ring::UsrbioOptions;
 use ring::{BUFFER, Ring};
-
-/// How 3FS is used.
-#[derive(Debug, Clone)]
-pub struct UsrbioOptions {
-    /// 3FS's client library, by its name or path.
-    pub library: OsString,
-    /// Entries of a ring, at least 1.
-    pub entries: u32,
-    /// Most operations that 3FS's daemon begins together; the sign is ignored; 0: all. To the
-    /// library a positive number means batches of exactly that size, and a smaller batch would wait
-    /// for ever, so the negative number is passed.
-    pub depth: i32,
-    /// NUMA node of the memory; negative: any.
-    pub numa: i32,
-    /// Most memory of all rings together, in bytes. Each has 4 MiB; half of them are for reads and
-    /// half for writes, at least one each. A thread that finds no free ring makes a plain system
-    /// call.
-    pub memory: usize,
-}
-
-impl UsrbioOptions {
-    /// Most rings for reads; the same number for writes.
-    fn rings(&self) -> usize {
-        (self.memory / BUFFER / 2).max(1)
-    }
-}
-
-impl Default for UsrbioOptions {
-    fn default() -> Self {
-        Self {
-            library: "libhf3fs_api_shared.so".into(),
-            entries: 1024,
-            depth: -32,
-            numa: 0,
-            memory: 256 << 20,
-        }
-    }
-}
 
 /// The rings of one engine.
 pub(crate) struct Rings {
@@ -145,10 +108,8 @@ impl Rings {
 
     /// True if this is the current mount and not an earlier one at the same path.
     fn is_current(&self, mount: &Arc<CStr>) -> bool {
-        self.mount
-            .lock()
-            .as_ref()
-            .is_some_and(|now| Arc::ptr_eq(now, mount))
+        let current = self.mount.lock();
+        current.as_ref().is_some_and(|now| Arc::ptr_eq(now, mount))
     }
 
     fn load(&self) -> Result<Arc<Library>, String> {

@@ -5,7 +5,7 @@
 //! If that is not certain, the ring is never used again and its memory is never freed, because the
 //! daemon may still write there.
 
-use std::ffi::{CStr, c_int};
+use std::ffi::{CStr, OsString, c_int};
 use std::io::IoSliceMut;
 use std::mem::MaybeUninit;
 use std::os::fd::RawFd;
@@ -14,7 +14,6 @@ use std::sync::Arc;
 
 use rustix::io::Errno;
 
-use super::UsrbioOptions;
 use super::abi::{Cqe, Ior, Iov, Library};
 
 /// Most bytes of one operation, and bytes of a ring's memory; their quotient is the number of
@@ -26,6 +25,44 @@ const BATCH: usize = BUFFER / PIECE;
 /// How long one call waits. The wait is repeated until all operations have ended, as in a system
 /// call.
 const WAIT_S: i64 = 1;
+
+/// How 3FS is used.
+#[derive(Debug, Clone)]
+pub struct UsrbioOptions {
+    /// 3FS's client library, by its name or path.
+    pub library: OsString,
+    /// Entries of a ring, at least 1.
+    pub entries: u32,
+    /// Most operations that 3FS's daemon begins together; the sign is ignored; 0: all. To the
+    /// library a positive number means batches of exactly that size, and a smaller batch would wait
+    /// for ever, so the negative number is passed.
+    pub depth: i32,
+    /// NUMA node of the memory; negative: any.
+    pub numa: i32,
+    /// Most memory of all rings together, in bytes. Each has 4 MiB; half of them are for reads and
+    /// half for writes, at least one each. A thread that finds no free ring makes a plain system
+    /// call.
+    pub memory: usize,
+}
+
+impl UsrbioOptions {
+    /// Most rings for reads; the same number for writes.
+    pub(super) fn rings(&self) -> usize {
+        (self.memory / BUFFER / 2).max(1)
+    }
+}
+
+impl Default for UsrbioOptions {
+    fn default() -> Self {
+        Self {
+            library: "libhf3fs_api_shared.so".into(),
+            entries: 1024,
+            depth: -32,
+            numa: 0,
+            memory: 256 << 20,
+        }
+    }
+}
 
 /// See the module.
 pub(super) struct Ring {

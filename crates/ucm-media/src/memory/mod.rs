@@ -39,7 +39,6 @@ mod tier;
 use std::collections::VecDeque;
 use std::num::NonZeroU64;
 use std::ops::Range;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -53,48 +52,10 @@ use crate::backend::{
     MediumStats, Memory, Outcome, Parts, Presence, ReadDone, WriteOptions, Written,
 };
 use crate::quota::Capacity;
-use crate::scope::Scope;
 pub use eviction::Policy;
 use peer_regions::PeerRegions;
 use tier::Tier;
-
-/// Configuration of the memory tier.
-#[derive(Clone)]
-pub struct MemoryConfig {
-    /// Whose records it keeps.
-    pub scope: Scope,
-    /// Bytes of the own region, see [`cache_bytes`]; `None`: it has none.
-    pub capacity: Option<NonZeroU64>,
-    /// The policy of eviction.
-    pub policy: Policy,
-    /// Where regions are announced; `None`: the user's own directory
-    /// ([`Registry::default_dir`](ucm_device::Registry)).
-    pub registry: Option<PathBuf>,
-    /// Whether the region is announced and others are read.
-    pub shared: bool,
-    /// Whether the engine's scheduler side may run on another host.
-    pub scheduler_elsewhere: bool,
-    /// Threads that copy.
-    pub threads: usize,
-    /// Ask for huge pages, where the system has them for shared memory.
-    pub huge_pages: bool,
-}
-
-impl MemoryConfig {
-    /// For these records, with everything else as it is by default.
-    pub fn new(scope: Scope, capacity: Option<NonZeroU64>) -> Self {
-        Self {
-            scope,
-            capacity,
-            policy: Policy::default(),
-            registry: None,
-            shared: true,
-            scheduler_elsewhere: false,
-            threads: 2,
-            huge_pages: true,
-        }
-    }
-}
+pub use tier::{MemoryConfig, MemoryCounts};
 
 /// The bytes of one process's region: as configured, or a share of the memory of machine and
 /// container, divided among the `processes` of this host that will each have one. `Config` when
@@ -108,27 +69,6 @@ pub fn cache_bytes(asked: Capacity, processes: u32, memory: &MachineMemory) -> R
     memory.check("cache_size", bytes.saturating_mul(processes))?;
     let text = "cache_size is nothing; give bytes or a percentage above 0";
     NonZeroU64::new(bytes).ok_or_else(|| Error::new(ErrorKind::Config, text))
-}
-
-/// Counters of the tier since it was opened.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct MemoryCounts {
-    /// Records chosen for eviction because another one needed the slot.
-    pub evicted: u64,
-    /// Of these, those that were passed to the hook.
-    pub handed: u64,
-    /// Of these, those whose checksums were wrong before they were passed.
-    pub damaged: u64,
-    /// Of those that were passed, those that were used before the hook released them, and stayed.
-    pub returned: u64,
-    /// Records that were removed by name.
-    pub deleted: u64,
-    /// Uses reported by [`Backend::touch`].
-    pub touched: u64,
-    /// Reads that took a record where it lies.
-    pub lent: u64,
-    /// Regions of other processes that are mapped.
-    pub neighbours: u64,
 }
 
 /// Records in memory that the host shares.

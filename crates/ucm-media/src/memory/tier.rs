@@ -6,7 +6,9 @@
 //! slots hold records.
 
 use std::collections::HashMap;
+use std::num::NonZeroU64;
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use ucm_core::sync::Mutex;
@@ -15,12 +17,12 @@ use ucm_device::{Pinned, RegionOptions, SharedRegion, WriteLease};
 use ucm_infra::{Clock, MonotonicTime};
 use ucm_record::verify_stored;
 
-use super::eviction::Eviction;
-use super::{MemoryConfig, MemoryCounts};
+use super::eviction::{Eviction, Policy};
 use crate::backend::{Evicted, Listed, LocallyVisible, Victim, Written};
 use crate::lengths::Lengths;
 use crate::locally_visible::LocalChanges;
 use crate::quota::Usage;
+use crate::scope::Scope;
 
 /// Most victims that are out at once, and the share of the slots that may be.
 const MOST_OUT: usize = 64;
@@ -30,6 +32,65 @@ const SHARE_OUT: usize = 8;
 const AHEAD: usize = 4;
 /// Touches for which the lock is held at once.
 const AT_ONCE: usize = 256;
+
+/// Configuration of the memory tier.
+#[derive(Clone)]
+pub struct MemoryConfig {
+    /// Whose records it keeps.
+    pub scope: Scope,
+    /// Bytes of the own region, see [`cache_bytes`]; `None`: it has none.
+    pub capacity: Option<NonZeroU64>,
+    /// The policy of eviction.
+    pub policy: Policy,
+    /// Where regions are announced; `None`: the user's own directory
+    /// ([`Registry::default_dir`](ucm_device::Registry)).
+    pub registry: Option<PathBuf>,
+    /// Whether the region is announced and others are read.
+    pub shared: bool,
+    /// Whether the engine's scheduler side may run on another host.
+    pub scheduler_elsewhere: bool,
+    /// Threads that copy.
+    pub threads: usize,
+    /// Ask for huge pages, where the system has them for shared memory.
+    pub huge_pages: bool,
+}
+
+impl MemoryConfig {
+    /// For these records, with everything else as it is by default.
+    pub fn new(scope: Scope, capacity: Option<NonZeroU64>) -> Self {
+        Self {
+            scope,
+            capacity,
+            policy: Policy::default(),
+            registry: None,
+            shared: true,
+            scheduler_elsewhere: false,
+            threads: 2,
+            huge_pages: true,
+        }
+    }
+}
+
+/// Counters of the tier since it was opened.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct MemoryCounts {
+    /// Records chosen for eviction because another one needed the slot.
+    pub evicted: u64,
+    /// Of these, those that were passed to the hook.
+    pub handed: u64,
+    /// Of these, those whose checksums were wrong before they were passed.
+    pub damaged: u64,
+    /// Of those that were passed, those that were used before the hook released them, and stayed.
+    pub returned: u64,
+    /// Records that were removed by name.
+    pub deleted: u64,
+    /// Uses reported by [`Backend::touch`].
+    pub touched: u64,
+    /// Reads that took a record where it lies.
+    pub lent: u64,
+    /// Regions of other processes that are mapped.
+    pub neighbours: u64,
+}
 
 /// The own region and its state; without a region it has no records.
 pub(super) struct Tier {

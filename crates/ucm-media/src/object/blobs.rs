@@ -19,9 +19,9 @@ use ucm_core::{Error, ErrorKind, PAGE, Result, round_up};
 use ucm_infra::{MonotonicTime, WorkerPool};
 use ucm_io::{IoJob, ReadMode};
 
+use super::bucket::AT_ONCE;
 use super::remote::{DEFAULT_CAPACITY, Remote};
 use super::space::Space;
-use super::{AT_ONCE, LANE_UPLOAD, UPLOADS};
 use crate::backend::Done;
 use crate::blobs::{
     AppendBlobs, BlobMeta, BlobName, BlobPiece, Blobs, Buffers, Filled, ReadAt, Seal,
@@ -29,6 +29,11 @@ use crate::blobs::{
 use crate::layout::SegmentName;
 use crate::lengths::Lengths;
 use crate::segment::writer::check_limit;
+
+/// The lane on which segments are put.
+pub(super) const LANE_UPLOAD: usize = 3;
+/// Segments that are put at once, while others take records.
+pub(super) const UPLOADS: usize = 2;
 
 #[cfg(test)]
 mod tests;

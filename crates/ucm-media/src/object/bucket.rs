@@ -24,9 +24,9 @@ use object_store::{
 use reqwest::tls::Certificate;
 use ucm_core::{Error, ErrorKind, Result};
 
+use super::credentials;
 use super::errors::{ErrorText, one_line};
 use super::http::{Connector, Most, PAGE, Refused};
-use super::{DOCUMENT, credentials};
 use crate::secret_file;
 
 /// Pauses before a request is tried again, and how long after its beginning it is.
@@ -40,6 +40,10 @@ const PARTS_AT_ONCE: usize = 4;
 /// Most objects that one listing names, and bytes of their names and tags.
 pub(super) const MOST_LISTED: usize = 1 << 20;
 const MOST_NAMED: usize = 256 << 20;
+/// Objects that are read, or removed, at once.
+pub(super) const AT_ONCE: usize = 16;
+/// Longest document.
+pub(super) const DOCUMENT: u64 = 16 << 20;
 /// Most objects on one page of a listing. Azure sends up to 5000, more bytes than a page may have.
 const PAGE_OBJECTS: usize = 256;
 /// Longest token that names the next page of a listing, bytes.

@@ -10,11 +10,11 @@ use tracing::warn;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::MonotonicTime;
 
-use super::bucket::{Bucket, time_of};
+use super::bucket::{AT_ONCE, Bucket, time_of};
 use super::names::Names;
+use super::remote::ObjectConfig;
 use super::space::{Grant, Space};
 use super::uses::read_uses;
-use super::{AT_ONCE, ObjectConfig};
 use crate::blobs::BlobName;
 use crate::quota::Snapshot;
 use crate::quota::space_document::{SpaceDocument, Use};

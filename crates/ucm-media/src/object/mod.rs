@@ -39,14 +39,14 @@ use crate::backend::{
     Backend, BlockRead, Features, Flush, Listed, MediumStats, OnSealed, Outcome, Presence,
     WriteOptions, Written,
 };
-use crate::scope::Scope;
 use crate::segment::cache::SegmentCache;
 use crate::segment::writer::{SegmentWriter, WriterConfig};
 use crate::turns::{NextTurn, run};
-use blobs::BucketBlobs;
+use blobs::{BucketBlobs, UPLOADS};
 pub use bucket::BucketConfig;
 use discovery::{Discovery, TURN};
 pub(crate) use place::ObjectPlace;
+pub use remote::ObjectConfig;
 use remote::Remote;
 use space::Space;
 
@@ -55,38 +55,11 @@ use space::Space;
 const LANE_TIMER: usize = 0;
 const LANE_DISCOVERY: usize = 1;
 const LANE_SPACE: usize = 2;
-const LANE_UPLOAD: usize = 3;
-/// Segments that are put at once, while others take records.
-const UPLOADS: usize = 2;
-/// Objects that are read, or removed, at once.
-const AT_ONCE: usize = 16;
-/// Longest document.
-const DOCUMENT: u64 = 16 << 20;
 /// How long after a segment was put others must have found it, beside the time between two of their
 /// listings.
 const FOUND_WITHIN: Duration = Duration::from_secs(10);
 /// Most records in the index in memory; further ones are misses.
 const MOST_BLOCKS: usize = 1 << 24;
-
-/// Configuration of the backend.
-#[derive(Debug, Clone)]
-pub struct ObjectConfig {
-    /// Where the bucket is.
-    pub place: BucketConfig,
-    /// Whose records it keeps.
-    pub scope: Scope,
-    /// The limit on bytes below the prefix; none: that of the marker, or the default.
-    pub capacity: Option<u64>,
-    /// Segments that were not used for so long are removed; none: only where nothing else bounds
-    /// what lies there.
-    pub expire_after: Option<Duration>,
-    /// Length at which a segment is put, bytes.
-    pub size: u64,
-    /// How long after its oldest record was written a segment is put.
-    pub age: Duration,
-    /// How often others' segments are looked for.
-    pub refresh: Duration,
-}
 
 /// See the module.
 pub struct ObjectBackend {

@@ -8,8 +8,7 @@ use ucm_core::sync::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{Clock, MonotonicTime, Runtime, SystemClock};
 
-use super::DOCUMENT;
-use super::bucket::{Bucket, BucketConfig, Url, time_of};
+use super::bucket::{Bucket, BucketConfig, DOCUMENT, Url, time_of};
 use super::names::Names;
 use super::uses::read_uses;
 use crate::blobs::BlobName;

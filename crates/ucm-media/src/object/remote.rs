@@ -3,20 +3,41 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use bytes::Bytes;
 use tracing::warn;
 use ucm_core::{ErrorKind, Result};
 use ucm_infra::{Clock, MonotonicTime, Runtime};
 
-use super::bucket::{Bucket, Url};
+use super::bucket::{Bucket, BucketConfig, DOCUMENT, Url};
 use super::names::Names;
-use super::{DOCUMENT, ObjectConfig};
 use crate::layout::Marker;
 use crate::lengths::Lengths;
+use crate::scope::Scope;
 
 /// The limit where none is configured, bytes.
 pub(super) const DEFAULT_CAPACITY: u64 = 100 << 30;
+
+/// Configuration of the backend.
+#[derive(Debug, Clone)]
+pub struct ObjectConfig {
+    /// Where the bucket is.
+    pub place: BucketConfig,
+    /// Whose records it keeps.
+    pub scope: Scope,
+    /// The limit on bytes below the prefix; none: that of the marker, or the default.
+    pub capacity: Option<u64>,
+    /// Segments that were not used for so long are removed; none: only where nothing else bounds
+    /// what lies there.
+    pub expire_after: Option<Duration>,
+    /// Length at which a segment is put, bytes.
+    pub size: u64,
+    /// How long after its oldest record was written a segment is put.
+    pub age: Duration,
+    /// How often others' segments are looked for.
+    pub refresh: Duration,
+}
 
 /// See the module.
 pub(super) struct Remote {

@@ -15,7 +15,7 @@ use ucm_core::{Error, ErrorKind, Result, in_units};
 use ucm_infra::{MonotonicTime, Notify};
 use ucm_io::IoJob;
 
-use super::DOCUMENT;
+use super::bucket::DOCUMENT;
 use super::remote::Remote;
 use super::uses::SegmentUses;
 use crate::quota::space_document::{HOLDS, Silence, SpaceDocument, Use};

@@ -11,10 +11,9 @@ use ucm_core::sync::Mutex;
 use ucm_core::{BlockId, Result};
 use ucm_infra::MonotonicTime;
 
-use super::bucket::{Bucket, MOST_LISTED};
+use super::bucket::{AT_ONCE, Bucket, DOCUMENT, MOST_LISTED};
 use super::names::Names;
 use super::remote::Remote;
-use super::{AT_ONCE, DOCUMENT};
 use crate::blobs::BlobName;
 use crate::layout::FORMAT;
 use crate::segment::index::Index;

@@ -14,7 +14,6 @@ use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{MonotonicTime, WorkerPool};
 use ucm_io::FileMeta;
 
-use super::LANE_AGENT;
 use super::count::{Counter, Why};
 use super::documents::{Grants, Heartbeat, Name, Note, hex};
 use super::documents_io::{Look, SpaceFiles};
@@ -23,6 +22,8 @@ use super::remove::high;
 use super::state::SpaceState;
 use super::writer_quota::{Free, HOLDS};
 
+/// Its lane of the background threads.
+pub(super) const LANE_AGENT: usize = 0;
 /// Time between two turns when nothing happens, and while a write waits for an answer.
 const IDLE: Duration = Duration::from_secs(1);
 const ACTIVE: Duration = Duration::from_millis(100);

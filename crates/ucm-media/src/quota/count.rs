@@ -1,24 +1,26 @@
 //! Counts what lies below a root, removes leftovers, and evicts the oldest records.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use ucm_core::sync::Mutex;
-use ucm_core::{Error, ErrorKind, Result};
+use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_infra::{MonotonicTime, WorkerPool};
-use ucm_io::IoJob;
+use ucm_io::{FileMeta, IoJob};
 
 use super::documents::Name;
-use super::documents_io::SpaceFiles;
+use super::documents_io::{Entries, SpaceFiles};
 use super::remove::{Found, Kind, Need, high, low, plan};
 use super::state::SpaceState;
-use super::{LANE_WORK, visit_records};
 use crate::layout::{
-    QUARANTINE, SEGMENTS, SegmentName, is_marker_private, is_namespace, is_private, is_quarantined,
+    BLOCKS, QUARANTINE, SEGMENTS, SegmentName, is_marker_private, is_namespace, is_private,
+    is_quarantined, record_name, shard_name,
 };
 
+/// Lane of everything that may take long.
+pub(super) const LANE_WORK: usize = 1;
 /// Age at which a private file counts as left behind by a process that ended.
 const STALE: Duration = Duration::from_secs(3600);
 /// Files removed per operation.
@@ -316,4 +318,24 @@ impl Counter {
         self.sweep(files, oldest)?;
         Ok(bytes)
     }
+}
+
+/// Visits every record of one namespace that lies in a file of its own; `list` lists a directory.
+pub fn visit_records(
+    namespace: &Path,
+    list: &mut dyn FnMut(PathBuf) -> Result<Entries>,
+    visit: &mut dyn FnMut(BlockId, FileMeta),
+) -> Result<()> {
+    let blocks = namespace.join(BLOCKS);
+    for (name, meta) in list(blocks.clone())? {
+        let Some(shard) = shard_name(&name).filter(|_| meta.is_dir) else {
+            continue;
+        };
+        for (file, meta) in list(blocks.join(&name))? {
+            if let Some(id) = record_name(shard, &file).filter(|_| !meta.is_dir) {
+                visit(id, meta);
+            }
+        }
+    }
+    Ok(())
 }

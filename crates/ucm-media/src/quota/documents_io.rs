@@ -10,10 +10,29 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{Clock, LANE_SPACE, MonotonicTime};
-use ucm_io::{ELOOP, FileMeta, IoJob, IoPool, Publish, ReadMode};
+use ucm_io::{ELOOP, FileMeta, IoJob, IoPool, Process, Publish, ReadMode};
 
 use super::documents::{self, Name};
-use super::{Entries, QuotaConfig};
+use super::remove::Rules;
+use crate::layout::Modes;
+
+/// Names and metadata in a directory; none where there is no such directory.
+pub type Entries = Vec<(std::ffi::OsString, FileMeta)>;
+
+/// Configuration of the space below a root.
+#[derive(Debug, Clone, Default)]
+pub struct QuotaConfig {
+    /// The root.
+    pub root: PathBuf,
+    /// The process, to tell a dead collector from a slow one.
+    pub process: Process,
+    /// What is removed beside the oldest above the limit.
+    pub rules: Rules,
+    /// Bytes of one record of this writer.
+    pub record_len: u64,
+    /// Permissions of what is made.
+    pub modes: Modes,
+}
 
 /// How long one operation may take.
 pub(super) const STEP: Duration = Duration::from_secs(30);

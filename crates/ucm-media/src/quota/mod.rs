@@ -30,19 +30,19 @@ pub mod space_document;
 mod state;
 mod writer_quota;
 
-use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use ucm_core::sync::{Mutex, MutexGuard};
-use ucm_core::{BlockId, Error, ErrorKind, Result};
+use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{Clock, Lane, MonotonicTime, Notify, WorkerPool};
-use ucm_io::{FileMeta, IoPool, Process};
+use ucm_io::IoPool;
 
-use crate::layout::{BLOCKS, Modes, record_name, shard_name};
 use agent::QuotaAgent;
-use count::Counter;
+pub use count::visit_records;
+use count::{Counter, LANE_WORK};
+pub use documents_io::{Entries, QuotaConfig};
 use documents_io::{Root, SpaceFiles};
 use state::SpaceState;
 use writer_quota::{PATIENCE, WriterQuota};
@@ -68,25 +68,6 @@ pub struct Usage {
     pub collector: bool,
     /// Whether nothing is written for now: the medium was full, or too little of it is free.
     pub paused: bool,
-}
-
-/// Lanes of the background threads: the quota agent, and everything that may take long.
-const LANE_AGENT: usize = 0;
-const LANE_WORK: usize = 1;
-
-/// Configuration of the space below a root.
-#[derive(Debug, Clone, Default)]
-pub struct QuotaConfig {
-    /// The root.
-    pub root: PathBuf,
-    /// The process, to tell a dead collector from a slow one.
-    pub process: Process,
-    /// What is removed beside the oldest above the limit.
-    pub rules: Rules,
-    /// Bytes of one record of this writer.
-    pub record_len: u64,
-    /// Permissions of what is made.
-    pub modes: Modes,
 }
 
 /// The space below one root.
@@ -351,33 +332,10 @@ impl Drop for Quota {
     }
 }
 
-/// Names and metadata in a directory; none where there is no such directory.
-pub type Entries = Vec<(std::ffi::OsString, FileMeta)>;
-
-/// Visits every record of one namespace that lies in a file of its own; `list` lists a directory.
-pub fn visit_records(
-    namespace: &Path,
-    list: &mut dyn FnMut(PathBuf) -> Result<Entries>,
-    visit: &mut dyn FnMut(BlockId, FileMeta),
-) -> Result<()> {
-    let blocks = namespace.join(BLOCKS);
-    for (name, meta) in list(blocks.clone())? {
-        let Some(shard) = shard_name(&name).filter(|_| meta.is_dir) else {
-            continue;
-        };
-        for (file, meta) in list(blocks.join(&name))? {
-            if let Some(id) = record_name(shard, &file).filter(|_| !meta.is_dir) {
-                visit(id, meta);
-            }
-        }
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use ucm_infra::SystemClock;
-    use ucm_io::IoOptions;
+    use ucm_io::{IoOptions, Process};
 
     use super::*;
 

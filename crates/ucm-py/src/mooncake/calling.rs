@@ -12,11 +12,15 @@ use ucm_core::{Error, ErrorKind, Result};
 use ucm_device::{HostArena, Slot};
 use ucm_infra::{Clock, begin_thread};
 
-use super::LEAST_BUFFER;
 use super::client::{Client, Piece, Range, ReadReply, Reply, Shared, Work, Write};
 use super::library::{
     Calls, FOUND, Handle, NO_VALUE, OK, Pool, WRONG_ARGUMENT, error_of, is_settled,
 };
+
+/// The least memory that Mooncake takes, bytes.
+pub(super) const LEAST: u64 = 16 << 20;
+/// Bytes for a client that moves no records: it looks up, or lends.
+pub(super) const LEAST_BUFFER: u64 = LEAST;
 
 /// Begins the thread; nothing is reached before [`Work::Open`].
 pub(super) fn begin(pool: Pool, clock: Arc<dyn Clock>) -> Result<Client> {

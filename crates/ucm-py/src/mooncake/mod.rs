@@ -22,24 +22,17 @@ use ucm_core::{Error, ErrorKind, Result};
 use ucm_media::place::Place;
 use ucm_media::registry::{self, Addresses, BuildContext, BuiltTier, Size, StoreName, TierKind};
 
+use calling::{LEAST, LEAST_BUFFER};
 use library::Pool;
 use place::MooncakePlace;
 #[cfg(feature = "test-utils")]
 pub(crate) use tests_values::check_mooncake_values;
-use values::MooncakeValues;
+use values::{MooncakeValues, THREADS};
 
-/// Threads that load and dump: as many batches wait for the client at once, and it takes what waits
-/// together.
-const THREADS: usize = 32;
 /// Where Mooncake's master listens by default.
 const MASTER_PORT: u16 = 50051;
 /// Where its HTTP service does.
 const HTTP_PORT: u16 = 9003;
-/// The least memory that Mooncake takes, bytes.
-const LEAST: u64 = 16 << 20;
-/// Bytes for a client that moves no records: it looks up, or lends.
-const LEAST_BUFFER: u64 = LEAST;
-
 /// The options.
 #[derive(Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]

@@ -16,8 +16,11 @@ use ucm_media::backend::{Listed, MediumStats, ReadDone};
 use ucm_media::values::{Existing, Get, Put, Values, ValuesOpened, ValuesTraits};
 use ucm_record::RecordHeader;
 
-use super::THREADS;
 use super::client::{Client, Reply, Work, Write};
+
+/// Threads that load and dump: as many batches wait for the client at once, and it takes what waits
+/// together.
+pub(super) const THREADS: usize = 32;
 
 /// See the module.
 pub(super) struct MooncakeValues {

@@ -12,11 +12,20 @@ use ucm_infra::{Clock, MonotonicTime, WorkerPool};
 use super::config::{Deadlines, Row};
 use super::task::{OpenTasks, TaskState};
 use super::transfer::DeviceSide;
-use super::{COPY_REPLACEMENTS, LEAST_SLOTS};
 use crate::records::{OwnParts, StoredRecords};
 use crate::rejected::RejectedRecords;
 use crate::stats::{Stats, add};
 use crate::tiers::{Request, Tiers};
+
+/// Lanes of the pool of lookups: lookups, and starting the reads of loads and of side shards.
+pub(super) const LANE_ASK: usize = 0;
+pub(super) const LANE_LOADS: usize = 1;
+pub(super) const LANE_SIDES: usize = 2;
+
+/// Fewest slots of an engine that moves blocks.
+pub(super) const LEAST_SLOTS: usize = 4;
+/// Times a copy worker that hangs is replaced; as many stuck copies open the breaker.
+pub(super) const COPY_REPLACEMENTS: usize = 4;
 
 /// Longest deadline a load may have: no wait is without one.
 const LONGEST_LOAD: Duration = Duration::from_secs(600);

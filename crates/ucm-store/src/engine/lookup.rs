@@ -6,8 +6,7 @@ use std::time::Duration;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_infra::{Completion, MonotonicTime};
 
-use super::LANE_ASK;
-use super::core::Core;
+use super::core::{Core, LANE_ASK};
 use crate::stats::add;
 use crate::tiers::{LEAST_WINDOW, LookupResult, Request, WINDOW};
 

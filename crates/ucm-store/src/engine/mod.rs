@@ -39,7 +39,7 @@ use crate::stats::Stats;
 use crate::tiers::{LevelConfig, Priority, TenantQuota, Tiers, TiersConfig, lane};
 
 pub use config::{Deadlines, EngineConfig, Hint, OwnPart, Pieces, Row, RowSides};
-use core::Core;
+use core::{COPY_REPLACEMENTS, Core, LEAST_SLOTS};
 use dump::Dumps;
 use lookup::Lookups;
 pub use lookup::{Asked, Located, NOWHERE};
@@ -53,18 +53,9 @@ use transfer::{DeviceSide, Streams};
 /// Threads for lookups that callers poll, and how many of these may be queued.
 const ASK_THREADS: usize = 3;
 const MOST_ASKED: usize = 1024;
-/// Lanes of their pool: lookups, and starting the reads of loads and of side shards.
-const LANE_ASK: usize = 0;
-const LANE_LOADS: usize = 1;
-const LANE_SIDES: usize = 2;
-
-/// Fewest slots of an engine that moves blocks.
-const LEAST_SLOTS: usize = 4;
 /// Most memory of records that move between tiers, and most of them.
 const SPARE_BYTES: usize = 64 << 20;
 const SPARE_SLOTS: usize = 32;
-/// Times a copy worker that hangs is replaced; as many stuck copies open the breaker.
-const COPY_REPLACEMENTS: usize = 4;
 /// Most copies queued, however large the arena.
 const MAX_COPIES: usize = 1 << 20;
 

@@ -20,9 +20,10 @@ use ucm_io::IoJob;
 use ucm_media::backend::{BlockRead, InPlace, Parts, ReadDone, ReadPart};
 use ucm_record::{LayerEntry, RecordHeader, Refusal, verify_layers, verify_rest};
 
-use super::LANE_LOADS;
 use super::config::Row;
-use super::core::{Core, await_end, closed, other_part, reason_named, reason_of, refusal};
+use super::core::{
+    Core, LANE_LOADS, await_end, closed, other_part, reason_named, reason_of, refusal,
+};
 use super::load::LoadTask;
 use super::rows::BlockRow;
 use super::task::Task;

@@ -19,8 +19,7 @@ use ucm_io::IoJob;
 use ucm_media::backend::{BlockRead, InPlace, Parts, ReadDone, ReadPart};
 use ucm_record::{RecordHeader, RecordLayout, Refusal, verify_side};
 
-use super::LANE_SIDES;
-use super::core::{Core, await_end, closed, reason_named, reason_of, refusal};
+use super::core::{Core, LANE_SIDES, await_end, closed, reason_named, reason_of, refusal};
 use super::task::{Task, TaskState};
 use crate::records::side_mask;
 use crate::stats::{StageSpan, add};

@@ -1,33 +1,52 @@
-//! The end: what only memory has and a lower tier is to have goes down while there is time.
+//! Records leave memory for the tier below: those that it evicts and, at the end while there is
+//! time, those that only memory has.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tracing::warn;
-use ucm_core::Result;
+use ucm_core::{Error, ErrorKind, Result};
 use ucm_device::Slot;
 use ucm_infra::{LANE_LOAD, LANE_SPACE, MonotonicTime, Notify};
 use ucm_io::IoJob;
-use ucm_media::backend::{BlockRead, Listed, Outcome, ReadDone};
+use ucm_media::backend::{BlockRead, Listed, Outcome, ReadDone, Victim};
 
-use super::WritePolicy;
+use super::config::WritePolicy;
+use super::tier::Tier;
 use super::write::Writes;
 
 impl Writes {
+    /// The levels that are written back to, and the memory above each.
+    fn written_back(&self) -> impl Iterator<Item = (&Tier, usize)> {
+        let levels = &self.table.levels;
+        let pairs = levels.iter().zip(1..).take(levels.len() - 1);
+        let back = pairs.filter(|(_, level)| levels[*level].policy == WritePolicy::Back);
+        back.map(|(above, level)| (&self.table.tiers[above.members().start], level))
+    }
+
+    /// Has the memory above each of them hand over the records that it evicts.
+    pub(super) fn take_evicted(self: &Arc<Self>) -> Result<()> {
+        for (above, level) in self.written_back() {
+            let weak = Arc::downgrade(self);
+            let hook = Box::new(move |victim: Box<dyn Victim>| {
+                if let Some(writes) = weak.upgrade() {
+                    writes.demote(level, victim);
+                }
+            });
+            let memory = above.backend.features().memory;
+            if !memory.is_some_and(|memory| memory.on_evicted(hook)) {
+                let wrong = "a tier is written back to from a memory directly above it";
+                let below = &self.table.tiers[self.table.levels[level].members().start];
+                return Err(Error::new(ErrorKind::Config, wrong).with("tier", below.health.name()));
+            }
+        }
+        Ok(())
+    }
+
     /// Writes back what this process's memories above tiers written back to still hold, the latest
     /// used first, until `until`.
     pub(super) fn write_back(self: &Arc<Self>, until: MonotonicTime) {
-        for (above, level) in self
-            .table
-            .levels
-            .iter()
-            .zip(1..)
-            .take(self.table.levels.len() - 1)
-        {
-            if self.table.levels[level].policy != WritePolicy::Back {
-                continue;
-            }
-            let above = &self.table.tiers[above.members().start];
+        for (above, level) in self.written_back() {
             let backend = Arc::clone(&above.backend);
             let listed = above
                 .pool

@@ -23,7 +23,7 @@ use ucm_media::backend::{Backend, BlockRead, Outcome, ReadDone, WriteOptions, Wr
 use ucm_record::{Keys, Opened, RecordHeader, Refusal, SideSpec, stored_form};
 
 use super::codec::{Compression, TierCodec};
-use super::{TierConfig, TierSetup};
+use super::config::{TierConfig, TierSetup};
 use crate::records::OwnParts;
 
 /// Most records remembered whose key is known. Forgetting one costs one read of a header.

@@ -15,8 +15,8 @@ use ucm_infra::{Clock, MonotonicTime};
 use ucm_media::backend::MediumStats;
 use ucm_media::spread::Spread;
 
+use super::config::{Request, TierConfig, TierSetup, WritePolicy};
 use super::tier::Tier;
-use super::{Request, TierConfig, TierSetup, WritePolicy};
 
 /// Most levels of a store.
 pub const MAX_LEVELS: usize = 4;

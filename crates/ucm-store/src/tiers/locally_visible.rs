@@ -7,7 +7,7 @@ use ucm_core::sync::Mutex;
 use ucm_core::{BlockId, limits};
 use ucm_media::backend::LocallyVisible;
 
-use super::MAX_TIERS;
+use super::level::MAX_TIERS;
 
 const _: () = assert!(MAX_TIERS <= u32::BITS as usize);
 

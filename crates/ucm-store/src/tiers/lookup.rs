@@ -14,10 +14,10 @@ use ucm_infra::{LANE_LOOKUP, MonotonicTime};
 use ucm_io::{IoJob, Pending};
 use ucm_media::backend::Presence;
 
+use super::config::{LookupResult, Request};
 use super::level::{Level, TierTable};
 use super::probes::Probes;
 use super::tier::Tier;
-use super::{LookupResult, Request};
 use crate::stats::add;
 
 /// The last tier leaves this part of the time it has.

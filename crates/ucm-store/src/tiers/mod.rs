@@ -9,6 +9,7 @@
 //! sick costs its bound once and the others work on. Copies between tiers delay no caller.
 
 mod codec;
+mod config;
 mod drain;
 mod form;
 mod health;
@@ -24,21 +25,19 @@ mod tier;
 mod write;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::time::Duration;
 
-use serde::Serialize;
 use ucm_core::sync::Mutex;
-use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
+use ucm_core::{BlockId, MissReason, Result};
 use ucm_device::{ArenaOptions, Device, SlotPool};
 use ucm_infra::{Clock, LANE_DUMP, Lane, MonotonicTime, Notify, WorkerPool};
-use ucm_io::IoPool;
-use ucm_media::backend::{Backend, Flush, LocallyVisible, ReadDone, Victim};
+use ucm_media::backend::{Flush, LocallyVisible, ReadDone};
 use ucm_record::{Keys, SideSpec};
 
 use crate::breaker::BreakerConfig;
 use crate::records::OwnParts;
-use codec::Compression;
+use config::TierSetup;
 use level::TierTable;
 use locally_visible::LocallyVisibleIds;
 use lookup::TierLookups;
@@ -46,9 +45,11 @@ use prefetch::Prefetches;
 use probes::Probes;
 use read::TierReads;
 use tenants::Tenants;
-use tier::Tier;
+use tier::{Tier, TierStats};
 use write::{Moves, Receipts, Writes};
 
+pub(crate) use config::{LookupResult, Request};
+pub use config::{TierConfig, WritePolicy};
 pub use level::{LevelConfig, MAX_LEVELS, MAX_TIERS};
 pub(crate) use lookup::{LEAST_WINDOW, WINDOW};
 pub use prefetch::{MAX_WAITING as MAX_PREFETCH, Priority};
@@ -56,105 +57,8 @@ pub(crate) use read::{Reader, TierRead};
 pub(crate) use tenants::TenantQuota;
 pub(crate) use write::{TierWrite, WriteTarget};
 
-/// Lane of records that are moved between tiers.
-const LANE_MOVE: usize = 0;
-/// Lane of probes.
-const LANE_PROBE: usize = 1;
 /// Times a thread that hangs is replaced.
 const REPLACEMENTS: usize = 2;
-
-ucm_core::named! {
-    /// When a dumped record is written to a tier.
-    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-    pub enum WritePolicy {
-        /// At once. A dump is published when the lowest such tier that outlives the process has it.
-        Through = "through",
-        /// When the tier above evicts it, and at shutdown as far as there is time.
-        Back = "back",
-        /// Never: the tier is only read.
-        Never = "never",
-    }
-}
-
-/// One tier.
-pub struct TierConfig {
-    /// The medium.
-    pub backend: Arc<dyn Backend>,
-    /// The threads that work on it.
-    pub pool: Arc<IoPool>,
-    /// When it is written to.
-    pub policy: WritePolicy,
-    /// True if its records are compressed; only for a medium that takes such.
-    pub compressed: bool,
-    /// Workers lost in operations stuck past their deadline that switch it off at once.
-    pub max_stuck: usize,
-}
-
-/// A request to the tiers: its failures count as one failure of a tier, and all of it is let
-/// through to a tier that may be usable again.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Request {
-    /// Unlike those of all others.
-    pub(crate) number: u64,
-    /// When the answer is not wanted any more.
-    pub(crate) deadline: MonotonicTime,
-}
-
-/// The tier that has a record whole, counted from the top, or why it is no hit.
-pub type LookupResult = Result<u8, MissReason>;
-
-/// Statistics of one tier; counters since the start, sizes in bytes.
-#[derive(Serialize)]
-pub(crate) struct TierStats<'a> {
-    /// Its name, unlike those of the others.
-    name: &'a str,
-    /// Its level, counted from the top; tiers side by side have the same.
-    level: usize,
-    #[serde(flatten)]
-    counts: &'a TierCounts,
-    /// Operations that failed because of the medium: errors and deadlines that passed.
-    failures: u64,
-    /// Whether it is memory, which each process has of its own.
-    memory: bool,
-    /// Bytes used.
-    used_bytes: u64,
-    /// The limit.
-    capacity_bytes: u64,
-    /// Whether it is used now.
-    healthy: bool,
-    /// Whether it takes writes now.
-    writable: bool,
-    /// Of one with a codec.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    compression: Option<Compression>,
-}
-
-/// The counters of one tier.
-#[derive(Default, Serialize)]
-struct TierCounts {
-    /// Ids found here by lookups.
-    hits: AtomicU64,
-    /// Blocks read here for loads.
-    blocks_read: AtomicU64,
-    /// Bytes read here for loads, of side shards too.
-    bytes_read: AtomicU64,
-    /// Reads of side shards here: a header, and a side shard where the record has it.
-    sides_read: AtomicU64,
-    /// Blocks written here, promoted ones included.
-    blocks_written: AtomicU64,
-    /// Bytes written here.
-    bytes_written: AtomicU64,
-    /// Copies read here that were refused.
-    copies_refused: AtomicU64,
-    /// Blocks copied here from below after a load or by a prefetch.
-    promotions: AtomicU64,
-    /// Blocks written here because the tier above evicted them.
-    demotions: AtomicU64,
-    /// Copies for this tier that were not made: it was busy or not well, or the copy was damaged.
-    copies_dropped: AtomicU64,
-    /// Blocks removed here because their tenant had more than its quota.
-    quota_removed: AtomicU64,
-}
 
 /// The settings of the tiers of an engine.
 pub(crate) struct TiersConfig {
@@ -178,20 +82,6 @@ pub(crate) struct TiersConfig {
     pub(crate) spare_slots: usize,
     /// What the log says of the engine when the first tier is usable.
     pub(crate) staging: String,
-}
-
-/// The state that the tiers of one store share.
-struct TierSetup {
-    store: u64,
-    parts: Arc<OwnParts>,
-    /// Encrypts what is written to every tier that is not memory.
-    keys: Option<Arc<Keys>>,
-    /// Where headers are read that are compared with a dump; none where nothing is encrypted.
-    headers: Option<Arc<SlotPool>>,
-    breaker: BreakerConfig,
-    clock: Arc<dyn Clock>,
-    /// How many tiers there are.
-    count: usize,
 }
 
 /// The tiers of one engine: the table of their parts.
@@ -245,13 +135,8 @@ impl Tiers {
         let tenants = match config.tenant_quota {
             Some(quota) => {
                 let made = (parts.header_len(), device);
-                Some(Arc::new(Tenants::new(
-                    quota,
-                    &table,
-                    store,
-                    config.copy,
-                    made,
-                )?))
+                let tenants = Tenants::new(quota, &table, store, config.copy, made)?;
+                Some(Arc::new(tenants))
             }
             None => None,
         };
@@ -281,7 +166,7 @@ impl Tiers {
         for tier in &table.tiers {
             tier.backend.on_sealed(writes.on_sealed());
         }
-        write_back(&writes)?;
+        writes.take_evicted()?;
         let prefetches = Arc::new(Prefetches {
             table: Arc::clone(&table),
             probes: Arc::clone(&probes),
@@ -374,10 +259,8 @@ impl Tiers {
 
     /// Publishes records that wait for others to be published with them.
     pub(crate) fn flush(&self, how: Flush) {
-        self.table
-            .tiers
-            .iter()
-            .for_each(|tier| tier.backend.flush(how));
+        let tiers = self.table.tiers.iter();
+        tiers.for_each(|tier| tier.backend.flush(how));
     }
 
     /// Has what others have published listed, by `until` or with a later call.
@@ -389,11 +272,8 @@ impl Tiers {
 
     /// Times a breaker opened.
     pub(crate) fn breaker_opened(&self) -> u64 {
-        self.table
-            .tiers
-            .iter()
-            .map(|tier| tier.health.opened())
-            .sum()
+        let tiers = self.table.tiers.iter();
+        tiers.map(|tier| tier.health.opened()).sum()
     }
 
     /// Operations stuck past their deadline, each of which may hold a slot.
@@ -404,11 +284,8 @@ impl Tiers {
 
     /// Threads of the engine among them, which hang in writes of their own.
     pub(crate) fn stuck_guests(&self) -> usize {
-        self.table
-            .tiers
-            .iter()
-            .map(|tier| tier.pool.stuck_guests())
-            .sum()
+        let tiers = self.table.tiers.iter();
+        tiers.map(|tier| tier.pool.stuck_guests()).sum()
     }
 
     /// Statistics of each tier, top first.
@@ -441,29 +318,6 @@ pub(crate) fn lane(name: &'static str, capacity: usize, max_running: usize) -> L
         capacity,
         max_running,
     }
-}
-
-/// Has the memory above each level that is written back to hand over the records it evicts.
-fn write_back(writes: &Arc<Writes>) -> Result<()> {
-    let table = &writes.table;
-    for (above, level) in table.levels.iter().zip(1..).take(table.levels.len() - 1) {
-        if table.levels[level].policy != WritePolicy::Back {
-            continue;
-        }
-        let weak = Arc::downgrade(writes);
-        let hook = Box::new(move |victim: Box<dyn Victim>| {
-            if let Some(writes) = weak.upgrade() {
-                writes.demote(level, victim);
-            }
-        });
-        let memory = table.tiers[above.members().start].backend.features().memory;
-        if !memory.is_some_and(|memory| memory.on_evicted(hook)) {
-            let wrong = "a tier is written back to from a memory directly above it";
-            let below = &table.tiers[table.levels[level].members().start];
-            return Err(Error::new(ErrorKind::Config, wrong).with("tier", below.health.name()));
-        }
-    }
-    Ok(())
 }
 
 /// A slot for the header of a record for every thread that writes.

@@ -15,11 +15,11 @@ use ucm_infra::LANE_LOAD;
 use ucm_io::IoJob;
 use ucm_media::backend::{BlockRead, Outcome, ReadDone};
 
+use super::config::{Request, WritePolicy};
 use super::level::TierTable;
 use super::probes::Probes;
 use super::tier::Tier;
 use super::write::Writes;
-use super::{Request, WritePolicy};
 use crate::stats::add;
 
 /// Most ids that wait.

@@ -11,9 +11,9 @@ use tracing::info;
 use ucm_core::Result;
 use ucm_infra::{Completion, MonotonicTime, WorkerPool};
 
+use super::config::{LANE_PROBE, Request};
 use super::health::Admission;
 use super::level::TierTable;
-use super::{LANE_PROBE, Request};
 
 /// How long after its time the first probe has to report.
 const GRACE: Duration = Duration::from_millis(100);

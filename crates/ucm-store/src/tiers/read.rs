@@ -9,7 +9,7 @@ use ucm_infra::{LANE_LOAD, MonotonicTime};
 use ucm_io::IoJob;
 use ucm_media::backend::{BlockRead, Outcome, ReadDone};
 
-use super::Request;
+use super::config::Request;
 use super::level::TierTable;
 use super::prefetch::Prefetches;
 use super::probes::Probes;

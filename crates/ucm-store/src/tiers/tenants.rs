@@ -21,7 +21,7 @@ use ucm_media::backend::{BlockRead, Listed, Outcome, Presence};
 use ucm_media::quota::Capacity;
 use ucm_record::RecordHeader;
 
-use super::WritePolicy;
+use super::config::WritePolicy;
 use super::level::TierTable;
 use super::tenant_usage::{Age, MOST_BLOCKS, Owner, Stored, TenantUsage};
 use super::tier::Tier;

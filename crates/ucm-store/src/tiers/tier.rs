@@ -2,22 +2,77 @@
 //! records, the copies of it that were refused, and its counters.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
+use serde::Serialize;
 use ucm_core::sync::Mutex;
 use ucm_core::{BlockId, Error, MissReason, Result};
 use ucm_io::IoPool;
 use ucm_media::backend::Backend;
 
+use super::codec::Compression;
+use super::config::{Request, TierConfig, TierSetup, WritePolicy};
 use super::form::StoredForm;
 use super::health::Health;
-use super::{Request, TierConfig, TierCounts, TierSetup, TierStats, WritePolicy};
 use crate::breaker::BreakerConfig;
 use crate::rejected::RejectedRecords;
 use crate::stats::add;
 
 /// Most records from above that wait to be published together.
 const TOGETHER: usize = 16;
+
+/// Statistics of one tier; counters since the start, sizes in bytes.
+#[derive(Serialize)]
+pub(crate) struct TierStats<'a> {
+    /// Its name, unlike those of the others.
+    name: &'a str,
+    /// Its level, counted from the top; tiers side by side have the same.
+    level: usize,
+    #[serde(flatten)]
+    counts: &'a TierCounts,
+    /// Operations that failed because of the medium: errors and deadlines that passed.
+    failures: u64,
+    /// Whether it is memory, which each process has of its own.
+    memory: bool,
+    /// Bytes used.
+    used_bytes: u64,
+    /// The limit.
+    capacity_bytes: u64,
+    /// Whether it is used now.
+    healthy: bool,
+    /// Whether it takes writes now.
+    writable: bool,
+    /// Of one with a codec.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    compression: Option<Compression>,
+}
+
+/// The counters of one tier.
+#[derive(Default, Serialize)]
+pub(super) struct TierCounts {
+    /// Ids found here by lookups.
+    pub(super) hits: AtomicU64,
+    /// Blocks read here for loads.
+    pub(super) blocks_read: AtomicU64,
+    /// Bytes read here for loads, of side shards too.
+    pub(super) bytes_read: AtomicU64,
+    /// Reads of side shards here: a header, and a side shard where the record has it.
+    pub(super) sides_read: AtomicU64,
+    /// Blocks written here, promoted ones included.
+    pub(super) blocks_written: AtomicU64,
+    /// Bytes written here.
+    pub(super) bytes_written: AtomicU64,
+    /// Copies read here that were refused.
+    pub(super) copies_refused: AtomicU64,
+    /// Blocks copied here from below after a load or by a prefetch.
+    pub(super) promotions: AtomicU64,
+    /// Blocks written here because the tier above evicted them.
+    pub(super) demotions: AtomicU64,
+    /// Copies for this tier that were not made: it was busy or not well, or the copy was damaged.
+    pub(super) copies_dropped: AtomicU64,
+    /// Blocks removed here because their tenant had more than its quota.
+    pub(super) quota_removed: AtomicU64,
+}
 
 /// One tier.
 pub(crate) struct Tier {

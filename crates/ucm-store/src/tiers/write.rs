@@ -19,10 +19,10 @@ use ucm_infra::{LANE_DUMP, MonotonicTime, Notify, Ticket, WorkerPool};
 use ucm_io::IoJob;
 use ucm_media::backend::{Flush, OnSealed, ReadDone, Receipt, Victim, WriteOptions, Written};
 
+use super::config::{LANE_MOVE, Request, WritePolicy};
 use super::level::{Level, TierTable};
 use super::probes::Probes;
 use super::tenants::{Counted, Tenants};
-use super::{LANE_MOVE, Request, WritePolicy};
 use crate::records::OwnParts;
 use crate::stats::add;
 

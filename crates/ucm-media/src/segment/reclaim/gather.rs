@@ -1,20 +1,24 @@
-//! Many small segments become one, and sparse ones are thinned out: never those of other namespaces
-//! and parts, and only within room that is granted already, so that no record is removed for a
-//! copy.
+//! The turns of the thread that reclaims. Many small segments become one, and sparse ones are
+//! thinned out: never those of other namespaces and parts, and only within room that is granted
+//! already, so that no record is removed for a copy.
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use ucm_core::Result;
+use ucm_infra::MonotonicTime;
 
 use super::choose::{choose, is_small};
 use super::claim::Claim;
-use super::retire::Retiring;
-use super::{Reclaim, Sources, State};
+use super::relieve::Relief;
+use super::{Reclaim, Retiring, Sources, State};
 use crate::segment::format::Entry;
 use crate::segment::index::SegmentNumber;
 use crate::segment::index::stats::{CopyStatus, SegmentStats};
 
+/// Turns in the time between two searches for segments to gather.
+const TURNS: u32 = 12;
 /// Most segments whose times are read in one turn.
 const MOST_ASKED: usize = 1024;
 /// Part of the root's limit that gathered segments may take while they wait for their removal.
@@ -24,9 +28,34 @@ const SHARE: u64 = 64;
 const FULL: u64 = 82;
 
 impl Reclaim {
+    /// One turn of the thread that reclaims; when to make the next. `room`: length at which
+    /// segments are sealed now, bytes.
+    pub(in crate::segment) fn turn(&self, now: MonotonicTime, room: u64) -> MonotonicTime {
+        let merging = self.config;
+        if merging.rate == 0 || self.shared.config.scope.lookup_only {
+            return MonotonicTime::NEVER;
+        }
+        let mut state = self.state.lock();
+        let is_due = |retiring: &mut Retiring| retiring.due <= now;
+        for retiring in state.retiring.extract_if(.., is_due) {
+            let _ = retiring.remove(self); // a later turn finds the rest again
+        }
+        let reclaim = self;
+        Relief { reclaim, room }.turn();
+        if state.looked.is_none_or(|at| now.since(at) >= merging.look) {
+            // A failure is tried again with the next search.
+            while let Ok(true) = self.gather(&mut state, room) {}
+            state.looked = Some(now);
+            state.upto = self.index.last();
+            let is_there = |number: &SegmentNumber| self.index.file_len(*number).is_some();
+            state.unfit.retain(is_there);
+        }
+        now.after((merging.look / TURNS).max(Duration::from_millis(1)))
+    }
+
     /// Gathers once, if there are segments to gather, no other writer does, and there is room.
     /// Whether it did.
-    pub(super) fn gather(&self, state: &mut State, room: u64) -> Result<bool> {
+    fn gather(&self, state: &mut State, room: u64) -> Result<bool> {
         self.cache.looks.unless_closed()?;
         if !self.has_room_to_gather(state, room)
             || choose(&self.candidates(state, room), room).is_empty()

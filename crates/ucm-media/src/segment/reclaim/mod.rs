@@ -26,7 +26,7 @@ mod relieve;
 mod retire;
 pub(super) mod uses;
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
@@ -46,12 +46,7 @@ use super::index::{Index, SegmentNumber};
 use crate::lengths::Lengths;
 use crate::shared::Shared;
 use reinsert::{Piece, Reinserted, Reinsertion};
-use relieve::Relief;
-use retire::Retiring;
 use uses::Uses;
-
-/// Turns in the time between two searches for segments to gather.
-const TURNS: u32 = 12;
 
 /// How segments are reclaimed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -106,6 +101,14 @@ struct State {
     unfit: HashSet<SegmentNumber>,
 }
 
+/// Segments that are removed together.
+struct Retiring {
+    due: MonotonicTime,
+    segments: Vec<SegmentStats>,
+    /// Segments that have their records now: where one of these is missing, none is removed.
+    relied: BTreeSet<SegmentNumber>,
+}
+
 impl State {
     /// Segments that wait for their removal.
     fn waiting(&self) -> impl Iterator<Item = &SegmentStats> {
@@ -142,31 +145,6 @@ impl Reclaim {
             gathered: AtomicU64::new(0),
             reinserted: AtomicU64::new(0),
         }
-    }
-
-    /// One turn of the thread that reclaims; when to make the next. `room`: length at which
-    /// segments are sealed now, bytes.
-    pub(super) fn turn(&self, now: MonotonicTime, room: u64) -> MonotonicTime {
-        let merging = self.config;
-        if merging.rate == 0 || self.shared.config.scope.lookup_only {
-            return MonotonicTime::NEVER;
-        }
-        let mut state = self.state.lock();
-        let is_due = |retiring: &mut Retiring| retiring.due <= now;
-        for retiring in state.retiring.extract_if(.., is_due) {
-            let _ = retiring.remove(self); // a later turn finds the rest again
-        }
-        let reclaim = self;
-        Relief { reclaim, room }.turn();
-        if state.looked.is_none_or(|at| now.since(at) >= merging.look) {
-            // A failure is tried again with the next search.
-            while let Ok(true) = self.gather(&mut state, room) {}
-            state.looked = Some(now);
-            state.upto = self.index.last();
-            let is_there = |number: &SegmentNumber| self.index.file_len(*number).is_some();
-            state.unfit.retain(is_there);
-        }
-        now.after((merging.look / TURNS).max(Duration::from_millis(1)))
     }
 
     /// Adds a segment to those that are removed. `keep`: whether a record can be found when it is

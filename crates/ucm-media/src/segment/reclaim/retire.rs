@@ -1,22 +1,10 @@
 //! Segments that wait for their removal after their records were appended again: readers that found
 //! them before still read there.
 
-use std::collections::BTreeSet;
-
 use ucm_core::Result;
-use ucm_infra::MonotonicTime;
 
-use super::Reclaim;
-use crate::segment::index::SegmentNumber;
+use super::{Reclaim, Retiring};
 use crate::segment::index::stats::SegmentStats;
-
-/// Segments that are removed together.
-pub(super) struct Retiring {
-    pub(super) due: MonotonicTime,
-    pub(super) segments: Vec<SegmentStats>,
-    /// Segments that have their records now: where one of these is missing, none is removed.
-    pub(super) relied: BTreeSet<SegmentNumber>,
-}
 
 impl Retiring {
     /// Removes them. Those that cannot be removed are found again by a later turn: nothing of them
