@@ -65,7 +65,7 @@ def main(job_file: pathlib.Path) -> None:
 
 
 def ask(llm: Any, prompt: list[int], tokens: int) -> Any:
-    """vLLM's answer of so many tokens, each the likeliest."""
+    """vLLM's answer of ``tokens`` tokens, each the likeliest."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)

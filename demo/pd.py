@@ -2,8 +2,8 @@
 one directory, with ``ucm pd-proxy`` before them.
 
 Each prompt is asked twice: of D alone, which computes it, and through the proxy, where P computes
-it and D loads its blocks. Meanwhile D decodes the stream of another client: the computing of a
-prompt delays its tokens, a load hardly does. Both servers are on this machine, so P takes
+it and D loads its blocks. D decodes the stream of another client at the same time: the computing of
+a prompt delays its tokens, a load hardly does. Both servers are on this machine, so P takes
 processors from D; on a machine of its own it would not.
 
 Ends with one table, and exit code 0 only if everything was as promised.
@@ -129,7 +129,7 @@ def main() -> int:
     checks = [
         ("D alone: nothing was loaded", alone.loaded == 0),
         (f"D loaded {split.loaded} of {most} tokens that P computed", split.loaded == most),
-        ("D's first token came sooner", split.at_d < alone.at_d),
+        ("D's first token is sooner", split.at_d < alone.at_d),
         ("both gave the same tokens", split.outputs == alone.outputs),
     ]
     for text, kept in checks:
@@ -206,7 +206,7 @@ def ask(
 
 @contextlib.contextmanager
 def other_stream(server: Server) -> Iterator[list[float]]:
-    """Another client's stream at this server, and when its tokens came."""
+    """Another client's stream at this server, and the times of its tokens."""
     times: list[float] = []
     begun, ended = threading.Event(), threading.Event()
     body = {"model": "demo", "prompt": model.prompt(BLOCK - 1), "max_tokens": STREAM_TOKENS}

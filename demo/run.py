@@ -43,7 +43,7 @@ OUTPUT_TOKENS = 24
 FULL_BLOCKS = PROMPT_TOKENS // BLOCK_SIZE
 #: What is not judged with ``--any-speed``: a GPU computes this small model sooner than anything is
 #: loaded.
-SOONER = "warm: the first token came sooner"
+SOONER = "warm: the first token is sooner"
 
 
 def main() -> int:
@@ -106,7 +106,7 @@ def main() -> int:
 
 
 def device(driver: pathlib.Path | None, any_speed: bool) -> dict[str, Any]:
-    """What an engine is told of where its KV lies: where vLLM has it, or in that of a device behind
+    """The setting of where an engine's KV lies: where vLLM has it, or in that of a device behind
     this driver."""
     config = {"admission": "always"} if any_speed else {}
     if driver is None:

@@ -95,7 +95,7 @@ class Server:
 
     def _begin(self) -> int:
         """Starts its process and returns that one's id."""
-        # Through a pipe it hears when we end, however that is: its standard input is closed then.
+        # A pipe ends it with us, however that is: its standard input is closed then.
         keeper = (
             'trap "" TERM; "$@" </dev/null >/dev/null 2>&1 & pid=$!; echo $pid; read -r _; kill -9'
             " $pid; wait $pid"

@@ -134,7 +134,7 @@ def main() -> int:
 
 
 def config(name: str, out: pathlib.Path) -> dict[str, Any]:
-    """What an engine is told of the store, and of the algorithm."""
+    """The settings of the store and of the algorithm."""
     store: dict[str, Any] = {
         "storage_backend": "posix",
         "storage_path": str((out / "store").resolve()),

@@ -87,7 +87,7 @@ def store(llm: Any, documents: list[list[int]], block: int, keys: dict[str, Any]
     while totals().get("ucm_published_blocks_total", 0) < blocks:
         if time.monotonic() > until:
             raise RuntimeError(f"{blocks} blocks were not stored within a minute: {totals()}")
-        ask(llm, documents[0][: block - 1], 1)  # a step, in which vLLM asks what was stored
+        ask(llm, documents[0][: block - 1], 1)  # a step, in which vLLM polls what was stored
 
 
 def totals() -> dict[str, float]:

@@ -1,5 +1,4 @@
-"""What ``make demo STORE=...`` runs over: what an engine is told of the store, and what has to be
-started for it."""
+"""The stores of ``make demo STORE=...``: their settings, and what has to be started for them."""
 
 from __future__ import annotations
 
@@ -182,7 +181,7 @@ class _Master:
         deadline = time.monotonic() + PATIENCE
         while _metric(self._pool.metrics, "master_total_capacity_bytes") < POOL_BYTES:
             if time.monotonic() > deadline:
-                raise DemoError(f"nobody lends memory to the new master within {PATIENCE:.0f} s")
+                raise DemoError(f"no process lends memory to the new master within {PATIENCE:.0f} s")
             time.sleep(0.1)
 
 

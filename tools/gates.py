@@ -281,7 +281,7 @@ def prose() -> Iterator[tuple[Path, str]]:
         parts = RUST_TEXT.finditer((ROOT / path).read_text())
         strings = "\n".join(part[1] or part[3] or part[4] or "" for part in parts)
         yield path, re.sub(r"\{\w+[:}]", "", strings)  # names of variables
-    for path in tracked("python/*.py", "benches/*.py", "tools/*.py"):
+    for path in tracked("python/*.py", "benches/*.py", "demo/*.py", "examples/*.py", "tools/*.py"):
         with (ROOT / path).open("rb") as file:
             tokens = tokenize.tokenize(file.readline)
             comments = [token.string for token in tokens if token.type == tokenize.COMMENT]

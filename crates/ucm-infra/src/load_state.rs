@@ -5,9 +5,9 @@
 //! A load reads its blocks into slots and then scatters them to device memory. After the report,
 //! the load must not touch that memory again, because its owner may reuse it. So each block leaves
 //! *reading* by one compare-and-swap, to *scattering* or to *cancelled*; only the winner of
-//! scattering touches device memory; and from a counter of the blocks that are reading or
-//! scattering exactly one caller learns that the load is over. A block whose read failed stays open
-//! in the same way until its failure is recorded, so the report contains every reason.
+//! scattering touches device memory; and the counter of blocks that are reading or scattering
+//! reaches zero in exactly one caller. A block whose read failed stays open in the same way until
+//! its failure is recorded, so the report contains every reason.
 
 use crate::sync::{AtomicU8, AtomicUsize, Ordering};
 

@@ -14,7 +14,7 @@ const ANSWERS: usize = 16 << 20;
 /// Has the allocator keep the memory of answers for those that come next. glibc gives back to the
 /// system what is free beyond twice the largest block that was ever freed (mallopt(3),
 /// `M_TRIM_THRESHOLD`), a few hundred kilobytes at first, and each record that a server answers is
-/// made of new pages then, which the system clears one by one. It learns of one large block.
+/// made of new pages then, which the system clears one by one. One large block raises it.
 pub(crate) fn keep_memory_of_answers() {
     // never written to: it costs no memory
     drop(std::hint::black_box(Vec::<u8>::with_capacity(ANSWERS)));

@@ -180,7 +180,7 @@ fn a_wrong_key_is_a_miss_and_destroys_nothing() {
             }
             let said = store.said();
             let said = said.iter().filter(|line| line.contains("not stored"));
-            assert_eq!(said.count(), 1, "{what}: it is said once");
+            assert_eq!(said.count(), 1, "{what}: it is logged once");
             let counted = (store.stat("blocks_present"), store.stat("blocks_published"));
             assert_eq!(counted, (0, 0), "{what}");
             // What nothing is in the way of is stored as ever.

@@ -60,7 +60,7 @@ fn is_over(store: &Store, task: &Task) -> bool {
     task.check(store.engine.clock(), Until::Published)
 }
 
-/// What a load that ended said of each row that failed.
+/// The errors of the failed rows of a load that ended.
 fn outcome(store: &Store, task: &Task) -> Vec<(usize, ErrorKind)> {
     let failures = store.outcome(task).err().unwrap_or_default();
     for (row, error) in &failures {

@@ -56,7 +56,7 @@ fn one_lookup_of_many_pieces_is_one_failure() {
         (store.stat("breaker_opened"), store.missed("io_error")),
         (0, 250)
     );
-    assert_eq!(store.missed("absent"), 0, "no medium said that");
+    assert_eq!(store.missed("absent"), 0, "no medium reported that");
     let io_error = (0, Some(MissReason::IoError));
     assert_eq!(store.engine.explain_on_prefix(&ids(250)).unwrap(), io_error);
     assert_eq!(store.stat("breaker_opened"), 1);

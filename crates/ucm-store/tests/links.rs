@@ -215,7 +215,7 @@ fn a_root_that_only_looks_up_follows_no_link_and_says_so_once() {
         }
         let text = format!("{} is a symbolic link", root.join(&name).display());
         let mut said = 0;
-        eventually("it is said", || {
+        eventually("it is logged", || {
             let _ = store.engine.lookup(&ids(6));
             said += store
                 .said()

@@ -782,7 +782,7 @@ fn keys_that_may_only_read_open_a_bucket_and_its_blocks_are_hits() {
     let said = said
         .iter()
         .filter(|line| line.contains("takes no blocks for now"));
-    assert_eq!(said.count(), 1, "it is said once");
+    assert_eq!(said.count(), 1, "it is logged once");
     // Once the keys may write the next dump that is let through makes it a writer.
     only_reads.store(false, Ordering::Release);
     clock.advance(Duration::from_secs(10));

@@ -917,7 +917,7 @@ fn a_primary_that_is_demoted_is_read_and_no_block_is_tried_there() {
     let device = Device::filled(&store.setup, &[id(20)]);
     assert!(store.dump(&device, &[id(20)]).is_err());
     assert_eq!(writes(), 2, "one is let through after a while");
-    assert!(store.said().is_empty(), "it is said once");
+    assert!(store.said().is_empty(), "it is logged once");
     assert_eq!(store.redis(&[b"REPLICAOF", b"NO", b"ONE"]), ok);
     clock.advance(Duration::from_secs(10));
     dumped(&store, &[id(20)]);
@@ -1005,7 +1005,7 @@ fn a_server_that_comes_back_as_a_replica_is_said_to_take_no_blocks() {
     );
     clock.advance(Duration::from_secs(10));
     assert!(dump(20).is_err());
-    assert!(store.said().is_empty(), "it is said once");
+    assert!(store.said().is_empty(), "it is logged once");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! A root is shared, wiped, misconfigured and raced for: what then is stored, removed and said.
+//! A root is shared, wiped, misconfigured and raced for: what then is stored, removed and logged.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 

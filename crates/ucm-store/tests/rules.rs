@@ -145,7 +145,7 @@ fn a_load_after_a_read_that_found_nothing_gets_its_own() {
         Device::blank(&setup, &ids(1)),
     );
     let before = store.engine.load(early.rows(&ids(1)), None).unwrap();
-    gate.await_waiting(1); // it has found nothing, and has not said so yet
+    gate.await_waiting(1); // it has found nothing, and has not reported it yet
     store
         .dump(&Device::filled(&setup, &ids(1)), &ids(1))
         .unwrap();

@@ -108,7 +108,7 @@ fn a_lookup_tells_which_stage_has_what_and_a_load_which_one_brought_it() {
     eventually("what was loaded is above", || {
         store.engine.locate_on_prefix(&ids(4)).unwrap().0 == [0; 4]
     });
-    // What a lookup said is a hint: a load says what was so.
+    // The result of a lookup is a hint; the load decides.
     store.map().forget();
     let task = store.engine.load(device.rows(&[id(1)]), None).unwrap();
     store.outcome(&task).unwrap();

@@ -251,7 +251,7 @@ class Address(str):
         return Address, (self.written,)
 
 
-#: How fast a directory may be said to be.
+#: The speeds that a directory can have.
 HEATS: tuple[str, ...] = ("hot", "warm", "cold")
 
 
@@ -274,7 +274,7 @@ def parse_heats(value: Any) -> tuple[tuple[str, str], ...]:
                 f"{heat!r} of {path} is no word for how fast it is; write {', '.join(HEATS)}"
             )
         if heats.setdefault(path, said) != said:
-            raise ValueError(f"{path} is said to be {heats[path]} and {said}; keep one of them")
+            raise ValueError(f"{path} is both {heats[path]} and {said}; keep one of them")
     return tuple(heats.items())
 
 

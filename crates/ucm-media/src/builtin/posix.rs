@@ -220,7 +220,7 @@ impl PosixOptions {
         Ok(levels)
     }
 
-    /// How fast a directory is said to be.
+    /// The configured speed of a directory.
     fn heat(&self, directory: &Path) -> Heat {
         let said = self.tiers.0.iter().find(|(path, _)| path == directory);
         said.map_or(Heat::Warm, |(_, heat)| *heat)

@@ -93,7 +93,7 @@ mod built {
     use crate::place::Place;
     use crate::redis::{Login, RedisConfig, RedisPlace, RedisValues, TlsFiles};
 
-    /// How long a record lives after its last use where nothing else is said.
+    /// How long a record lives after its last use where nothing else is configured.
     const DAY: Duration = Duration::from_secs(24 * 3600);
 
     pub(in crate::builtin) fn kind() -> TierKind {

@@ -246,7 +246,7 @@ impl Body for Bounded {
 pub(super) enum Refused {
     /// It has more bytes than this.
     TooLong(u64),
-    /// It names another place: the host, and the bucket's region, as far as they are said.
+    /// It names another place: the host, and the bucket's region, as far as the answer has them.
     Redirect {
         host: Option<String>,
         region: Option<String>,

@@ -1,10 +1,10 @@
 """Blend in the scheduler side: which chunks of a prompt a request claims, where their records are
 loaded, which of its tokens are exact, and what the workers do with its first step.
 
-A claim ends at the last chunk, in whole blocks, and holds all tokens between the chunks; vLLM asks
-once. The records of chunks are loaded one after the other into the request's own blocks behind its
-exact prefix. They are not at the places of their tokens before the first step, so the load counts
-whole or not at all, and the workers are told of the chunks when the request first runs.
+A claim ends at the last chunk, in whole blocks, and holds all tokens between the chunks; vLLM
+queries once. The records of chunks are loaded one after the other into the request's own blocks
+behind its exact prefix. They are not at the places of their tokens before the first step, so the
+load counts whole or not at all, and the workers receive the chunks when the request first runs.
 
 Tokens behind the exact prefix have approximate KV: nothing of it is stored, or enters vLLM's prefix
 cache. :class:`ExactPrefixes` has its end from the answer to vLLM's question on.
@@ -237,7 +237,7 @@ class BlendPlanner:
         self.refuse(why_not)
 
     def refuse(self, why: str) -> None:
-        """Nothing is blended in this engine from here on, for this reason; said once."""
+        """Nothing is blended in this engine from here on, for this reason; logged once."""
         if why and not self._why_not:
             self._why_not = why
             logger.warning("Blend is off, and prefixes are cached as without it: %s", why)
@@ -329,7 +329,7 @@ class BlendPlanner:
     # ----------------------------------------------------------------------------------------------
 
     def asked(self, request: Request) -> None:
-        """vLLM asks what can be loaded for a request that holds no computed blocks but those of its
+        """What vLLM can load for a request that holds no computed blocks but those of its
         prefix cache: a claim from before is void."""
         self._claims.pop(request.request_id, None)
         if self._jobs.pop(request.request_id, None) is not None:  # its load failed

@@ -773,7 +773,7 @@ class Lookups:
             reason = why
         if prefix.reason not in (MissReason.ABSENT, MissReason.OTHER_RANK):
             for group, table in zip(self._groups, tables, strict=True):
-                if not group.frees_early:  # nothing was said of the blocks behind the prefix
+                if not group.frees_early:  # blocks behind the prefix were not looked up
                     table[prefix.hits :] = bytes((UNKNOWN,)) * (len(keys) - prefix.hits)
         tiers = prefix.tiers[:hit] if self._whole else bytes(hit)
         return Found(hit, reason, tiers, tuple(map(bytes, tables)))
