@@ -181,7 +181,9 @@ class _Master:
         deadline = time.monotonic() + PATIENCE
         while _metric(self._pool.metrics, "master_total_capacity_bytes") < POOL_BYTES:
             if time.monotonic() > deadline:
-                raise DemoError(f"no process lends memory to the new master within {PATIENCE:.0f} s")
+                raise DemoError(
+                    f"no process lends memory to the new master within {PATIENCE:.0f} s"
+                )
             time.sleep(0.1)
 
 
