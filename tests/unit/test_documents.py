@@ -216,30 +216,49 @@ def test_the_architecture_is_short_and_has_a_glossary_of_twenty_words() -> None:
 SYSTEM_CALLS = {"pwrite", "preadv"}
 
 
+def _way() -> list[tuple[list[str], list[str]]]:
+    """The functions and the files of each row about the way of a block."""
+    rows = re.findall(
+        r"^\| ([^|]*→[^|]*) \| ([^|]*) \|$", DOCUMENTS["ARCHITECTURE.md"], re.MULTILINE
+    )
+    quoted = [[re.findall(r"`([^`]+)`", cell) for cell in row] for row in rows]
+    return [
+        ([re.split(r"::|\.", name)[-1] for name in names if not name.startswith("ucm-")], files)
+        for names, files in quoted
+    ]
+
+
 def test_the_way_of_a_block_names_the_files_of_its_functions() -> None:
     """Each function of a row stands in one of its files, and each file has one of them."""
     sources = [
         *(REPOSITORY / "python/ucm").rglob("*.py"),
         *(REPOSITORY / "crates").glob("*/src/**/*.rs"),
     ]
-    rows = re.findall(
-        r"^\| ([^|]*→[^|]*) \| ([^|]*) \|$", DOCUMENTS["ARCHITECTURE.md"], re.MULTILINE
-    )
-    assert len(rows) >= 14
-    for functions, files in rows:
-        names = {re.split(r"::|\.", name)[-1] for name in re.findall(r"`([^`]+)`", functions)}
-        names = {name for name in names - SYSTEM_CALLS if not name.startswith("ucm-")}
-        missing = set(names)
-        for file in re.findall(r"`([^`]+)`", files):
+    assert len(_way()) >= 14
+    for names, files in _way():
+        found = set[str]()
+        for file in files:
             texts = [path.read_text() for path in sources if str(path).endswith(f"/{file}")]
             here = {
                 name
                 for name in names
                 if any(re.search(rf"\b(def|fn) {name}\b", text) for text in texts)
             }
-            assert here, f"{file} defines none of {sorted(names)}"
-            missing -= here
+            assert here, f"{file} defines none of {names}"
+            found |= here
+        missing = set(names) - found - SYSTEM_CALLS
         assert not missing, f"{sorted(missing)} are not in {files}"
+
+
+def test_the_way_of_a_block_is_that_of_its_backtrace() -> None:
+    """``way.rs`` compares backtraces with two lists of functions."""
+    source = (REPOSITORY / "crates/ucm-store/tests/way.rs").read_text()
+    lists = re.findall(r"const (?:OUT|BACK): [^=]+= \[([^\]]*)\]", source)
+    assert len(lists) == 2
+    named = iter(name for names, _ in _way() for name in names)
+    for text in lists:
+        for name in re.findall(r'"(\w+)"', text):
+            assert name in named, f"{name} is missing in ARCHITECTURE.md, or at another place"
 
 
 @pytest.mark.parametrize("name", PAGES)
