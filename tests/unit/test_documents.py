@@ -223,13 +223,20 @@ def _way() -> list[tuple[list[str], list[str]]]:
     )
     quoted = [[re.findall(r"`([^`]+)`", cell) for cell in row] for row in rows]
     return [
-        ([re.split(r"::|\.", name)[-1] for name in names if not name.startswith("ucm-")], files)
-        for names, files in quoted
+        ([name for name in names if not name.startswith("ucm-")], files) for names, files in quoted
     ]
 
 
+def _defines(text: str, name: str) -> bool:
+    """Whether a source has a function: ``fn``, or ``Type::fn`` and ``Type.fn`` with the type."""
+    owner, _, function = name.replace("::", ".").rpartition(".")
+    of = re.search(rf"^(impl|class)\b.*\b{owner}\b", text, re.MULTILINE)
+    return bool(of and re.search(rf"\b(def|fn) {function}\b", text))
+
+
 def test_the_way_of_a_block_names_the_files_of_its_functions() -> None:
-    """Each function of a row stands in one of its files, and each file has one of them."""
+    """Each function of a row stands in one of its files, that of a class beside the class, and
+    each file has one of them."""
     sources = [
         *(REPOSITORY / "python/ucm").rglob("*.py"),
         *(REPOSITORY / "crates").glob("*/src/**/*.rs"),
@@ -239,11 +246,7 @@ def test_the_way_of_a_block_names_the_files_of_its_functions() -> None:
         found = set[str]()
         for file in files:
             texts = [path.read_text() for path in sources if str(path).endswith(f"/{file}")]
-            here = {
-                name
-                for name in names
-                if any(re.search(rf"\b(def|fn) {name}\b", text) for text in texts)
-            }
+            here = {name for name in names if any(_defines(text, name) for text in texts)}
             assert here, f"{file} defines none of {names}"
             found |= here
         missing = set(names) - found - SYSTEM_CALLS
@@ -255,7 +258,7 @@ def test_the_way_of_a_block_is_that_of_its_backtrace() -> None:
     source = (REPOSITORY / "crates/ucm-store/tests/way.rs").read_text()
     lists = re.findall(r"const (?:OUT|BACK): [^=]+= \[([^\]]*)\]", source)
     assert len(lists) == 2
-    named = iter(name for names, _ in _way() for name in names)
+    named = iter(re.split(r"::|\.", name)[-1] for names, _ in _way() for name in names)
     for text in lists:
         for name in re.findall(r'"(\w+)"', text):
             assert name in named, f"{name} is missing in ARCHITECTURE.md, or at another place"
