@@ -21,7 +21,7 @@ pub type CopyDone = Box<dyn FnOnce(Result<()>) + Send>;
 
 /// Called during a gather, with the host buffer and the number of its pieces, from the first on,
 /// that it contains.
-pub type Landed<'a> = dyn FnMut(&mut [u8], usize) + 'a;
+pub type Copied<'a> = dyn FnMut(&mut [u8], usize) + 'a;
 
 /// A device: a kind of memory for KV.
 ///
@@ -104,9 +104,9 @@ pub trait Stream: Send {
     /// Copies many device pieces into one host buffer, each to its own offset; bytes between them
     /// are unchanged. All pieces of a block are in one call, so that adjacent pieces can be joined
     /// and small ones staged in one transfer. While pieces are still to be copied, the device may
-    /// call `landed` with the number of pieces copied so far, in order. The caller then computes
+    /// call `copied` with the number of pieces copied so far, in order. The caller then computes
     /// their checksum while they are in the processor's caches.
-    fn gather(&mut self, src: &[Piece], dst: &mut [u8], landed: &mut Landed<'_>) -> Result<()>;
+    fn gather(&mut self, src: &[Piece], dst: &mut [u8], copied: &mut Copied<'_>) -> Result<()>;
 
     /// Copies one host buffer into many device pieces, each from its own offset; in one call as for
     /// [`Stream::gather`].

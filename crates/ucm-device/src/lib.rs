@@ -25,7 +25,7 @@ mod transfer;
 
 pub use arena::{ArenaOptions, HostArena, HugePages, Paging};
 pub use crc::crc32c;
-pub use device::{CopyDone, Device, Event, Landed, Stream};
+pub use device::{Copied, CopyDone, Device, Event, Stream};
 pub use devices::{DEFAULT_DEVICE, PLATFORMS, Platform, open_device};
 pub use fork::OwnFd;
 pub use host::HostDevice;

@@ -14,14 +14,14 @@ use ucm_infra::{
     Clock, Completion, MonotonicTime, PushError, RingProducer, SpscRing, SystemClock, begin_thread,
 };
 
-use crate::device::{CopyDone, Event, Landed, Stream};
+use crate::device::{Copied, CopyDone, Event, Stream};
 use crate::span::{DeviceSpan, HostSpan, Piece};
 use crate::transfer::Direction;
 
 /// The synchronous copies of a device: each has succeeded, or failed and ended, when its call
 /// returns. They keep the contract of [`Stream`].
 pub(crate) trait Copier: Send + 'static {
-    fn gather(&mut self, src: &[Piece], dst: &mut [u8], landed: &mut Landed<'_>) -> Result<()>;
+    fn gather(&mut self, src: &[Piece], dst: &mut [u8], copied: &mut Copied<'_>) -> Result<()>;
     fn scatter(&mut self, src: &[u8], dst: &[Piece]) -> Result<()>;
     fn transfer(&mut self, direction: Direction, pairs: &[(DeviceSpan, HostSpan)]) -> Result<()>;
 }
@@ -147,9 +147,9 @@ impl<C: Copier> QueuedStream<C> {
 }
 
 impl<C: Copier> Stream for QueuedStream<C> {
-    fn gather(&mut self, src: &[Piece], dst: &mut [u8], landed: &mut Landed<'_>) -> Result<()> {
+    fn gather(&mut self, src: &[Piece], dst: &mut [u8], copied: &mut Copied<'_>) -> Result<()> {
         self.drain()?;
-        self.copier.lock().gather(src, dst, landed)
+        self.copier.lock().gather(src, dst, copied)
     }
 
     fn scatter(&mut self, src: &[u8], dst: &[Piece]) -> Result<()> {

@@ -30,7 +30,7 @@ const WINDOW: Duration = Duration::from_secs(60);
 /// Most records of one store kept between two calls of [`take`].
 const KEPT: usize = 4 * LIMIT;
 /// The list of records without a store; also the argument of [`take`] for a caller without a store.
-pub const NOBODY: u64 = 0;
+pub const NO_STORE: u64 = 0;
 
 /// One log line.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -103,7 +103,7 @@ pub fn keep() {
 /// record of each list states how many were dropped.
 pub fn take(store: u64) -> Vec<Record> {
     let mut stores = lists().lock();
-    let said = [NOBODY, store].map(|of| stores.get_mut(&of).map(Said::take).unwrap_or_default());
+    let said = [NO_STORE, store].map(|of| stores.get_mut(&of).map(Said::take).unwrap_or_default());
     said.concat()
 }
 
@@ -129,7 +129,7 @@ impl Subscriber for Collector {
     fn event(&self, event: &Event<'_>) {
         let mut read = Fields::default();
         event.record(&mut read);
-        let store = read.store.unwrap_or(NOBODY);
+        let store = read.store.unwrap_or(NO_STORE);
         let record = Record {
             level: *event.metadata().level(),
             message: read.message,

@@ -142,7 +142,7 @@ pub struct BlockRead {
 pub enum Outcome {
     /// The record, or why it could not be read. The error is `Foreign` if the record's name belongs
     /// to something that can never be a record; the medium itself is healthy then.
-    Came(Result<ReadDone>),
+    Read(Result<ReadDone>),
     /// The record is not where the index has it: to be read again after [`Indexed::look`].
     Moved(BlockRead),
 }
@@ -238,10 +238,10 @@ pub struct Listed {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LocallyVisible {
     /// They can be read from now on.
-    pub gained: Vec<BlockId>,
+    pub added: Vec<BlockId>,
     /// No longer only locally visible: removed, or published long enough ago for others to have
     /// found them.
-    pub lost: Vec<BlockId>,
+    pub removed: Vec<BlockId>,
 }
 
 /// A record that a memory evicts to make room. It can be found and read there until this value is

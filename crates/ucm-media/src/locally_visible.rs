@@ -6,9 +6,9 @@
 //! between two polls the record must not be a miss. One that is dropped, or whose segment never
 //! gets a name, is not locally visible any more, at once.
 //!
-//! A record that is gained and lost between two calls is never returned, and none stays for a while
-//! before the first call. So there are never more ids here than records that only this process can
-//! read, those returned and lost since, and a bounded number published lately.
+//! A record that is added and removed between two calls is never returned, and none stays for a
+//! while before the first call. So there are never more ids here than records that only this
+//! process can read, those returned and removed since, and a bounded number published lately.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
@@ -32,7 +32,7 @@ struct Inner {
     asked: bool,
     fresh: HashSet<BlockId>,
     returned: HashSet<BlockId>,
-    lost: HashSet<BlockId>,
+    removed: HashSet<BlockId>,
     /// Published ones in the order in which they end, and when each of them does. A record that was
     /// written again since, or dropped, is in the first only.
     leaving: VecDeque<(MonotonicTime, BlockId)>,
@@ -41,11 +41,11 @@ struct Inner {
 
 impl LocalChanges {
     /// This record can be read here now.
-    pub(crate) fn gained(&self, id: BlockId) {
+    pub(crate) fn added(&self, id: BlockId) {
         let mut inner = self.0.lock();
         inner.ends.remove(&id);
-        if inner.lost.remove(&id) {
-            inner.returned.insert(id); // lost and found again: no change
+        if inner.removed.remove(&id) {
+            inner.returned.insert(id); // removed and found again: no change
         } else if !inner.returned.contains(&id) {
             inner.fresh.insert(id);
         }
@@ -67,7 +67,7 @@ impl LocalChanges {
     }
 
     /// It cannot be read here any more.
-    pub(crate) fn lost(&self, id: BlockId) {
+    pub(crate) fn removed(&self, id: BlockId) {
         let mut inner = self.0.lock();
         inner.ends.remove(&id);
         inner.end(id);
@@ -85,15 +85,15 @@ impl LocalChanges {
         let half = limits::MAX_IDS_PER_CALL / 2;
         let some = |ids: &HashSet<BlockId>| ids.iter().copied().take(half).collect::<Vec<_>>();
         let news = LocallyVisible {
-            gained: some(&inner.fresh),
-            lost: some(&inner.lost),
+            added: some(&inner.fresh),
+            removed: some(&inner.removed),
         };
-        for id in &news.gained {
+        for id in &news.added {
             inner.fresh.remove(id);
             inner.returned.insert(*id);
         }
-        for id in &news.lost {
-            inner.lost.remove(id);
+        for id in &news.removed {
+            inner.removed.remove(id);
         }
         news
     }
@@ -102,7 +102,7 @@ impl LocalChanges {
 impl Inner {
     fn end(&mut self, id: BlockId) {
         if !self.fresh.remove(&id) && self.returned.remove(&id) {
-            self.lost.insert(id);
+            self.removed.insert(id);
         }
     }
 
@@ -132,78 +132,78 @@ mod tests {
     #[test]
     fn only_changes_are_told_and_only_once() {
         let news = LocalChanges::default();
-        news.gained(A);
-        assert_eq!(news.take(NOW).gained, [A]);
+        news.added(A);
+        assert_eq!(news.take(NOW).added, [A]);
         assert_eq!(news.take(NOW), nothing());
-        news.lost(A);
-        assert_eq!(news.take(NOW).lost, [A]);
+        news.removed(A);
+        assert_eq!(news.take(NOW).removed, [A]);
         assert_eq!(news.take(NOW), nothing());
     }
 
     #[test]
     fn what_comes_and_goes_between_two_questions_is_not_told() {
         let news = LocalChanges::default();
-        news.gained(A);
-        news.lost(A);
+        news.added(A);
+        news.removed(A);
         assert_eq!(news.take(NOW), nothing());
-        news.gained(A);
+        news.added(A);
         news.take(NOW);
-        news.lost(A);
-        news.gained(A);
+        news.removed(A);
+        news.added(A);
         assert_eq!(news.take(NOW), nothing());
-        news.lost(A);
-        assert_eq!(news.take(NOW).lost, [A]);
+        news.removed(A);
+        assert_eq!(news.take(NOW).removed, [A]);
     }
 
     #[test]
     fn what_is_published_stays_early_until_others_must_have_found_it() {
         let news = LocalChanges::default();
         news.take(NOW);
-        news.gained(A);
+        news.added(A);
         news.published(A, LATER);
         assert_eq!(
-            news.take(NOW).gained,
+            news.take(NOW).added,
             [A],
             "though it was not returned before"
         );
         assert_eq!(news.take(MonotonicTime(199)), nothing());
-        assert_eq!(news.take(LATER).lost, [A]);
+        assert_eq!(news.take(LATER).removed, [A]);
         assert_eq!(news.take(MonotonicTime::NEVER), nothing());
     }
 
     #[test]
     fn what_is_dropped_meanwhile_is_lost_at_once() {
         let news = LocalChanges::default();
-        news.gained(A);
+        news.added(A);
         news.take(NOW);
         news.published(A, LATER);
-        news.lost(A);
-        assert_eq!(news.take(NOW).lost, [A]);
+        news.removed(A);
+        assert_eq!(news.take(NOW).removed, [A]);
         assert_eq!(news.take(LATER), nothing(), "once");
     }
 
     #[test]
     fn what_is_written_again_meanwhile_stays_until_that_is_found() {
         let news = LocalChanges::default();
-        news.gained(A);
+        news.added(A);
         news.take(NOW);
         news.published(A, LATER);
-        news.gained(A);
+        news.added(A);
         assert_eq!(news.take(LATER), nothing());
         news.published(A, MonotonicTime(300));
         assert_eq!(news.take(MonotonicTime(299)), nothing());
-        assert_eq!(news.take(MonotonicTime(300)).lost, [A]);
+        assert_eq!(news.take(MonotonicTime(300)).removed, [A]);
     }
 
     #[test]
     fn nothing_stays_while_no_one_asks_and_never_more_than_a_bounded_number() {
         let id = |n: usize| BlockId(std::array::from_fn(|at| n.to_le_bytes()[at % 8]));
         let news = LocalChanges::default();
-        news.gained(A);
+        news.added(A);
         news.published(A, LATER);
         assert_eq!(news.take(NOW), nothing(), "it was not called before");
         for n in 0..MOST_LEAVING + 3 {
-            news.gained(id(n));
+            news.added(id(n));
             news.published(id(n), LATER);
         }
         let inner = news.0.lock();

@@ -62,7 +62,7 @@ impl Backend for PosixBackend {
 
     fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
         run.into_iter()
-            .map(|read| Outcome::Came(self.shared.read(io, read)))
+            .map(|read| Outcome::Read(self.shared.read(io, read)))
             .collect()
     }
 

@@ -115,7 +115,7 @@ impl Shared {
 
     /// Makes and marks the root where it is new, makes the namespace, writes its manifest, starts
     /// the first count. A root that was opened before is not made because it is missing: it may be
-    /// unmounted ([`Shared::readmit`]).
+    /// unmounted ([`Shared::reopen`]).
     pub(crate) fn open_root(self: &Arc<Self>, deadline: MonotonicTime) -> Result<()> {
         if self.config.scope.lookup_only {
             // Nothing there yet means that nothing is stored yet; but what is there must be ours to
@@ -171,7 +171,7 @@ impl Shared {
 
     /// Makes the namespace below a marked root, probes the file system, starts the first count.
     fn use_root(self: &Arc<Self>, marker: Marker, deadline: MonotonicTime) -> Result<()> {
-        if self.furnish(deadline)? {
+        if self.make_namespace(deadline)? {
             self.probe_io(deadline)?;
         }
         self.tell_of_another_layout(&marker);
@@ -231,7 +231,7 @@ impl Shared {
         let marker = self.own_marker(deadline)?;
         self.config.place.facts.learn(&marker.uuid);
         self.root.lock().uuid = Some(marker.uuid.clone());
-        self.furnish(deadline)?;
+        self.make_namespace(deadline)?;
         self.limit(&marker, deadline)
     }
 
@@ -240,7 +240,7 @@ impl Shared {
     pub(crate) fn own_marker(self: &Arc<Self>, deadline: MonotonicTime) -> Result<Marker> {
         let marker = self.stat(self.layout.marker(), deadline)?;
         if self.check_root(marker).is_err() {
-            self.readmit(deadline)?;
+            self.reopen(deadline)?;
         }
         let marker = self.read_marker(deadline);
         if let Err(ErrorKind::Foreign) = marker.as_ref().map_err(Error::kind) {
@@ -254,7 +254,7 @@ impl Shared {
     }
 
     /// The namespace's directories and its manifest; false on a read-only file system.
-    pub(crate) fn furnish(&self, deadline: MonotonicTime) -> Result<bool> {
+    pub(crate) fn make_namespace(&self, deadline: MonotonicTime) -> Result<bool> {
         let made = unless_read_only(self.make_dirs(deadline))?.is_some();
         if made {
             unless_read_only(self.describe_parts(deadline))?;
@@ -269,14 +269,14 @@ impl Shared {
         }
         let deadline = self.clock.now().after(MAKE_DIRS);
         let (shared, done) = (Arc::clone(self), Arc::clone(self));
-        let look = move || shared.readmit(deadline);
+        let look = move || shared.reopen(deadline);
         let ended = move |_| done.root.lock().looking = false;
         self.space.in_background(deadline, look, ended);
     }
 
     /// Opens a root again that was lost: the one that was opened, known by its marker, on whatever
     /// device; or a new one in the place of one that was removed. Any other is an error.
-    fn readmit(self: &Arc<Self>, deadline: MonotonicTime) -> Result<()> {
+    fn reopen(self: &Arc<Self>, deadline: MonotonicTime) -> Result<()> {
         if let Some(marker) = self.read_marker(deadline)? {
             let known = self.root.lock().uuid.clone();
             if known.is_none_or(|known| known != marker.uuid) {

@@ -258,7 +258,7 @@ impl Backend for ValueRecords {
 
     fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
         let done = self.rules.read(io, run);
-        done.into_iter().map(Outcome::Came).collect()
+        done.into_iter().map(Outcome::Read).collect()
     }
 
     fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions) -> Result<Written> {

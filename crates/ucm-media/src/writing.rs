@@ -131,7 +131,7 @@ impl Shared {
         let shared = Arc::clone(self);
         let make = move || {
             shared.own_marker(deadline)?;
-            shared.furnish(deadline).map(|_| ())
+            shared.make_namespace(deadline).map(|_| ())
         };
         self.space.in_background(deadline, make, |_| {});
     }

@@ -59,10 +59,10 @@ pub(crate) struct Store {
 
 #[pymethods]
 impl Store {
-    /// `setup`: the description as JSON text, see [`Setup`].
+    /// `fixture`: the description as JSON text, see [`Fixture`].
     #[new]
-    fn new(py: Python<'_>, setup: &str) -> CallResult<Self> {
-        let engine = py.detach(|| StoreSpec::parse(setup)?.open(SystemClock::shared()))?;
+    fn new(py: Python<'_>, fixture: &str) -> CallResult<Self> {
+        let engine = py.detach(|| StoreSpec::parse(fixture)?.open(SystemClock::shared()))?;
         Ok(Self::of(Arc::new(engine), 0))
     }
 
@@ -380,7 +380,7 @@ impl Store {
     /// Ids that this process can read before others, added and removed since the last call.
     fn early<'py>(&self, py: Python<'py>) -> CallResult<(Bound<'py, PyList>, Bound<'py, PyList>)> {
         let early = self.engine.locally_visible()?;
-        Ok((id_list(py, &early.gained)?, id_list(py, &early.lost)?))
+        Ok((id_list(py, &early.added)?, id_list(py, &early.removed)?))
     }
 
     /// Bytes of one record on the medium.

@@ -16,7 +16,7 @@ use ucm_core::sync::{Condvar, Mutex};
 use ucm_core::{Error, ErrorKind};
 use ucm_device::trans::{Buffer, Copies, MemoryKind, Pools, Sides, addresses_at, pairs};
 use ucm_device::{Device, DeviceSpan, Direction, HostSpan, Transfer, open_device};
-use ucm_infra::log::NOBODY;
+use ucm_infra::log::NO_STORE;
 use ucm_infra::{Clock, MonotonicTime, SystemClock};
 
 use crate::convert::CallResult;
@@ -45,7 +45,7 @@ impl TransDevice {
     /// The core's log records of devices since the last call: (level of `logging`, message,
     /// fields).
     fn take_log(&self) -> Vec<Line> {
-        lines_of(NOBODY)
+        lines_of(NO_STORE)
     }
 
     /// A stream with this copy method: auto, dma, sm or staging.

@@ -17,7 +17,7 @@ use ucm_testkit::{Fault, OpKind, Rule};
 use crate::common::beside::{Beside, Leaping, Several, roots};
 use crate::common::shared::{RECORD, stored};
 use crate::common::sides::{CODES, MEAN, sided, sides_in};
-use crate::common::{Layout, Setup, directory, eventually, id, ids};
+use crate::common::{Fixture, Layout, directory, eventually, id, ids};
 
 /// Both layouts, whatever the run.
 fn layouts() -> [Layout; 2] {
@@ -25,11 +25,11 @@ fn layouts() -> [Layout; 2] {
 }
 
 fn over(layout: Layout, several: Several) -> Several {
-    let setup = Setup {
+    let fixture = Fixture {
         layout,
-        ..several.setup
+        ..several.fixture
     };
-    Several { setup, ..several }
+    Several { fixture, ..several }
 }
 
 #[test]
@@ -101,7 +101,7 @@ fn a_lost_root_costs_its_own_blocks_and_is_taken_back() {
             directory(),
             over(layout, Several::new(StoragePolicy::RoundRobin, 3)),
         );
-        several.setup.breaker = BreakerConfig {
+        several.fixture.breaker = BreakerConfig {
             threshold: 2,
             cool_down: OFF,
             ..BreakerConfig::default()
@@ -203,7 +203,7 @@ fn hosts_that_share_the_cold_root_find_what_is_published() {
     for layout in layouts() {
         let (dir, several) = (directory(), over(layout, Several::tiered(&[200, 200])));
         let several = Several {
-            setup: several.setup.clone().unhurried(),
+            fixture: several.fixture.clone().unhurried(),
             ..several
         };
         let host = |hot: &str| {
@@ -238,8 +238,8 @@ fn what_another_model_evicts_from_a_hot_root_is_a_hit_below() {
             file.set_modified(long_ago).unwrap();
         }
         let mut another = several.clone();
-        another.setup.weights = "of another model";
-        another.setup.part = Part {
+        another.fixture.weights = "of another model";
+        another.fixture.part = Part {
             tensor_rank: 1,
             ..Part::default()
         };
@@ -280,7 +280,7 @@ fn records_below(dir: &Path) -> Vec<PathBuf> {
 fn a_block_stored_while_the_cold_root_is_off_lies_in_the_hot_one() {
     for layout in layouts() {
         let (dir, mut several) = (directory(), over(layout, Several::tiered(&[200, 200])));
-        several.setup.breaker = BreakerConfig {
+        several.fixture.breaker = BreakerConfig {
             threshold: 2,
             cool_down: OFF,
             ..BreakerConfig::default()
@@ -409,7 +409,7 @@ fn reads_begin_where_a_record_belongs() {
 fn sided_over(layout: Layout, several: Several) -> Several {
     let several = over(layout, several);
     Several {
-        setup: sided(several.setup.clone()),
+        fixture: sided(several.fixture.clone()),
         ..several
     }
 }

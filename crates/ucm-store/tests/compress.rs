@@ -13,19 +13,19 @@ use ucm_store::tiers::WritePolicy;
 use ucm_testkit::{Fault, OpKind, Rule};
 
 use crate::common::segments::{Place, await_taken_over, change, die_at_seal, finds};
-use crate::common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids};
+use crate::common::{Above, Device, Fixture, Layout, Store, directory, eventually, id, ids};
 
 /// Header and payload of a record as it is used, bytes.
 const RECORD: usize = 4096 + 3 * 8192;
 
-fn compressed() -> Setup {
-    Setup::default().compressed()
+fn compressed() -> Fixture {
+    Fixture::default().compressed()
 }
 
 /// The same records in the same segments, by a store that does not compress and does not know of
 /// it.
-fn plain() -> Setup {
-    Setup {
+fn plain() -> Fixture {
+    Fixture {
         compressed: false,
         ..compressed()
     }
@@ -127,12 +127,12 @@ fn a_record_that_names_another_codec_is_a_miss() {
 
 #[test]
 fn memory_takes_no_codec() {
-    let setup = Setup {
+    let fixture = Fixture {
         above: Above::Memory(8, WritePolicy::Through),
         ..compressed()
     };
     let dir = directory();
-    let store = Store::open(dir.path(), setup);
+    let store = Store::open(dir.path(), fixture);
     store.dump(&filled(&ids(2)), &ids(2)).unwrap();
     assert!(loads(&store, &ids(2)));
     let tiers = store.engine.stats()["tiers"].clone();
@@ -145,15 +145,15 @@ fn memory_takes_no_codec() {
 #[test]
 fn single_shards_of_a_compressed_record() {
     let dir = directory();
-    let setup = Setup {
+    let fixture = Fixture {
         layers_per_shard: 1,
         ..compressed()
     };
-    let store = Store::open(dir.path(), setup.clone());
+    let store = Store::open(dir.path(), fixture.clone());
     store
-        .dump(&Device::filled(&setup, &ids(2)), &ids(2))
+        .dump(&Device::filled(&fixture, &ids(2)), &ids(2))
         .unwrap();
-    let target = Device::blank(&setup, &ids(2));
+    let target = Device::blank(&fixture, &ids(2));
     store.load(&target, &ids(2)).unwrap();
     assert!(ids(2).iter().all(|&block| target.is_right(block)));
     assert_eq!(compression(&store, "records_decompressed"), 2);
@@ -299,7 +299,7 @@ fn the_whole_records_of_a_dead_writer_are_taken_over_in_the_form_they_have() {
     let mut child = std::process::Command::new("true").spawn().unwrap();
     let pid = child.id();
     child.wait().unwrap();
-    let dead = Setup {
+    let dead = Fixture {
         process: Process {
             pid,
             started: 1, // no process is that old, should the number be used again
@@ -352,7 +352,7 @@ fn a_full_medium_refuses_a_compressed_record_as_any_other() {
 #[test]
 fn what_waits_for_the_codec_is_stored_before_the_end() {
     let dir = directory();
-    let mut setup = Setup {
+    let mut fixture = Fixture {
         layout: Layout::Segment(SegmentConfig {
             age: Duration::from_secs(3600),
             ..SegmentConfig::default()
@@ -360,8 +360,8 @@ fn what_waits_for_the_codec_is_stored_before_the_end() {
         slots: 64,
         ..compressed()
     };
-    setup.deadlines.shutdown = Duration::from_secs(60); // however slow the machine is
-    let store = Store::open(dir.path(), setup);
+    fixture.deadlines.shutdown = Duration::from_secs(60); // however slow the machine is
+    let store = Store::open(dir.path(), fixture);
     let blocks = ids(40);
     let device = filled(&blocks);
     let task = store.engine.dump(device.rows(&blocks)).unwrap();

@@ -12,7 +12,7 @@ use ucm_store::breaker::BreakerConfig;
 use ucm_testkit::{Fault, OpKind};
 
 use crate::common::only_over;
-use crate::common::{Device, Layout, Setup, Store, directory, eventually, id, ids, of_records};
+use crate::common::{Device, Fixture, Layout, Store, directory, eventually, id, ids, of_records};
 
 /// A store on a manual clock, with a device that holds what its blocks stand for.
 struct Bench {
@@ -24,16 +24,16 @@ struct Bench {
 
 impl Bench {
     fn new(damaged_per_minute: u32) -> Self {
-        let (dir, clock, setup) = (directory(), ManualClock::new(), Setup::default());
-        let setup = Setup {
+        let (dir, clock, fixture) = (directory(), ManualClock::new(), Fixture::default());
+        let fixture = Fixture {
             breaker: BreakerConfig {
                 damaged_per_minute,
-                ..setup.breaker
+                ..fixture.breaker
             },
-            ..setup
+            ..fixture
         };
-        let device = Device::filled(&setup, &ids(5));
-        let store = Store::with_clock(dir.path(), setup, Arc::clone(&clock) as Arc<dyn Clock>);
+        let device = Device::filled(&fixture, &ids(5));
+        let store = Store::with_clock(dir.path(), fixture, Arc::clone(&clock) as Arc<dyn Clock>);
         store.dump(&device, &ids(5)).unwrap();
         Self {
             store,
@@ -44,14 +44,14 @@ impl Bench {
     }
 
     fn refuse(&self, block: BlockId) {
-        let target = Device::blank(&self.store.setup, &[block]);
+        let target = Device::blank(&self.store.fixture, &[block]);
         self.store.load(&target, &[block]).unwrap_err();
         assert!(target.is_blank(block));
     }
 
     fn heals(&self, block: BlockId) {
         self.store.dump(&self.device, &[block]).unwrap();
-        let target = Device::blank(&self.store.setup, &[block]);
+        let target = Device::blank(&self.store.fixture, &[block]);
         self.store.load(&target, &[block]).unwrap();
         assert!(target.is_right(block));
     }
@@ -155,7 +155,7 @@ fn a_lie_about_a_write_is_found_by_the_first_reader() {
     );
     let bench = Bench::new(1);
     let store = &bench.store;
-    let device = Device::filled(&store.setup, &[id(7)]);
+    let device = Device::filled(&store.fixture, &[id(7)]);
     store.faults.forget();
     store.fault(of_records(Layout::of_this_run().writing(), Fault::Flip(vec![5000])).times(1));
     store.dump(&device, &[id(7)]).unwrap();

@@ -4,7 +4,7 @@
 
 use std::ffi::CStr;
 
-use crate::common::{Device, Setup, SoftCuda, Store, directory, ids};
+use crate::common::{Device, Fixture, SoftCuda, Store, directory, ids};
 use ucm_core::BlockId;
 use ucm_device::Transfer;
 use ucm_store::engine::{Row, Task, Until};
@@ -38,7 +38,7 @@ fn after(store: &Store, event: u64, mut rows: Vec<Row>) -> Vec<Row> {
 
 /// The blocks that a task did not fail.
 fn good(store: &Store, task: ucm_core::Result<Task>, of: &[BlockId]) -> Vec<BlockId> {
-    let shards = (store.setup.layers / store.setup.layers_per_shard) as usize;
+    let shards = (store.fixture.layers / store.fixture.layers_per_shard) as usize;
     let Ok(task) = task else { return Vec::new() };
     assert!(
         task.wait(store.engine.clock(), Until::Published, None),
@@ -72,7 +72,7 @@ fn fail_once(
     nth: u64,
     ids: &[BlockId],
 ) -> usize {
-    let source = Device::filled(&store.setup, ids);
+    let source = Device::filled(&store.fixture, ids);
     fail(driver, call, nth);
     let dumped = good(
         store,
@@ -81,7 +81,7 @@ fn fail_once(
     );
     driver.mend();
     for &id in ids {
-        let target = Device::blank(&store.setup, &[id]);
+        let target = Device::blank(&store.fixture, &[id]);
         let loaded = store.load(&target, &[id]);
         assert!(
             loaded.is_err() || target.is_right(id),
@@ -93,7 +93,7 @@ fn fail_once(
         );
     }
     store.dump(&source, ids).unwrap();
-    let target = Device::blank(&store.setup, ids);
+    let target = Device::blank(&store.fixture, ids);
     fail(driver, call, nth);
     let loaded = good(
         store,
@@ -106,7 +106,7 @@ fn fail_once(
     for &id in &loaded {
         assert!(target.is_right(id), "{call:?}, {nth}: a wrong block");
     }
-    let target = Device::blank(&store.setup, ids);
+    let target = Device::blank(&store.fixture, ids);
     store.load(&target, ids).unwrap();
     assert!(ids.iter().all(|&id| target.is_right(id)));
     2 * ids.len() - dumped.len() - loaded.len()
@@ -124,14 +124,14 @@ fn a_call_of_the_driver_that_fails_is_a_miss_or_a_failed_dump() {
         Transfer::Staging,
     ] {
         for (number, call) in CALLS.into_iter().enumerate() {
-            let (dir, setup) = (
+            let (dir, fixture) = (
                 directory(),
-                Setup {
+                Fixture {
                     transfer,
-                    ..Setup::default()
+                    ..Fixture::default()
                 },
             );
-            let store = Store::open(dir.path(), setup);
+            let store = Store::open(dir.path(), fixture);
             let all = ids(12);
             for (nth, some) in (1..).zip(all.chunks(3)) {
                 failed[number] += fail_once(driver, event, &store, call, nth, some);
@@ -144,7 +144,7 @@ fn a_call_of_the_driver_that_fails_is_a_miss_or_a_failed_dump() {
         for nth in 1..4 {
             let dir = directory();
             driver.fail(call, nth, 999);
-            let opened = Store::try_open(dir.path(), Setup::default());
+            let opened = Store::try_open(dir.path(), Fixture::default());
             driver.mend();
             if let Ok(store) = opened {
                 assert_eq!(fail_once(driver, event, &store, call, 1000, &ids(3)), 0);

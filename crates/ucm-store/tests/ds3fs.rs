@@ -25,16 +25,16 @@ fn calls(name: &CStr) -> u64 {
 #[test]
 fn it_is_a_column_of_the_suite_and_its_records_go_through_rings() {
     assert!(media().contains(&Medium::Kind("ds3fs")));
-    let (dir, setup) = (directory(), on(Medium::Kind("ds3fs")));
-    let store = Store::open(dir.path(), setup.clone());
+    let (dir, fixture) = (directory(), on(Medium::Kind("ds3fs")));
+    let store = Store::open(dir.path(), fixture.clone());
     store
-        .dump(&Device::filled(&setup, &ids(4)), &ids(4))
+        .dump(&Device::filled(&fixture, &ids(4)), &ids(4))
         .unwrap();
     let (read, written) = (calls(c"read"), calls(c"write"));
     assert!(written >= 2, "{written}");
     drop(store);
-    let store = Store::open(dir.path(), setup.clone());
-    let device = Device::blank(&setup, &ids(4));
+    let store = Store::open(dir.path(), fixture.clone());
+    let device = Device::blank(&fixture, &ids(4));
     store.load(&device, &ids(4)).unwrap();
     assert!(ids(4).into_iter().all(|block| device.is_right(block)));
     assert!(calls(c"read") > read + 1, "more than what a probe reads");

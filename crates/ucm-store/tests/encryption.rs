@@ -15,22 +15,22 @@ use crate::common::device::content;
 use crate::common::segments::finds;
 use crate::common::sides::{columns, dump, dump_alone, has_all, loads, sided};
 use crate::common::{
-    Above, Device, Layout, Medium, Setup, Store, directory, eventually, id, ids, media, on,
+    Above, Device, Fixture, Layout, Medium, Store, directory, eventually, id, ids, media, on,
 };
 
 /// Files and segments of blocks that are long enough to be found by their content.
-fn on_disk() -> [Setup; 2] {
-    [Layout::File, Layout::segments()].map(|layout| Setup {
+fn on_disk() -> [Fixture; 2] {
+    [Layout::File, Layout::segments()].map(|layout| Fixture {
         layout,
         above: Above::Nothing,
         unnamed: false,
         compressed: false,
-        ..Setup::default().encrypted(1)
+        ..Fixture::default().encrypted(1)
     })
 }
 
 /// Whether the content of any of these blocks lies in any file below a directory.
-fn lies_open(dir: &Path, setup: &Setup, blocks: &[BlockId]) -> bool {
+fn lies_open(dir: &Path, fixture: &Fixture, blocks: &[BlockId]) -> bool {
     let mut directories = vec![dir.to_owned()];
     while let Some(dir) = directories.pop() {
         for entry in std::fs::read_dir(dir).unwrap() {
@@ -41,7 +41,7 @@ fn lies_open(dir: &Path, setup: &Setup, blocks: &[BlockId]) -> bool {
             }
             let bytes = std::fs::read(&path).unwrap_or_default();
             let has = |&block: &BlockId| {
-                let content = content(setup, block);
+                let content = content(fixture, block);
                 bytes.windows(32).any(|window| window == &content[..32])
             };
             if blocks.iter().any(has) {
@@ -55,8 +55,8 @@ fn lies_open(dir: &Path, setup: &Setup, blocks: &[BlockId]) -> bool {
 #[test]
 fn blocks_and_side_shards_come_back_on_every_medium() {
     for medium in media() {
-        let (dir, setup) = (directory(), sided(on(medium)).encrypted(1));
-        let store = Store::open(dir.path(), setup);
+        let (dir, fixture) = (directory(), sided(on(medium)).encrypted(1));
+        let store = Store::open(dir.path(), fixture);
         dump(&store, &ids(4));
         dump_alone(&store, &[id(9)], &["codes"]);
         assert!(loads(&store, &ids(4)), "{medium:?}");
@@ -68,16 +68,16 @@ fn blocks_and_side_shards_come_back_on_every_medium() {
 
 #[test]
 fn they_come_back_in_every_layout_under_every_codec_and_tier() {
-    for setup in columns() {
-        let (dir, setup) = (directory(), setup.encrypted(1));
+    for fixture in columns() {
+        let (dir, fixture) = (directory(), fixture.encrypted(1));
         let what = format!(
             "{:?} {:?} {:?}",
-            setup.layout, setup.compressed, setup.above
+            fixture.layout, fixture.compressed, fixture.above
         );
-        let store = Store::open(dir.path(), setup.clone());
+        let store = Store::open(dir.path(), fixture.clone());
         dump(&store, &ids(4));
         drop(store);
-        let store = Store::open(dir.path(), setup); // the memory is empty now
+        let store = Store::open(dir.path(), fixture); // the memory is empty now
         assert!(has_all(&store, &ids(4)) && loads(&store, &ids(4)), "{what}");
         assert!(
             loads(&store, &ids(4)),
@@ -89,35 +89,35 @@ fn they_come_back_in_every_layout_under_every_codec_and_tier() {
 
 #[test]
 fn nothing_of_a_block_lies_open_below_memory() {
-    for setup in on_disk() {
+    for fixture in on_disk() {
         for above in [
             Above::Nothing,
             Above::Memory(8, WritePolicy::Through),
             Above::Memory(8, WritePolicy::Back),
         ] {
-            let (dir, setup) = (
+            let (dir, fixture) = (
                 directory(),
-                Setup {
+                Fixture {
                     above,
-                    ..setup.clone()
+                    ..fixture.clone()
                 },
             );
-            let store = Store::open(dir.path(), setup.clone());
+            let store = Store::open(dir.path(), fixture.clone());
             store
-                .dump(&Device::filled(&setup, &ids(4)), &ids(4))
+                .dump(&Device::filled(&fixture, &ids(4)), &ids(4))
                 .unwrap();
             drop(store); // what is written back is written then
             assert!(
-                !lies_open(dir.path(), &setup, &ids(4)),
+                !lies_open(dir.path(), &fixture, &ids(4)),
                 "{:?} {above:?}",
-                setup.layout
+                fixture.layout
             );
         }
         let (dir, plain) = (
             directory(),
-            Setup {
+            Fixture {
                 keys: None,
-                ..setup
+                ..fixture
             },
         );
         let store = Store::open(dir.path(), plain.clone());
@@ -131,7 +131,7 @@ fn nothing_of_a_block_lies_open_below_memory() {
 
 /// Loads one block, which fails: how often for this reason.
 fn misses(store: &Store, block: BlockId, reason: &str) -> u64 {
-    let device = Device::blank(&store.setup, &[block]);
+    let device = Device::blank(&store.fixture, &[block]);
     assert!(store.load(&device, &[block]).is_err() && device.is_blank(block));
     store.missed(reason)
 }
@@ -143,20 +143,20 @@ fn a_wrong_key_is_a_miss_and_destroys_nothing() {
         .filter(|medium| matches!(medium, Medium::Kind(_)));
     let mut setups: Vec<_> = on_others.map(|medium| on(medium).encrypted(1)).collect();
     setups.extend(on_disk());
-    for setup in setups {
+    for fixture in setups {
         let (dir, what) = (
             directory(),
-            format!("{:?} {:?}", setup.medium, setup.layout),
+            format!("{:?} {:?}", fixture.medium, fixture.layout),
         );
-        let owner = Store::open(dir.path(), setup.clone());
+        let owner = Store::open(dir.path(), fixture.clone());
         owner
-            .dump(&Device::filled(&setup, &ids(2)), &ids(2))
+            .dump(&Device::filled(&fixture, &ids(2)), &ids(2))
             .unwrap();
         let others = [
-            setup.clone().encrypted(2),
-            Setup {
+            fixture.clone().encrypted(2),
+            Fixture {
                 keys: None,
-                ..setup.clone()
+                ..fixture.clone()
             },
         ];
         for (number, other) in (0..).zip(others) {
@@ -171,7 +171,7 @@ fn a_wrong_key_is_a_miss_and_destroys_nothing() {
             // A dump of the same block leaves it alone too, and says so: what cannot be read is not
             // stored.
             for _ in 0..3 {
-                let failed = store.dump(&Device::filled(&setup, &ids(1)), &ids(1));
+                let failed = store.dump(&Device::filled(&fixture, &ids(1)), &ids(1));
                 let (row, error) = failed.unwrap_err().remove(0);
                 assert_eq!((row, error.kind()), (0, ErrorKind::Foreign), "{what}");
                 let reason = ("reason", "wrong_key".to_owned());
@@ -185,10 +185,10 @@ fn a_wrong_key_is_a_miss_and_destroys_nothing() {
             assert_eq!(counted, (0, 0), "{what}");
             // What nothing is in the way of is stored as ever.
             let free = [id(8 + number)];
-            store.dump(&Device::filled(&setup, &free), &free).unwrap();
+            store.dump(&Device::filled(&fixture, &free), &free).unwrap();
             assert!(loads(&store, &free), "{what}");
         }
-        let again = Store::open(dir.path(), setup.clone());
+        let again = Store::open(dir.path(), fixture.clone());
         eventually("it is found", || finds(&again, &ids(2)) == [true; 2]);
         assert!(loads(&again, &ids(2)), "{what}");
     }
@@ -200,28 +200,31 @@ fn a_first_dump_over_a_record_of_another_key_is_not_stored() {
         .into_iter()
         .filter(|medium| matches!(medium, Medium::Kind(_)));
     // From 128 KiB on Redis reports the length of the value before a value is sent.
-    let long = Setup {
+    let long = Fixture {
         tensors: vec![128 << 10],
-        ..Setup::default()
+        ..Fixture::default()
     };
     let on_kinds = kinds.flat_map(|medium| {
-        let long = Setup {
+        let long = Fixture {
             medium,
             ..long.clone()
         };
-        [on(medium), long].map(|setup| setup.encrypted(1))
+        [on(medium), long].map(|fixture| fixture.encrypted(1))
     });
-    for setup in on_kinds.chain(on_disk()) {
-        let what = format!("{:?} {:?} {:?}", setup.medium, setup.layout, setup.tensors);
+    for fixture in on_kinds.chain(on_disk()) {
+        let what = format!(
+            "{:?} {:?} {:?}",
+            fixture.medium, fixture.layout, fixture.tensors
+        );
         let (dir, stored, new) = (directory(), ids(1), [id(9)]);
-        let owner = Store::open(dir.path(), setup.clone());
+        let owner = Store::open(dir.path(), fixture.clone());
         dump(&owner, &stored);
         for looks in [true, false] {
-            let other = Store::open(dir.path(), setup.clone().encrypted(2));
-            if looks || setup.medium != Medium::Kind("redis") {
+            let other = Store::open(dir.path(), fixture.clone().encrypted(2));
+            if looks || fixture.medium != Medium::Kind("redis") {
                 eventually("it is found", || finds(&other, &stored) == [true]);
             }
-            let failed = other.dump(&Device::filled(&setup, &stored), &stored);
+            let failed = other.dump(&Device::filled(&fixture, &stored), &stored);
             let (_, error) = failed.unwrap_err().remove(0);
             let reason = ("reason", "wrong_key".to_owned());
             assert!(error.context().contains(&reason), "{what}: {error}");
@@ -230,14 +233,14 @@ fn a_first_dump_over_a_record_of_another_key_is_not_stored() {
             let counted = (other.stat("blocks_present"), other.stat("blocks_published"));
             assert_eq!(counted, (0, 0), "{what}");
         }
-        let twin = Store::open(dir.path(), setup.clone());
+        let twin = Store::open(dir.path(), fixture.clone());
         eventually("it is found", || finds(&twin, &stored) == [true]);
         for _ in 0..3 {
             dump(&twin, &stored);
         }
         dump(&twin, &new);
         assert_eq!(twin.stat("blocks_present"), 3, "{what}");
-        if setup.medium == Medium::Posix && setup.layout == Layout::File {
+        if fixture.medium == Medium::Posix && fixture.layout == Layout::File {
             assert_eq!(twin.asked(OpKind::Read, stored[0]), 1, "its header, once");
         }
         assert!(loads(&twin, &[stored[0], new[0]]), "{what}");
@@ -246,31 +249,31 @@ fn a_first_dump_over_a_record_of_another_key_is_not_stored() {
 
 #[test]
 fn a_first_dump_over_a_record_that_is_not_encrypted_has_the_next_one_replace_it() {
-    for setup in on_disk() {
+    for fixture in on_disk() {
         let (dir, stored) = (directory(), ids(1));
-        let plain = Setup {
+        let plain = Fixture {
             keys: None,
-            ..setup.clone()
+            ..fixture.clone()
         };
         dump(&Store::open(dir.path(), plain), &stored);
-        let store = Store::open(dir.path(), setup.clone());
+        let store = Store::open(dir.path(), fixture.clone());
         eventually("it is found", || finds(&store, &stored) == [true]);
-        let failed = store.dump(&Device::filled(&setup, &stored), &stored);
+        let failed = store.dump(&Device::filled(&fixture, &stored), &stored);
         let (_, error) = failed.unwrap_err().remove(0);
         assert!(error.message().contains("not encrypted"), "{error}");
         dump(&store, &stored);
-        assert!(loads(&store, &stored), "{:?}", setup.layout);
+        assert!(loads(&store, &stored), "{:?}", fixture.layout);
     }
 }
 
 #[test]
 fn what_is_not_encrypted_is_a_miss_where_a_key_is_and_is_replaced() {
-    for setup in on_disk() {
+    for fixture in on_disk() {
         let (dir, plain) = (
             directory(),
-            Setup {
+            Fixture {
                 keys: None,
-                ..setup.clone()
+                ..fixture.clone()
             },
         );
         let store = Store::open(dir.path(), plain.clone());
@@ -278,74 +281,74 @@ fn what_is_not_encrypted_is_a_miss_where_a_key_is_and_is_replaced() {
             .dump(&Device::filled(&plain, &ids(1)), &ids(1))
             .unwrap();
         drop(store);
-        let store = Store::open(dir.path(), setup.clone());
+        let store = Store::open(dir.path(), fixture.clone());
         eventually("it is found", || finds(&store, &ids(1)) == [true]);
         assert_eq!(
             misses(&store, id(0), "not_encrypted"),
             1,
             "{:?}",
-            setup.layout
+            fixture.layout
         );
         store
-            .dump(&Device::filled(&setup, &ids(1)), &ids(1))
+            .dump(&Device::filled(&fixture, &ids(1)), &ids(1))
             .unwrap();
-        assert_eq!(store.stat("records_replaced"), 1, "{:?}", setup.layout);
-        assert!(loads(&store, &ids(1)), "{:?}", setup.layout);
+        assert_eq!(store.stat("records_replaced"), 1, "{:?}", fixture.layout);
+        assert!(loads(&store, &ids(1)), "{:?}", fixture.layout);
         // In segments the one that was replaced lies there still.
         let in_segments = store.places().into_iter().map(|place| {
             let file = std::fs::read(&place.file).unwrap();
             file[place.offset..place.offset + place.len].to_vec()
         });
-        let records: Vec<_> = match setup.layout {
+        let records: Vec<_> = match fixture.layout {
             Layout::File => vec![store.record(id(0))],
             _ => in_segments.collect(),
         };
         let encrypted = |record: &Vec<u8>| RecordHeader::decode(record).unwrap().key.is_some();
-        assert!(records.iter().any(encrypted), "{:?}", setup.layout);
+        assert!(records.iter().any(encrypted), "{:?}", fixture.layout);
     }
 }
 
 #[test]
 fn a_flipped_bit_is_a_miss_and_the_next_dump_replaces_it() {
-    for setup in on_disk() {
+    for fixture in on_disk() {
         let dir = directory();
-        let store = Store::open(dir.path(), setup.clone());
+        let store = Store::open(dir.path(), fixture.clone());
         store
-            .dump(&Device::filled(&setup, &ids(3)), &ids(3))
+            .dump(&Device::filled(&fixture, &ids(3)), &ids(3))
             .unwrap();
         let len = store.record(id(0)).len();
         for (block, at) in [(id(0), 4096), (id(1), len - 1), (id(2), 700)] {
             store.edit(block, |record| record[at] ^= 0x10);
-            let device = Device::blank(&setup, &[block]);
+            let device = Device::blank(&fixture, &[block]);
             assert!(store.load(&device, &[block]).is_err() && device.is_blank(block));
         }
         let reasons = (store.missed("bad_checksum"), store.missed("bad_header"));
-        assert_eq!(reasons, (2, 1), "{:?}", setup.layout);
+        assert_eq!(reasons, (2, 1), "{:?}", fixture.layout);
         store
-            .dump(&Device::filled(&setup, &ids(3)), &ids(3))
+            .dump(&Device::filled(&fixture, &ids(3)), &ids(3))
             .unwrap();
-        assert!(loads(&store, &ids(3)), "{:?}", setup.layout);
+        assert!(loads(&store, &ids(3)), "{:?}", fixture.layout);
     }
 }
 
 #[test]
 fn layers_come_one_by_one_from_encrypted_blocks() {
-    for setup in on_disk() {
-        let (dir, setup) = (
+    for fixture in on_disk() {
+        let (dir, fixture) = (
             directory(),
-            Setup {
+            Fixture {
                 layers: 4,
                 layers_per_shard: 1,
-                ..setup
+                ..fixture
             },
         );
-        let store = Store::open(dir.path(), setup.clone());
+        let store = Store::open(dir.path(), fixture.clone());
         let rows = |device: &Device| (0..4).map(|shard| device.row(id(0), shard)).collect();
-        let filled = Device::filled(&setup, &ids(1));
+        let filled = Device::filled(&fixture, &ids(1));
         store
             .outcome(&store.engine.dump(rows(&filled)).unwrap())
             .unwrap();
-        let blank = Device::blank(&setup, &ids(1));
+        let blank = Device::blank(&fixture, &ids(1));
         let task = store.engine.load(vec![blank.row(id(0), 2)], None).unwrap();
         store.outcome(&task).unwrap();
         assert!(!blank.is_blank(id(0)));

@@ -12,7 +12,8 @@ use ucm_store::engine::{Deadlines, Task, Until};
 use ucm_testkit::{Fault, Gate, OpKind, Rule};
 
 use crate::common::{
-    Device, Layout, Setup, SlowDevice, Store, directory, eventually, id, ids, media, on, only_over,
+    Device, Fixture, Layout, SlowDevice, Store, directory, eventually, id, ids, media, on,
+    only_over,
 };
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -28,24 +29,24 @@ fn failed_as(task: &Task, kind: ErrorKind) -> bool {
 }
 
 /// A store on a clock moved by hand, whose end waits for nothing.
-fn manual(setup: &Setup) -> (tempfile::TempDir, Store, Arc<ManualClock>) {
+fn manual(fixture: &Fixture) -> (tempfile::TempDir, Store, Arc<ManualClock>) {
     let (dir, clock) = (directory(), ManualClock::new());
     let store = Store::with_clock(
         dir.path(),
-        setup.clone(),
+        fixture.clone(),
         Arc::clone(&clock) as Arc<dyn Clock>,
     );
     (dir, store, clock)
 }
 
-fn small() -> Setup {
-    Setup {
+fn small() -> Fixture {
+    Fixture {
         slots: 4,
         deadlines: Deadlines {
             shutdown: Duration::ZERO,
-            ..Setup::default().deadlines
+            ..Fixture::default().deadlines
         },
-        ..Setup::default()
+        ..Fixture::default()
     }
 }
 
@@ -57,23 +58,23 @@ fn closing_waits_for_every_step_of_what_is_under_way() {
     );
     let dir = directory();
     // However long this test is kept from opening the gate.
-    let setup = Setup {
+    let fixture = Fixture {
         deadlines: Deadlines {
             load: MINUTE,
             shutdown: MINUTE,
-            ..Setup::default().deadlines
+            ..Fixture::default().deadlines
         },
-        ..Setup::default()
+        ..Fixture::default()
     };
-    let device = Device::filled(&setup, &ids(41));
-    Store::open(dir.path(), setup.clone())
+    let device = Device::filled(&fixture, &ids(41));
+    Store::open(dir.path(), fixture.clone())
         .dump(&device, &[id(0)])
         .unwrap();
     // Again and again, because the end of the store and the next step of each task meet somewhere
     // else each time.
     for n in 1..=40 {
-        let store = Store::open(dir.path(), setup.clone());
-        let blank = Device::blank(&setup, &[id(0)]);
+        let store = Store::open(dir.path(), fixture.clone());
+        let blank = Device::blank(&fixture, &[id(0)]);
         // The first of two operations each: the look before a publication, the read before a copy
         // to the device.
         let gate = Gate::new();
@@ -102,7 +103,7 @@ fn closing_ends_loads_that_never_got_a_slot() {
     );
     let (_dir, store, _clock) = manual(&small());
     let gate = store.hang(OpKind::Read);
-    let device = Device::blank(&store.setup, &ids(30));
+    let device = Device::blank(&store.fixture, &ids(30));
     let tasks = [ids(10), ids(30)[10..30].to_vec()]
         .map(|ids| store.engine.load(device.rows(&ids), None).unwrap());
     gate.await_waiting(4);
@@ -117,13 +118,13 @@ fn closing_ends_loads_that_never_got_a_slot() {
 
 #[test]
 fn closing_ends_dumps_that_hang_and_frees_incomplete_blocks() {
-    let setup = Setup {
+    let fixture = Fixture {
         layers_per_shard: 1,
         ..small()
     };
-    let (_dir, store, _clock) = manual(&setup);
+    let (_dir, store, _clock) = manual(&fixture);
     let gate = store.hang(Layout::of_this_run().writing());
-    let device = Device::filled(&setup, &ids(2));
+    let device = Device::filled(&fixture, &ids(2));
     let half = store.engine.dump(vec![device.row(id(1), 0)]).unwrap();
     store.outcome(&half).unwrap();
     let hung = store.engine.dump(device.rows(&ids(1))).unwrap();
@@ -140,12 +141,12 @@ fn closing_ends_dumps_that_hang_and_frees_incomplete_blocks() {
 #[test]
 fn a_copy_that_hangs_costs_its_dump_and_no_other_of_the_same_block() {
     let slow = SlowDevice::new(1);
-    let setup = Setup {
+    let fixture = Fixture {
         device: Some(Arc::clone(&slow)),
-        ..Setup::default()
+        ..Fixture::default()
     };
-    let (_dir, store, clock) = manual(&setup);
-    let device = Device::filled(&setup, &ids(1));
+    let (_dir, store, clock) = manual(&fixture);
+    let device = Device::filled(&fixture, &ids(1));
     let stuck = store.engine.dump(device.rows(&ids(1))).unwrap();
     slow.await_hanging(1);
     clock.advance(Deadlines::default().dump);
@@ -176,7 +177,7 @@ fn a_copy_that_hangs_costs_its_dump_and_no_other_of_the_same_block() {
     store.outcome(&second).unwrap();
     store.outcome(&third).unwrap();
     assert_eq!(store.stat("blocks_published"), 1);
-    let target = Device::blank(&setup, &ids(1));
+    let target = Device::blank(&fixture, &ids(1));
     store.load(&target, &ids(1)).unwrap();
     assert!(target.is_right(id(0)));
 }
@@ -185,15 +186,15 @@ fn a_copy_that_hangs_costs_its_dump_and_no_other_of_the_same_block() {
 fn a_dump_behind_a_copy_that_hangs_ends_too() {
     for medium in media() {
         let slow = SlowDevice::new(1);
-        let setup = Setup {
+        let fixture = Fixture {
             medium,
             layers_per_shard: 1,
             copy_threads: 2,
             device: Some(Arc::clone(&slow)),
-            ..Setup::default()
+            ..Fixture::default()
         };
-        let (_dir, store, clock) = manual(&setup);
-        let device = Device::filled(&setup, &ids(1));
+        let (_dir, store, clock) = manual(&fixture);
+        let device = Device::filled(&fixture, &ids(1));
         let first = store.engine.dump(vec![device.row(id(0), 0)]).unwrap();
         slow.await_hanging(1);
         clock.advance(SECOND);
@@ -219,15 +220,15 @@ fn a_dump_behind_a_copy_that_hangs_ends_too() {
 fn a_dump_for_which_the_queue_of_copies_has_no_place_is_refused_and_changes_nothing() {
     for medium in media() {
         let slow = SlowDevice::new(1);
-        let setup = Setup {
+        let fixture = Fixture {
             medium,
             slots: 4,
             device: Some(Arc::clone(&slow)),
-            ..Setup::default()
+            ..Fixture::default()
         };
         let dir = directory();
-        let store = Store::open(dir.path(), setup.clone());
-        let device = Device::filled(&setup, &ids(2));
+        let store = Store::open(dir.path(), fixture.clone());
+        let device = Device::filled(&fixture, &ids(2));
         let dump = |ids: &[BlockId]| store.engine.dump(device.rows(ids));
         let mut tasks = vec![dump(&ids(1)).unwrap()];
         slow.await_hanging(1);
@@ -256,23 +257,23 @@ fn a_dump_for_which_the_queue_of_copies_has_no_place_is_refused_and_changes_noth
 #[test]
 fn a_load_that_joined_a_late_read_has_its_own_time() {
     only_over!(NothingKept, "a memory has what it loads");
-    let setup = Setup::default();
-    let (_dir, store, clock) = manual(&setup);
+    let fixture = Fixture::default();
+    let (_dir, store, clock) = manual(&fixture);
     store
-        .dump(&Device::filled(&setup, &ids(2)), &ids(2))
+        .dump(&Device::filled(&fixture, &ids(2)), &ids(2))
         .unwrap();
     let gate = Gate::new();
     // Neighbours in a segment are one read; they lie in two if the first was sealed before the
     // second was there.
-    let reads = match setup.layout {
+    let reads = match fixture.layout {
         Layout::File => 2,
         Layout::Segment(_) => store.segments().len(),
     };
     let hang = Rule::on(OpKind::Read, Fault::HangBefore(gate.clone()));
     store.fault(hang.lane(0).times(reads as u64));
     let (one, other) = (
-        Device::blank(&setup, &ids(2)),
-        Device::blank(&setup, &ids(1)),
+        Device::blank(&fixture, &ids(2)),
+        Device::blank(&fixture, &ids(1)),
     );
     let hasty = store.engine.load(one.rows(&ids(2)), Some(SECOND)).unwrap();
     gate.await_waiting(reads);
@@ -300,20 +301,20 @@ fn a_load_whose_copy_to_the_device_hangs_is_not_reported_before_it_returns() {
         let dir = directory();
         let writer = Store::open(dir.path(), on(medium));
         writer
-            .dump(&Device::filled(&writer.setup, &ids(1)), &ids(1))
+            .dump(&Device::filled(&writer.fixture, &ids(1)), &ids(1))
             .unwrap();
         let (clock, slow) = (ManualClock::new(), SlowDevice::new(1));
-        let setup = Setup {
+        let fixture = Fixture {
             medium,
             device: Some(Arc::clone(&slow)),
-            ..Setup::default()
+            ..Fixture::default()
         };
         let store = Store::with_clock(
             dir.path(),
-            setup.clone(),
+            fixture.clone(),
             Arc::clone(&clock) as Arc<dyn Clock>,
         );
-        let target = Device::blank(&setup, &ids(1));
+        let target = Device::blank(&fixture, &ids(1));
         let task = store
             .engine
             .load(target.rows(&ids(1)), Some(SECOND))
@@ -333,7 +334,7 @@ fn nothing_to_move_is_done_at_once_and_one_bad_row_names_itself() {
         Files,
         "it goes by the words for a block file that is not there"
     );
-    let (_dir, store, _clock) = manual(&Setup::default());
+    let (_dir, store, _clock) = manual(&Fixture::default());
     for task in [
         store.engine.load(Vec::new(), None),
         store.engine.dump(Vec::new()),
@@ -342,9 +343,9 @@ fn nothing_to_move_is_done_at_once_and_one_bad_row_names_itself() {
     }
     assert!(store.engine.lookup(&[]).unwrap().is_empty());
     store
-        .dump(&Device::filled(&store.setup, &ids(1)), &ids(1))
+        .dump(&Device::filled(&store.fixture, &ids(1)), &ids(1))
         .unwrap();
-    let target = Device::blank(&store.setup, &ids(2));
+    let target = Device::blank(&store.fixture, &ids(2));
     let failures = store.load(&target, &ids(2)).unwrap_err();
     let (row, text) = (failures[0].0, failures[0].1.to_string());
     assert!(failures.len() == 1 && row == 1, "{failures:?}");
@@ -358,13 +359,13 @@ fn a_huge_load_never_fills_the_queues_of_the_backend() {
         "it counts what a directory of files is asked for"
     );
     let slow = SlowDevice::new(4);
-    let setup = Setup {
+    let fixture = Fixture {
         slots: 1200,
         device: Some(Arc::clone(&slow)),
-        ..Setup::default()
+        ..Fixture::default()
     };
     let dir = directory();
-    let writer = Store::open(dir.path(), Setup::default());
+    let writer = Store::open(dir.path(), Fixture::default());
     let many: Vec<BlockId> = (0..1100u64)
         .map(|n| {
             BlockId(std::array::from_fn(|i| {
@@ -373,12 +374,12 @@ fn a_huge_load_never_fills_the_queues_of_the_backend() {
         })
         .collect();
     // All of them are there: a block that is not would end the load before the others are read.
-    let source = Device::filled(&setup, &many);
+    let source = Device::filled(&fixture, &many);
     for some in many.chunks(4) {
         writer.dump(&source, some).unwrap();
     }
-    let store = Store::open(dir.path(), setup.clone());
-    let target = Device::blank(&setup, &many);
+    let store = Store::open(dir.path(), fixture.clone());
+    let target = Device::blank(&fixture, &many);
     let task = store
         .engine
         .load(target.rows(&many), Some(Duration::from_secs(120)))

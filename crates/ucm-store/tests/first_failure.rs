@@ -13,31 +13,32 @@ use ucm_store::engine::{Deadlines, Task, Until};
 use ucm_testkit::Gate;
 
 use crate::common::{
-    Device, Medium, Setup, SlowDevice, Store, directory, eventually, id, ids, media, on, only_over,
+    Device, Fixture, Medium, SlowDevice, Store, directory, eventually, id, ids, media, on,
+    only_over,
 };
 
 /// Every read of a test may hang and leave a thread for the others.
-fn wide() -> Setup {
-    Setup {
+fn wide() -> Fixture {
+    Fixture {
         workers: 8,
-        ..Setup::default()
+        ..Fixture::default()
     }
 }
 
 /// A store with these blocks, each read by itself, and none of them in a memory above.
-fn stored(setup: &Setup, blocks: &[BlockId]) -> (tempfile::TempDir, Store) {
+fn stored(fixture: &Fixture, blocks: &[BlockId]) -> (tempfile::TempDir, Store) {
     let dir = directory();
-    let store = Store::open(dir.path(), setup.clone());
+    let store = Store::open(dir.path(), fixture.clone());
     fill(&store, blocks);
     (dir, store)
 }
 
 fn fill(store: &Store, blocks: &[BlockId]) {
-    let device = Device::filled(&store.setup, blocks);
+    let device = Device::filled(&store.fixture, blocks);
     for &block in blocks {
         // in a segment of its own, where segments are sealed at once
         store.dump(&device, &[block]).unwrap();
-        if store.setup.medium == Medium::Posix {
+        if store.fixture.medium == Medium::Posix {
             store.forget(block);
         }
     }
@@ -93,7 +94,7 @@ fn those_before_the_first_bad_block_arrive_and_those_behind_it_are_given_up() {
     let (_dir, store) = stored(&wide(), &ids(5));
     damage(&store, id(2));
     let (before, behind) = (hang(&store, &ids(2)), hang(&store, &[id(3), id(4)]));
-    let device = Device::blank(&store.setup, &ids(5));
+    let device = Device::blank(&store.fixture, &ids(5));
     let task = store.engine.load(device.rows(&ids(5)), None).unwrap();
     await_failures(&task, 1);
     assert!(
@@ -129,7 +130,7 @@ fn a_failure_further_up_front_moves_the_cut() {
     damage(&store, id(3));
     let (first, second) = (hang(&store, &[id(0)]), hang(&store, &[id(1)]));
     let third = hang(&store, &[id(2), id(4)]);
-    let device = Device::blank(&store.setup, &ids(5));
+    let device = Device::blank(&store.fixture, &ids(5));
     let task = store.engine.load(device.rows(&ids(5)), None).unwrap();
     await_failures(&task, 1); // the fourth
     second.open();
@@ -156,8 +157,8 @@ fn loads_that_share_a_read_go_by_their_own_order() {
     damage(&store, id(1));
     let (good, bad) = (hang(&store, &[id(0)]), hang(&store, &[id(1)]));
     let (one, other) = (
-        Device::blank(&store.setup, &ids(2)),
-        Device::blank(&store.setup, &ids(2)),
+        Device::blank(&store.fixture, &ids(2)),
+        Device::blank(&store.fixture, &ids(2)),
     );
     let forward = store.engine.load(one.rows(&ids(2)), None).unwrap();
     let backward = store
@@ -178,14 +179,14 @@ fn loads_that_share_a_read_go_by_their_own_order() {
 
 #[test]
 fn a_block_counts_where_its_first_row_stands() {
-    let setup = Setup {
+    let fixture = Fixture {
         layers_per_shard: 1,
         ..wide()
     };
-    let (_dir, store) = stored(&setup, &ids(3));
+    let (_dir, store) = stored(&fixture, &ids(3));
     damage(&store, id(1));
     let (before, behind) = (hang(&store, &[id(0)]), hang(&store, &[id(2)]));
-    let device = Device::blank(&setup, &ids(3));
+    let device = Device::blank(&fixture, &ids(3));
     let rows = (0..3).flat_map(|shard| ids(3).into_iter().map(move |block| (block, shard)));
     let rows = rows
         .map(|(block, shard)| device.row(block, shard))
@@ -215,7 +216,7 @@ fn a_record_refused_before_costs_nothing_before_it() {
     for medium in media() {
         let (_dir, store) = stored(&on(medium), &ids(4));
         store.engine.mark_bad(&[id(2)]).unwrap();
-        let device = Device::blank(&store.setup, &ids(4));
+        let device = Device::blank(&store.fixture, &ids(4));
         let task = store.engine.load(device.rows(&ids(4)), None).unwrap();
         assert_eq!(
             outcome(&store, &task),
@@ -236,14 +237,14 @@ fn a_record_refused_before_costs_nothing_before_it() {
 #[test]
 fn in_a_load_larger_than_the_arena_too() {
     for first in [1, 30] {
-        let setup = Setup {
+        let fixture = Fixture {
             slots: 4,
-            ..Setup::default()
+            ..Fixture::default()
         };
-        let (_dir, store) = stored(&setup, &ids(40));
+        let (_dir, store) = stored(&fixture, &ids(40));
         damage(&store, id(first));
         damage(&store, id(35));
-        let device = Device::blank(&setup, &ids(40));
+        let device = Device::blank(&fixture, &ids(40));
         let task = store.engine.load(device.rows(&ids(40)), None).unwrap();
         let failed = outcome(&store, &task);
         assert_eq!(failed[0], (usize::from(first), ErrorKind::Corrupt));
@@ -254,12 +255,12 @@ fn in_a_load_larger_than_the_arena_too() {
 
 #[test]
 fn what_is_given_up_takes_no_slot_from_others() {
-    let setup = Setup { slots: 4, ..wide() };
-    let (_dir, store) = stored(&setup, &ids(20));
+    let fixture = Fixture { slots: 4, ..wide() };
+    let (_dir, store) = stored(&fixture, &ids(20));
     damage(&store, id(1));
     let (before, bad) = (hang(&store, &[id(0)]), hang(&store, &[id(1)]));
     let behind = hang(&store, &[id(2), id(3)]);
-    let device = Device::blank(&setup, &ids(20));
+    let device = Device::blank(&fixture, &ids(20));
     let task = store.engine.load(device.rows(&ids(20)), None).unwrap();
     eventually("every slot is taken", || store.stat("loads_queued") == 16);
     bad.open();
@@ -267,7 +268,7 @@ fn what_is_given_up_takes_no_slot_from_others() {
         store.stat("loads_queued") == 0
     });
     assert!(!is_over(&store, &task));
-    let other = Device::blank(&setup, &[id(19)]);
+    let other = Device::blank(&fixture, &[id(19)]);
     store.load(&other, &[id(19)]).unwrap();
     assert!(other.is_right(id(19)));
     before.open();
@@ -284,7 +285,7 @@ fn the_deadline_ends_those_before_it_as_well() {
     fill(&store, &ids(3));
     damage(&store, id(1));
     let (before, behind) = (hang(&store, &[id(0)]), hang(&store, &[id(2)]));
-    let device = Device::blank(&store.setup, &ids(3));
+    let device = Device::blank(&store.fixture, &ids(3));
     let two = Duration::from_secs(2);
     let task = store.engine.load(device.rows(&ids(3)), Some(two)).unwrap();
     await_failures(&task, 1);
@@ -306,17 +307,17 @@ fn the_deadline_ends_those_before_it_as_well() {
 
 #[test]
 fn the_end_of_the_store_ends_those_before_it_as_well() {
-    let setup = Setup {
+    let fixture = Fixture {
         deadlines: Deadlines {
             shutdown: Duration::ZERO,
-            ..Setup::default().deadlines
+            ..Fixture::default().deadlines
         },
         ..wide()
     };
-    let (_dir, store) = stored(&setup, &ids(2));
+    let (_dir, store) = stored(&fixture, &ids(2));
     damage(&store, id(1));
     let gate = hang(&store, &[id(0)]);
-    let device = Device::blank(&setup, &ids(2));
+    let device = Device::blank(&fixture, &ids(2));
     let task = store.engine.load(device.rows(&ids(2)), None).unwrap();
     await_failures(&task, 1);
     store.engine.close();
@@ -333,13 +334,13 @@ fn a_copy_to_the_device_that_fails_is_a_failure_like_any_other() {
     only_over!(NothingKept, "a memory brings them all at once");
     let (dir, slow) = (directory(), SlowDevice::failing(1));
     fill(&Store::open(dir.path(), wide()), &ids(3));
-    let setup = Setup {
+    let fixture = Fixture {
         device: Some(Arc::clone(&slow)),
         ..wide()
     };
-    let store = Store::open(dir.path(), setup.clone());
+    let store = Store::open(dir.path(), fixture.clone());
     let (before, behind) = (hang(&store, &[id(0)]), hang(&store, &[id(2)]));
-    let device = Device::blank(&setup, &ids(3));
+    let device = Device::blank(&fixture, &ids(3));
     let task = store.engine.load(device.rows(&ids(3)), None).unwrap();
     slow.await_hanging(1);
     slow.go();
@@ -360,7 +361,7 @@ fn a_copy_to_the_device_that_fails_is_a_failure_like_any_other() {
 fn an_absent_block_is_a_failure_like_any_other() {
     let (_dir, store) = stored(&wide(), &ids(1));
     let gate = hang(&store, &ids(1));
-    let device = Device::blank(&store.setup, &ids(2));
+    let device = Device::blank(&store.fixture, &ids(2));
     let task = store.engine.load(device.rows(&ids(2)), None).unwrap();
     await_failures(&task, 1);
     assert!(!is_over(&store, &task));

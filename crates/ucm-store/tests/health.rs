@@ -13,7 +13,7 @@ use ucm_testkit::{Fault, Gate, OpKind, Rule};
 
 use crate::common::only_over;
 use crate::common::{
-    Above, Device, Layout, Setup, Store, directory, eventually, id, ids, of_records,
+    Above, Device, Fixture, Layout, Store, directory, eventually, id, ids, of_records,
 };
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -27,17 +27,17 @@ fn opened(threshold: u32, max_stuck: usize) -> (tempfile::TempDir, Store, Arc<Ma
         window: Duration::from_secs(60),
         ..BreakerConfig::default()
     };
-    let setup = Setup {
+    let fixture = Fixture {
         breaker,
-        ..Setup::default()
+        ..Fixture::default()
     };
-    let store = Store::with_clock(dir.path(), setup, Arc::clone(&clock) as Arc<dyn Clock>);
+    let store = Store::with_clock(dir.path(), fixture, Arc::clone(&clock) as Arc<dyn Clock>);
     (dir, store, clock)
 }
 
 /// Whether the breaker of the medium is closed: the engine's, or in a pipeline that of its tier.
 fn is_well(store: &Store) -> bool {
-    match store.setup.above {
+    match store.fixture.above {
         Above::Nothing => store.stat("healthy") == 1,
         _ => store.tier(1, "healthy") == 1,
     }
@@ -78,10 +78,10 @@ fn one_late_load_is_one_failure_and_late_loads_open_it() {
     );
     let (_dir, store, clock) = opened(2, usize::MAX);
     store
-        .dump(&Device::filled(&store.setup, &ids(8)), &ids(8))
+        .dump(&Device::filled(&store.fixture, &ids(8)), &ids(8))
         .unwrap();
     let gate = store.hang(OpKind::Read);
-    let device = Device::blank(&store.setup, &ids(8));
+    let device = Device::blank(&store.fixture, &ids(8));
     for opened in [0, 1] {
         let before = gate.waiting();
         let task = store
@@ -111,7 +111,7 @@ fn a_block_that_is_absent_is_an_answer_of_a_medium_that_is_back() {
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
     assert!(!is_well(&store));
     clock.advance(10 * SECOND);
-    let target = Device::blank(&store.setup, &ids(1));
+    let target = Device::blank(&store.fixture, &ids(1));
     assert_eq!(
         store.load(&target, &ids(1)).unwrap_err()[0].1.kind(),
         ErrorKind::NotFound
@@ -131,7 +131,7 @@ fn what_never_reaches_the_medium_does_not_use_up_the_one_try() {
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
     clock.advance(10 * SECOND);
     assert!(store.engine.lookup(&[]).unwrap().is_empty());
-    let device = Device::filled(&store.setup, &ids(40));
+    let device = Device::filled(&store.fixture, &ids(40));
     let refused = store.engine.dump(device.rows(&ids(40))).err().unwrap();
     assert_eq!(refused.kind(), ErrorKind::Busy);
     store.dump(&device, &ids(1)).unwrap();
@@ -145,7 +145,7 @@ fn too_many_stuck_operations_open_it_until_they_return() {
         "a memory has what was dumped, and it is a hit there"
     );
     let (_dir, store, clock) = opened(u32::MAX, 2);
-    let device = Device::filled(&store.setup, &ids(3));
+    let device = Device::filled(&store.fixture, &ids(3));
     store.dump(&device, &[id(2)]).unwrap();
     let gate = store.hang(Layout::of_this_run().writing());
     for n in 0..2_u8 {
@@ -282,21 +282,21 @@ fn a_lookup_that_was_dropped_or_had_no_turn_is_not_made() {
 /// A store with 64 blocks, of which the first two looks hang; a lookup may take ten seconds.
 fn two_looks_that_hang() -> (tempfile::TempDir, Store, Arc<ManualClock>, [Gate; 2]) {
     let (dir, clock) = (directory(), ManualClock::new());
-    let setup = Setup {
+    let fixture = Fixture {
         slots: 100,
         deadlines: Deadlines {
             lookup: 10 * SECOND,
             ..Deadlines::default()
         },
-        ..Setup::default()
+        ..Fixture::default()
     };
     let store = Store::with_clock(
         dir.path(),
-        setup.clone(),
+        fixture.clone(),
         Arc::clone(&clock) as Arc<dyn Clock>,
     );
     store
-        .dump(&Device::filled(&setup, &ids(64)), &ids(64))
+        .dump(&Device::filled(&fixture, &ids(64)), &ids(64))
         .unwrap();
     let gates = [Gate::new(), Gate::new()];
     for gate in &gates {
@@ -310,10 +310,10 @@ fn two_looks_that_hang() -> (tempfile::TempDir, Store, Arc<ManualClock>, [Gate; 
 fn a_file_that_we_may_not_read_is_refused_and_replaced() {
     only_over!(NothingKept, "a memory has what it loads");
     let (_dir, store, _clock) = opened(1, usize::MAX);
-    let device = Device::filled(&store.setup, &ids(1));
+    let device = Device::filled(&store.fixture, &ids(1));
     store.dump(&device, &ids(1)).unwrap();
     store.fault(of_records(OpKind::Read, Fault::Errno(13)).times(1));
-    let target = Device::blank(&store.setup, &ids(1));
+    let target = Device::blank(&store.fixture, &ids(1));
     assert_eq!(
         store.load(&target, &ids(1)).unwrap_err()[0].1.kind(),
         ErrorKind::Foreign
@@ -329,12 +329,12 @@ fn a_file_that_we_may_not_read_is_refused_and_replaced() {
 fn a_directory_that_we_may_not_search_blames_no_record() {
     only_over!(NothingKept, "a memory has what it loads");
     let (_dir, store, _clock) = opened(8, usize::MAX);
-    let device = Device::filled(&store.setup, &ids(1));
+    let device = Device::filled(&store.fixture, &ids(1));
     store.dump(&device, &ids(1)).unwrap();
     for kind in [OpKind::Read, OpKind::Stat] {
         store.fault(Rule::on(kind, Fault::Errno(13)));
     }
-    let target = Device::blank(&store.setup, &ids(1));
+    let target = Device::blank(&store.fixture, &ids(1));
     assert_eq!(
         store.load(&target, &ids(1)).unwrap_err()[0].1.kind(),
         ErrorKind::Io

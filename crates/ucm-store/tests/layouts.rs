@@ -11,22 +11,22 @@ use ucm_infra::{Clock, ManualClock};
 use ucm_testkit::{Fault, OpKind, Rule};
 
 use crate::common::shared::{LONG, in_time};
-use crate::common::{Device, Layout, Setup, Store, directory, eventually, ids};
+use crate::common::{Device, Fixture, Layout, Store, directory, eventually, ids};
 
 /// A store with the default layout. Where it decides on segments, they are sealed at once.
-fn unnamed() -> Setup {
-    Setup {
+fn unnamed() -> Fixture {
+    Fixture {
         unnamed: true,
         layout: Layout::segments(),
-        ..Setup::default()
+        ..Fixture::default()
     }
 }
 
-fn named(layout: Layout) -> Setup {
-    Setup {
+fn named(layout: Layout) -> Fixture {
+    Fixture {
         unnamed: false,
         layout,
-        ..Setup::default()
+        ..Fixture::default()
     }
 }
 
@@ -148,7 +148,7 @@ fn a_layout_that_is_named_wins_and_the_others_records_make_room() {
         dir.path(),
         &json!({"kind": "file", "why": "measured", "decided": 1}),
     );
-    let small = |layout| Setup {
+    let small = |layout| Fixture {
         capacity: Some(64 * 8192),
         ..named(layout)
     };
@@ -166,11 +166,11 @@ fn a_layout_that_is_named_wins_and_the_others_records_make_room() {
     };
     assert!(!warned(&store));
     drop(store);
-    let setup = small(Layout::segments());
-    let store = Store::open(dir.path(), setup.clone());
+    let fixture = small(Layout::segments());
+    let store = Store::open(dir.path(), fixture.clone());
     assert!(warned(&store));
     assert!(store.stat("storage_used_bytes") >= 30 * 8192, "they count");
-    let device = Device::filled(&setup, &ids(40));
+    let device = Device::filled(&fixture, &ids(40));
     for block in ids(40) {
         eventually("there is room", || store.dump(&device, &[block]).is_ok());
     }
@@ -190,7 +190,7 @@ fn a_store_for_lookups_follows_the_layout_that_a_writer_decides_later() {
     let clock = ManualClock::new();
     let lookups = Store::with_clock(
         &root,
-        Setup {
+        Fixture {
             lookup_only: true,
             ..unnamed()
         },

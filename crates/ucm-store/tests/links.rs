@@ -15,17 +15,17 @@ use ucm_testkit::Fault;
 
 use crate::common::mount::copy_all;
 use crate::common::{
-    Device, Layout, Setup, Store, directory, eventually, id, identity, ids, of_records,
+    Device, Fixture, Layout, Store, directory, eventually, id, identity, ids, of_records,
 };
 
-fn setup(layout: Layout) -> Setup {
-    Setup {
+fn fixture(layout: Layout) -> Fixture {
+    Fixture {
         layout,
         compressed: false,
         above: crate::common::Above::Nothing,
         capacity: Some(16 << 20),
         breaker: BreakerConfig::default(),
-        ..Setup::default()
+        ..Fixture::default()
     }
 }
 
@@ -113,7 +113,7 @@ fn use_it(store: &Store, device: &Device) -> String {
         failed.for_each(|(_, error)| errors.push_str(&format!("{error}\n")));
     }
     for (&block, found) in ids(6).iter().zip(found) {
-        let target = Device::blank(&store.setup, &[block]);
+        let target = Device::blank(&store.fixture, &[block]);
         if store.load(&target, &[block]).is_ok() {
             assert!(found && target.is_right(block));
         }
@@ -123,7 +123,7 @@ fn use_it(store: &Store, device: &Device) -> String {
     let here = IoJob::alone(store_engine(store));
     let _ = store.backend.delete(&here, &ids(2));
     // A full medium has the root counted, and something removed.
-    store.fault(of_records(store.setup.layout.writing(), Fault::Errno(28)).times(1));
+    store.fault(of_records(store.fixture.layout.writing(), Fault::Errno(28)).times(1));
     let _ = store.dump(device, &[id(13)]);
     let _ = store.dump(device, &[id(14)]);
     errors
@@ -138,8 +138,8 @@ fn store_engine(store: &Store) -> std::sync::Arc<PsyncEngine> {
 
 fn filled(layout: Layout) -> (tempfile::TempDir, Store, Device) {
     let dir = directory();
-    let device = Device::filled(&setup(layout), &ids(60));
-    let store = Store::open(&Linked::root(dir.path()), setup(layout));
+    let device = Device::filled(&fixture(layout), &ids(60));
+    let store = Store::open(&Linked::root(dir.path()), fixture(layout));
     store.dump(&device, &ids(6)).unwrap();
     (dir, store, device)
 }
@@ -152,7 +152,7 @@ fn a_link_that_is_there_at_the_start_is_not_followed() {
             drop(store);
             let linked = Linked::new(dir, &name);
             let root = Linked::root(linked.dir.path());
-            let store = Store::with_clock_now(&root, setup(layout), SystemClock::shared());
+            let store = Store::with_clock_now(&root, fixture(layout), SystemClock::shared());
             if !name.starts_with("space") && !name.ends_with("tmp") {
                 assert_eq!(
                     store.engine.lookup(&ids(6)).unwrap(),
@@ -205,11 +205,11 @@ fn a_root_that_only_looks_up_follows_no_link_and_says_so_once() {
         let name = names(layout).remove(0);
         let linked = Linked::new(dir, &name);
         let root = Linked::root(linked.dir.path());
-        let setup = Setup {
+        let fixture = Fixture {
             lookup_only: true,
-            ..setup(layout)
+            ..fixture(layout)
         };
-        let store = Store::with_clock_now(&root, setup, SystemClock::shared());
+        let store = Store::with_clock_now(&root, fixture, SystemClock::shared());
         for _ in 0..3 {
             assert_eq!(store.engine.lookup(&ids(6)).unwrap(), [false; 6]);
         }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::common::segments::{self, finds, loads, write};
 use crate::common::shared::on;
-use crate::common::{Above, Device, Setup, Store, directory, eventually, id, ids};
+use crate::common::{Above, Device, Fixture, Store, directory, eventually, id, ids};
 use ucm_core::ErrorKind;
 use ucm_infra::{LANE_LOAD, ManualClock};
 use ucm_store::breaker::BreakerConfig;
@@ -18,11 +18,11 @@ use ucm_testkit::{Fault, OpKind, Rule};
 const LONG: Duration = Duration::from_secs(100);
 
 /// Room for all blocks of a test, in segments.
-fn roomy(setup: Setup) -> Setup {
-    Setup {
+fn roomy(fixture: Fixture) -> Fixture {
+    Fixture {
         slots: 40,
         above: Above::Nothing,
-        ..setup
+        ..fixture
     }
 }
 
@@ -35,11 +35,11 @@ fn reads_of_loads(store: &Store) -> usize {
 #[test]
 fn what_was_looked_for_is_read_as_neighbours_are() {
     let (dir, blocks) = (directory(), ids(8));
-    let setup = roomy(segments::patient());
-    let store = Store::open(dir.path(), setup.clone());
-    let reader = on(&ManualClock::new(), dir.path(), &setup);
+    let fixture = roomy(segments::patient());
+    let store = Store::open(dir.path(), fixture.clone());
+    let reader = on(&ManualClock::new(), dir.path(), &fixture);
     store
-        .dump(&Device::filled(&setup, &blocks), &blocks)
+        .dump(&Device::filled(&fixture, &blocks), &blocks)
         .unwrap();
     reader.faults.forget();
     assert!(loads(&reader, &blocks));
@@ -49,9 +49,9 @@ fn what_was_looked_for_is_read_as_neighbours_are() {
 #[test]
 fn one_refresh_is_for_all_records_of_a_removed_segment() {
     let (dir, blocks) = (directory(), ids(32));
-    let setup = roomy(segments::patient());
-    write(dir.path(), &setup, &blocks);
-    let reader = on(&ManualClock::new(), dir.path(), &setup);
+    let fixture = roomy(segments::patient());
+    write(dir.path(), &fixture, &blocks);
+    let reader = on(&ManualClock::new(), dir.path(), &fixture);
     assert!(loads(&reader, &blocks));
     for file in reader.segments() {
         std::fs::remove_file(file).unwrap();
@@ -65,14 +65,14 @@ fn one_refresh_is_for_all_records_of_a_removed_segment() {
 
 #[test]
 fn what_is_known_is_read_while_others_wait_for_a_look_that_hangs() {
-    let (dir, clock, setup) = (directory(), ManualClock::new(), roomy(segments::quick()));
-    let store = on(&clock, dir.path(), &setup);
+    let (dir, clock, fixture) = (directory(), ManualClock::new(), roomy(segments::quick()));
+    let store = on(&clock, dir.path(), &fixture);
     store
-        .dump(&Device::filled(&setup, &ids(1)), &ids(1))
+        .dump(&Device::filled(&fixture, &ids(1)), &ids(1))
         .unwrap();
     assert!(loads(&store, &ids(1)));
     let gate = store.hang(OpKind::List);
-    let device = Device::blank(&setup, &ids(20));
+    let device = Device::blank(&fixture, &ids(20));
     let load = |n| {
         store
             .engine
@@ -96,10 +96,10 @@ fn what_is_known_is_read_while_others_wait_for_a_look_that_hangs() {
 
 #[test]
 fn a_read_waits_for_a_look_no_longer_than_it_has_time() {
-    let (dir, clock, setup) = (directory(), ManualClock::new(), roomy(segments::quick()));
-    let store = on(&clock, dir.path(), &setup);
+    let (dir, clock, fixture) = (directory(), ManualClock::new(), roomy(segments::quick()));
+    let store = on(&clock, dir.path(), &fixture);
     let gate = store.hang(OpKind::List);
-    let device = Device::blank(&setup, &ids(2));
+    let device = Device::blank(&fixture, &ids(2));
     let load = |n, time| {
         store
             .engine
@@ -130,16 +130,16 @@ fn a_read_waits_for_a_look_no_longer_than_it_has_time() {
 
 #[test]
 fn a_look_that_fails_is_no_error_of_what_is_known_by_then() {
-    let (dir, clock, setup) = (directory(), ManualClock::new(), roomy(segments::quick()));
-    let store = on(&clock, dir.path(), &setup);
+    let (dir, clock, fixture) = (directory(), ManualClock::new(), roomy(segments::quick()));
+    let store = on(&clock, dir.path(), &fixture);
     store
-        .dump(&Device::filled(&setup, &ids(1)), &ids(1))
+        .dump(&Device::filled(&fixture, &ids(1)), &ids(1))
         .unwrap();
     let gate = store.gate();
     let hang = Rule::on(OpKind::Stat, Fault::HangBefore(gate.clone())).path("segments");
     store.fault(hang.times(1));
     store.fault(Rule::on(OpKind::List, Fault::Errno(5)).path("segments"));
-    let device = Device::blank(&setup, &ids(3));
+    let device = Device::blank(&fixture, &ids(3));
     let tasks: Vec<_> = (1..3)
         .map(|n| {
             store
@@ -152,7 +152,7 @@ fn a_look_that_fails_is_no_error_of_what_is_known_by_then() {
         (store.stat("reads_awaiting_a_look"), gate.waiting()) == (2, 1)
     });
     store
-        .dump(&Device::filled(&setup, &ids(2)), &ids(2)[1..])
+        .dump(&Device::filled(&fixture, &ids(2)), &ids(2)[1..])
         .unwrap();
     gate.open();
     assert!(store.outcome(&tasks[0]).is_ok() && device.is_right(id(1)));
@@ -163,13 +163,13 @@ fn a_look_that_fails_is_no_error_of_what_is_known_by_then() {
 #[test]
 fn prefetching_what_is_nowhere_keeps_no_load_waiting() {
     let (dir, clock) = (directory(), ManualClock::new());
-    let setup = Setup {
+    let fixture = Fixture {
         above: Above::Map(0, WritePolicy::Through),
         ..roomy(segments::quick())
     };
-    let store = on(&clock, dir.path(), &setup);
+    let store = on(&clock, dir.path(), &fixture);
     store
-        .dump(&Device::filled(&setup, &ids(1)), &ids(1))
+        .dump(&Device::filled(&fixture, &ids(1)), &ids(1))
         .unwrap();
     assert!(loads(&store, &ids(1)));
     let gate = store.hang(OpKind::List);
@@ -182,7 +182,7 @@ fn prefetching_what_is_nowhere_keeps_no_load_waiting() {
 #[test]
 fn a_lookup_from_memory_does_not_heal_a_medium_that_cannot_read() {
     let (dir, clock, blocks) = (directory(), ManualClock::new(), ids(8));
-    let setup = Setup {
+    let fixture = Fixture {
         breaker: BreakerConfig {
             threshold: 2,
             max_stuck: usize::MAX,
@@ -192,8 +192,8 @@ fn a_lookup_from_memory_does_not_heal_a_medium_that_cannot_read() {
         },
         ..roomy(segments::patient())
     };
-    write(dir.path(), &setup, &blocks);
-    let reader = on(&clock, dir.path(), &setup);
+    write(dir.path(), &fixture, &blocks);
+    let reader = on(&clock, dir.path(), &fixture);
     reader.fault(Rule::on(OpKind::Read, Fault::Errno(5)).lane(LANE_LOAD));
     for _ in 0..2 {
         assert_eq!(finds(&reader, &blocks), [true; 8]);

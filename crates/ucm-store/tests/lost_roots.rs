@@ -17,22 +17,22 @@ use ucm_testkit::{Fault, OpKind, Rule};
 use crate::common::mount::{Place, copy_all};
 use crate::common::only_over;
 use crate::common::{
-    Device, Layout, Setup, Store, directory, eventually, id, identity, ids, of_records,
+    Device, Fixture, Layout, Store, directory, eventually, id, identity, ids, of_records,
 };
 
 /// As configured by default, so that a breaker that opens for the wrong reason shows.
-fn setup() -> Setup {
-    Setup {
+fn fixture() -> Fixture {
+    Fixture {
         breaker: BreakerConfig::default(),
         capacity: Some(16 << 20),
-        ..Setup::default()
+        ..Fixture::default()
     }
 }
 
 fn opened(root: &Path) -> (Store, Device) {
-    let setup = setup();
-    let device = Device::filled(&setup, &ids(60));
-    let store = Store::open(root, setup);
+    let fixture = fixture();
+    let device = Device::filled(&fixture, &ids(60));
+    let store = Store::open(root, fixture);
     store.dump(&device, &ids(3)).unwrap();
     (store, device)
 }
@@ -49,7 +49,7 @@ fn all_is_well(store: &Store, device: &Device, stored: &[BlockId]) {
     assert_eq!(store.stat("healthy"), 1);
     let known: Vec<BlockId> = stored.iter().copied().chain([id(50)]).collect();
     finds(store, &known, &vec![true; known.len()]);
-    let target = Device::blank(&store.setup, &known);
+    let target = Device::blank(&store.fixture, &known);
     store.load(&target, &known).unwrap();
     assert!(known.iter().all(|&block| target.is_right(block)));
 }
@@ -57,7 +57,7 @@ fn all_is_well(store: &Store, device: &Device, stored: &[BlockId]) {
 /// Lookups answer this: at once over files; an index of segments finds out at its next refresh.
 fn finds(store: &Store, blocks: &[BlockId], expected: &[bool]) {
     let found = || store.engine.lookup(blocks).unwrap();
-    match store.setup.layout {
+    match store.fixture.layout {
         Layout::File => assert_eq!(found(), expected),
         Layout::Segment(_) => eventually("lookups find the records", || found() == expected),
     }
@@ -106,7 +106,7 @@ fn a_read_only_root_is_read_and_said_once() {
         (store.stat("healthy"), store.stat("breaker_opened")),
         (1, 0)
     );
-    let target = Device::blank(&store.setup, &ids(3));
+    let target = Device::blank(&store.fixture, &ids(3));
     store.load(&target, &ids(3)).unwrap();
     assert!(target.is_right(id(2)));
     assert_eq!(
@@ -125,19 +125,19 @@ fn a_root_that_is_read_only_at_the_start_is_read_too() {
     };
     drop(opened(&place.path("root")));
     place.read_only("root", true);
-    let device = Device::filled(&setup(), &ids(60));
+    let device = Device::filled(&fixture(), &ids(60));
     // Nothing is counted where no process can write.
-    let open = |setup| Store::with_clock_now(&place.path("root"), setup, SystemClock::shared());
-    let store = open(setup());
-    let target = Device::blank(&store.setup, &ids(3));
+    let open = |fixture| Store::with_clock_now(&place.path("root"), fixture, SystemClock::shared());
+    let store = open(fixture());
+    let target = Device::blank(&store.fixture, &ids(3));
     store.load(&target, &ids(3)).unwrap();
     assert!(target.is_right(id(0)));
     assert_eq!(refused(&store, &device, id(3)).os_code(), Some(30));
     assert_eq!(said(&store, "could not be stored"), 1);
     // Another part's directories and manifest cannot be made, and need not be.
-    let others = Setup {
+    let others = Fixture {
         weights: "others",
-        ..setup()
+        ..fixture()
     };
     let other = open(others.clone());
     assert_eq!(other.engine.lookup(&ids(3)).unwrap(), [false; 3]);
@@ -181,7 +181,7 @@ fn an_unmarked_root_that_is_read_only_is_taken_up_when_it_can_be_marked() {
     );
     place.read_only("root", false);
     taken_up(&store);
-    all_is_well(&store, &Device::filled(&setup(), &ids(60)), &[]);
+    all_is_well(&store, &Device::filled(&fixture(), &ids(60)), &[]);
 }
 
 #[test]
@@ -192,15 +192,15 @@ fn a_limit_above_its_file_system_is_logged_once_with_both_numbers_and_what_happe
         (Some(Capacity::Percent(0.0)), "free_space_floor is 0"),
     ] {
         let dir = directory();
-        let setup = Setup {
+        let fixture = Fixture {
             capacity: Some(900 << 40),
             rules: Rules {
                 free_floor: floor,
                 ..Rules::default()
             },
-            ..setup()
+            ..fixture()
         };
-        let store = Store::open(dir.path(), setup.clone());
+        let store = Store::open(dir.path(), fixture.clone());
         let total = IoJob::alone(PsyncEngine::new(false))
             .space(dir.path())
             .unwrap()
@@ -227,9 +227,9 @@ fn a_limit_above_its_file_system_is_logged_once_with_both_numbers_and_what_happe
         ] {
             assert!(large[0].contains(&words), "{words}: {}", large[0]);
         }
-        let fits = Setup {
+        let fits = Fixture {
             capacity: Some(16 << 20),
-            ..setup
+            ..fixture
         };
         let other = Store::open(dir.path(), fits);
         assert_eq!(said(&other, "never reached"), 0, "one that fits");
@@ -253,16 +253,19 @@ fn a_damaged_marker_at_the_start_is_named_and_the_root_taken_up_when_it_is_put_r
     assert_eq!(said(&store, "marker is damaged"), 1);
     std::fs::write(&marker, ours).unwrap();
     taken_up(&store);
-    all_is_well(&store, &Device::filled(&setup(), &ids(60)), &ids(3));
+    all_is_well(&store, &Device::filled(&fixture(), &ids(60)), &ids(3));
 }
 
 /// A breaker that is soon over: the first to come after its time has the root looked at.
-fn patient() -> Setup {
+fn patient() -> Fixture {
     let breaker = BreakerConfig {
         cool_down: Duration::from_millis(1),
         ..BreakerConfig::default()
     };
-    Setup { breaker, ..setup() }
+    Fixture {
+        breaker,
+        ..fixture()
+    }
 }
 
 fn taken_up(store: &Store) {
@@ -333,7 +336,7 @@ fn a_root_below_a_mount_point_is_made_again_where_it_was_removed_and_not_where_i
     let (store, device) = opened(&share.join("a").join("b"));
     place.unmount("root/share");
     finds(&store, &ids(3), &[false; 3]);
-    let target = Device::blank(&store.setup, &ids(1));
+    let target = Device::blank(&store.fixture, &ids(1));
     assert!(store.load(&target, &ids(1)).is_err() && target.is_blank(id(0)));
     looked_for(&store, || {
         assert_eq!(refused(&store, &device, id(9)).kind(), ErrorKind::Foreign);
@@ -362,16 +365,16 @@ fn a_root_that_is_looked_at_while_it_is_unmounted_is_not_made() {
     // Over segments a breaker that is open has the root looked at, as it is at the start.
     let store = Store::open(
         &share.join("root"),
-        Setup {
+        Fixture {
             layout: Layout::segments(),
             ..patient()
         },
     );
-    let device = Device::filled(&store.setup, &ids(60));
+    let device = Device::filled(&store.fixture, &ids(60));
     store.dump(&device, &ids(3)).unwrap();
     store.fault(Rule::always(Fault::Errno(5)));
     eventually("the breaker opened", || {
-        let target = Device::blank(&store.setup, &ids(1));
+        let target = Device::blank(&store.fixture, &ids(1));
         let _ = store.load(&target, &ids(1));
         store.stat("healthy") == 0
     });
@@ -403,7 +406,7 @@ fn directories_that_a_write_misses_are_not_made_where_a_share_was_unmounted() {
     let (store, device) = opened(&share);
     // Between the look at the marker and the file.
     let gate = store.gate();
-    let making = match store.setup.layout {
+    let making = match store.fixture.layout {
         Layout::File => OpKind::Publish,
         Layout::Segment(_) => OpKind::Create,
     };
@@ -439,7 +442,7 @@ fn the_same_root_on_another_device_is_taken_up_and_another_root_is_not() {
     place.unmount("share");
     // The root of another store, whole and marked.
     place.tmpfs("share", 4096);
-    let theirs = Store::open(&share, setup());
+    let theirs = Store::open(&share, fixture());
     theirs.dump(&device, &[id(9)]).unwrap();
     drop(theirs);
     let before = files(&share);
@@ -470,7 +473,7 @@ fn a_root_that_was_removed_is_made_again() {
         std::fs::remove_dir_all(dir.path().join("a")).is_ok()
     });
     finds(&store, &ids(3), &[false; 3]);
-    let target = Device::blank(&store.setup, &ids(1));
+    let target = Device::blank(&store.fixture, &ids(1));
     let error = store.load(&target, &ids(1)).unwrap_err().remove(0).1;
     assert_eq!(error.kind(), ErrorKind::NotFound);
     assert!(store.missed("absent") >= 4 && store.stat("healthy") == 1);
@@ -514,7 +517,7 @@ fn a_marker_of_a_newer_format_stops_writing_with_the_next_count() {
     // A full medium has the root counted.
     store.fault(of_records(Layout::of_this_run().writing(), Fault::Errno(28)).times(1));
     assert_eq!(refused(&store, &device, id(3)).kind(), ErrorKind::NoSpace);
-    let (many, mut looks) = (Device::filled(&setup(), &ids(u8::MAX)), 0_u32);
+    let (many, mut looks) = (Device::filled(&fixture(), &ids(u8::MAX)), 0_u32);
     eventually("the count found it", || {
         looks += 1;
         // Ten times a second at most, so that there are new blocks for as long as it takes.
@@ -554,7 +557,7 @@ fn a_full_file_system_costs_dumps_only() {
     );
     // The oldest go to make room; what is there is right.
     for block in ids(3) {
-        let target = Device::blank(&store.setup, &[block]);
+        let target = Device::blank(&store.fixture, &[block]);
         match store.load(&target, &[block]) {
             Ok(()) => assert!(target.is_right(block)),
             Err(_) => assert!(target.is_blank(block)),
@@ -594,7 +597,7 @@ fn what_every_operation_is_refused_with_is_a_bounded_miss() {
             assert_eq!(store.engine.lookup_on_prefix(&ids(3)).unwrap(), 0);
             assert_eq!(refused(&store, &device, id(40)).kind(), dumped, "{code}");
         }
-        let target = Device::blank(&store.setup, &ids(1));
+        let target = Device::blank(&store.fixture, &ids(1));
         let error = store.load(&target, &ids(1)).unwrap_err().remove(0).1;
         assert_eq!(error.kind(), loaded, "{code}");
         assert_eq!(

@@ -12,9 +12,9 @@ use ucm_media::backend::{Backend, Listed, LocallyVisible, Written};
 use ucm_media::memory::{MemoryBackend, Policy, cache_bytes};
 use ucm_media::quota::Capacity;
 
-use crate::common::memory::{keep, record, setup, tier};
+use crate::common::memory::{fixture, keep, record, tier};
 use crate::common::{
-    Device, Medium, Setup, Store, directory, eventually, id, ids, memory_config, pages, shape,
+    Device, Fixture, Medium, Store, directory, eventually, id, ids, memory_config, pages, shape,
 };
 
 fn list(tier: &MemoryBackend) -> Vec<Listed> {
@@ -40,24 +40,24 @@ fn files(dir: &Path) -> usize {
 fn a_scheduler_and_another_rank_see_and_load_what_one_rank_dumped() {
     let dir = directory();
     let (writer, reader) = (
-        Store::open(dir.path(), setup(64)),
-        Store::open(dir.path(), setup(64)),
+        Store::open(dir.path(), fixture(64)),
+        Store::open(dir.path(), fixture(64)),
     );
     let scheduler = Store::open(
         dir.path(),
-        Setup {
+        Fixture {
             lookup_only: true,
-            ..setup(64)
+            ..fixture(64)
         },
     );
     let all = ids(12);
     writer
-        .dump(&Device::filled(&writer.setup, &all), &all)
+        .dump(&Device::filled(&writer.fixture, &all), &all)
         .unwrap();
     for other in [&reader, &scheduler] {
         sees(
             other.memory.as_ref().unwrap(),
-            if other.setup.lookup_only { 2 } else { 1 },
+            if other.fixture.lookup_only { 2 } else { 1 },
         );
         assert_eq!(other.engine.lookup_on_prefix(&all).unwrap(), 12);
         assert_eq!(
@@ -65,12 +65,12 @@ fn a_scheduler_and_another_rank_see_and_load_what_one_rank_dumped() {
             [true, false]
         );
     }
-    let target = Device::blank(&reader.setup, &all);
+    let target = Device::blank(&reader.fixture, &all);
     reader.load(&target, &all).unwrap();
     assert!(all.iter().all(|&id| target.is_right(id)));
     // It is there already: nothing is kept twice on one host.
     reader
-        .dump(&Device::filled(&reader.setup, &all), &all)
+        .dump(&Device::filled(&reader.fixture, &all), &all)
         .unwrap();
     assert_eq!(
         (
@@ -94,14 +94,14 @@ fn memory_stays_within_its_bound_and_keeps_what_was_used_last() {
         let dir = directory();
         let store = Store::open(
             dir.path(),
-            Setup {
+            Fixture {
                 medium: Medium::Memory(8, policy),
                 slots: 8,
-                ..Setup::default()
+                ..Fixture::default()
             },
         );
         let all = ids(40);
-        let device = Device::filled(&store.setup, &all);
+        let device = Device::filled(&store.fixture, &all);
         for &id in &all {
             store.dump(&device, &[id]).unwrap();
             assert!(store.stat("storage_used_bytes") <= store.stat("storage_capacity_bytes"));
@@ -113,7 +113,7 @@ fn memory_stays_within_its_bound_and_keeps_what_was_used_last() {
         );
         let found = store.engine.lookup(&all).unwrap();
         assert_eq!(found.iter().filter(|&&there| there).count(), 8);
-        let target = Device::blank(&store.setup, &all);
+        let target = Device::blank(&store.fixture, &all);
         for (&id, there) in all.iter().zip(found) {
             assert_eq!(store.load(&target, &[id]).is_ok(), there);
             assert!(if there {
@@ -134,11 +134,11 @@ fn memory_stays_within_its_bound_and_keeps_what_was_used_last() {
 fn a_flipped_bit_is_refused_by_every_reader_and_the_next_dump_heals() {
     let dir = directory();
     let (writer, reader) = (
-        Store::open(dir.path(), setup(8)),
-        Store::open(dir.path(), setup(8)),
+        Store::open(dir.path(), fixture(8)),
+        Store::open(dir.path(), fixture(8)),
     );
     let region = writer.memory.as_ref().unwrap().region().unwrap();
-    let device = Device::filled(&writer.setup, &ids(8));
+    let device = Device::filled(&writer.fixture, &ids(8));
     for (n, at) in [0usize, 13, 100, 4000, 4096, 4300, 4500, 8191]
         .into_iter()
         .enumerate()
@@ -148,7 +148,7 @@ fn a_flipped_bit_is_refused_by_every_reader_and_the_next_dump_heals() {
         assert!(pages::flip(block, region, at));
         for store in [&writer, &reader] {
             sees(store.memory.as_ref().unwrap(), 1);
-            let target = Device::blank(&store.setup, &[block]);
+            let target = Device::blank(&store.fixture, &[block]);
             let error = store.load(&target, &[block]).unwrap_err().remove(0).1;
             assert!(
                 matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::Foreign),
@@ -159,7 +159,7 @@ fn a_flipped_bit_is_refused_by_every_reader_and_the_next_dump_heals() {
         }
         for store in [&writer, &reader] {
             store.dump(&device, &[block]).unwrap();
-            let target = Device::blank(&store.setup, &[block]);
+            let target = Device::blank(&store.fixture, &[block]);
             store.load(&target, &[block]).unwrap();
             assert!(target.is_right(block), "byte {at}");
         }
@@ -174,10 +174,10 @@ fn other_namespaces_lengths_and_processes_that_share_nothing_are_not_seen() {
         config.scope.identity = crate::common::identity("other")
     });
     let length = tier(dir.path(), 8, |config| {
-        config.scope.record = shape(&Setup {
+        config.scope.record = shape(&Fixture {
             layers: 60,
             layers_per_shard: 60,
-            ..Setup::default()
+            ..Fixture::default()
         })
         .1;
     });
@@ -243,7 +243,7 @@ fn records_of_a_wrong_length_and_writers_without_memory_are_refused() {
     let mut out = vec![0; whole.len() + 4096];
     assert_eq!(full.copy_out(id(1), &mut out), Some(whole.len()));
     assert_eq!(out[..whole.len()], whole);
-    let too_small = memory_config(&Setup::default(), Some(3));
+    let too_small = memory_config(&Fixture::default(), Some(3));
     let error = MemoryBackend::new(too_small, SystemClock::shared())
         .err()
         .unwrap();
@@ -256,8 +256,8 @@ fn records_of_a_wrong_length_and_writers_without_memory_are_refused() {
 #[test]
 fn own_records_are_early_only_where_the_scheduler_cannot_see_them() {
     let sorted = |mut early: LocallyVisible| {
-        early.gained.sort();
-        early.lost.sort();
+        early.added.sort();
+        early.removed.sort();
         early
     };
     let dir = directory();
@@ -270,17 +270,17 @@ fn own_records_are_early_only_where_the_scheduler_cannot_see_them() {
     // On another host it sees none of them.
     let far = tier(dir.path(), 4, |config| config.scheduler_elsewhere = true);
     keep(&far, ids(3));
-    assert_eq!(sorted(far.features().locally_visible()).gained, three);
+    assert_eq!(sorted(far.features().locally_visible()).added, three);
     assert_eq!(far.features().locally_visible(), LocallyVisible::default());
     keep(&far, (3..6).map(id));
     let early = sorted(far.features().locally_visible());
-    assert_eq!((early.gained.len(), early.lost.len()), (3, 2));
+    assert_eq!((early.added.len(), early.removed.len()), (3, 2));
     // The directory cannot be used: no process sees them, until it can.
     let blocked = directory();
     std::fs::write(blocked.path().join("regions"), "a file").unwrap();
     let hidden = tier(blocked.path(), 8, |_| ());
     keep(&hidden, ids(3));
-    assert_eq!(sorted(hidden.features().locally_visible()).gained, three);
+    assert_eq!(sorted(hidden.features().locally_visible()).added, three);
     assert!(
         hidden
             .open(MonotonicTime::NEVER)
@@ -293,7 +293,7 @@ fn own_records_are_early_only_where_the_scheduler_cannot_see_them() {
     let mut lost = Vec::new();
     eventually("they can be seen", || {
         hidden.look_around();
-        lost.extend(hidden.features().locally_visible().lost);
+        lost.extend(hidden.features().locally_visible().removed);
         lost.len() == 3
     });
     let reader = tier(blocked.path(), 0, |_| ());
@@ -304,7 +304,7 @@ fn own_records_are_early_only_where_the_scheduler_cannot_see_them() {
 #[test]
 fn regions_are_found_within_a_second_of_the_clock_and_dead_files_are_swept() {
     let (dir, clock) = (directory(), ManualClock::new());
-    let mut config = memory_config(&Setup::default(), None);
+    let mut config = memory_config(&Fixture::default(), None);
     config.registry = Some(dir.path().join("regions"));
     let reader = MemoryBackend::new(config, Arc::clone(&clock) as Arc<dyn Clock>).unwrap();
     reader.open(MonotonicTime::NEVER).unwrap();

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use crate::common::memory::{keep, setup};
+use crate::common::memory::{fixture, keep};
 use crate::common::{Device, SoftCuda, Store, directory, eventually, id, ids, pages};
 use ucm_media::memory::MemoryBackend;
 
@@ -17,14 +17,14 @@ fn memory(store: &Store) -> &Arc<MemoryBackend> {
 fn records_of_the_own_memory_go_to_the_device_from_where_they_lie() {
     let driver = SoftCuda::beside();
     let (dir, before) = (directory(), driver.registrations());
-    let setup = setup(8);
-    let store = Store::open(dir.path(), setup.clone());
+    let fixture = fixture(8);
+    let store = Store::open(dir.path(), fixture.clone());
     store
-        .dump(&Device::filled(&setup, &ids(4)), &ids(4))
+        .dump(&Device::filled(&fixture, &ids(4)), &ids(4))
         .unwrap();
     let staged = driver.registrations();
     assert_eq!(memory(&store).counts().lent, 0);
-    let target = Device::blank(&setup, &ids(4));
+    let target = Device::blank(&fixture, &ids(4));
     store.load(&target, &ids(4)).unwrap();
     assert!(ids(4).into_iter().all(|id| target.is_right(id)));
     assert_eq!(memory(&store).counts().lent, 4);
@@ -36,7 +36,7 @@ fn records_of_the_own_memory_go_to_the_device_from_where_they_lie() {
 
     // A wrong byte is found where it lies, and once more in a slot.
     assert!(pages::flip(id(0), memory(&store).region().unwrap(), 5000));
-    let target = Device::blank(&setup, &ids(4));
+    let target = Device::blank(&fixture, &ids(4));
     store.load(&target, &[id(0)]).unwrap_err();
     assert!(target.is_blank(id(0)));
     assert_eq!(

@@ -12,7 +12,7 @@ use std::process::{Child, Command, Stdio};
 use ucm_core::{BlockId, Part};
 use ucm_media::memory::Policy;
 
-use crate::common::{Device, Medium, Setup, Store, directory, eventually, id, ids};
+use crate::common::{Device, Fixture, Medium, Store, directory, eventually, id, ids};
 
 const DIR: &str = "UCM_TEST_MEMORY_DIR";
 const RANK: &str = "UCM_TEST_MEMORY_RANK";
@@ -20,21 +20,21 @@ const RANK: &str = "UCM_TEST_MEMORY_RANK";
 const BLOCKS: u8 = 12;
 const SLOTS: u64 = 8;
 
-fn setup(records: u64) -> Setup {
-    Setup {
+fn fixture(records: u64) -> Fixture {
+    Fixture {
         medium: Medium::Memory(records, Policy::Lru),
-        ..Setup::default()
+        ..Fixture::default()
     }
 }
 
 /// A rank, whose blocks have numbers of their own.
-fn of_rank(rank: u32, records: u64) -> Setup {
-    Setup {
+fn of_rank(rank: u32, records: u64) -> Fixture {
+    Fixture {
         part: Part {
             tensor_rank: rank,
             ..Part::default()
         },
-        ..setup(records)
+        ..fixture(records)
     }
 }
 
@@ -50,7 +50,7 @@ fn other_process() {
     let rank = std::env::var(RANK).unwrap().parse().unwrap();
     let store = Store::open(Path::new(&dir), of_rank(rank, SLOTS));
     let blocks = blocks_of(rank);
-    let device = Device::filled(&store.setup, &blocks);
+    let device = Device::filled(&store.fixture, &blocks);
     loop {
         for &block in &blocks {
             store.dump(&device, &[block]).unwrap();
@@ -101,7 +101,7 @@ impl Drop for Other {
 /// Loads every block, each on its own; how many were hits. What is no hit left the device alone.
 fn load_all(store: &Store) -> usize {
     let blocks = ids(BLOCKS);
-    let target = Device::blank(&store.setup, &blocks);
+    let target = Device::blank(&store.fixture, &blocks);
     let hit = |&&id: &&ucm_core::BlockId| {
         let hit = store.load(&target, &[id]).is_ok();
         assert!(if hit {
@@ -118,7 +118,7 @@ fn load_all(store: &Store) -> usize {
 fn what_another_process_evicts_while_it_is_copied_is_exact_or_a_miss() {
     let dir = directory();
     let other = Other::start(dir.path(), 0);
-    let reader = Store::open(dir.path(), setup(4));
+    let reader = Store::open(dir.path(), fixture(4));
     let (mut hits, mut missed) = (0, 0);
     while hits < 400 || missed < 100 {
         let found = load_all(&reader);
@@ -148,7 +148,7 @@ fn what_another_process_evicts_while_it_is_copied_is_exact_or_a_miss() {
         1,
         "the reader's own"
     );
-    let device = Device::filled(&reader.setup, &ids(3));
+    let device = Device::filled(&reader.fixture, &ids(3));
     reader.dump(&device, &ids(3)).unwrap();
     assert_eq!(reader.engine.lookup_on_prefix(&ids(3)).unwrap(), 3);
 }
@@ -181,9 +181,9 @@ fn ranks_and_engines_share_and_of_one_that_is_killed_while_it_stores_nothing_sta
     let dir = directory();
     let scheduler = Store::open(
         dir.path(),
-        Setup {
+        Fixture {
             lookup_only: true,
-            ..setup(4)
+            ..fixture(4)
         },
     );
     let other_engine = Store::open(dir.path(), of_rank(0, 4));

@@ -10,7 +10,7 @@ use ucm_infra::MonotonicTime;
 use ucm_media::backend::{Backend, Memory, Victim, Written};
 use ucm_media::memory::{MemoryBackend, Policy};
 
-use crate::common::memory::{keep, record, setup, tier};
+use crate::common::memory::{fixture, keep, record, tier};
 use crate::common::{Device, Store, directory, id, ids, pages};
 
 #[test]
@@ -62,23 +62,23 @@ fn a_victim_that_was_damaged_goes_without_being_handed() {
 #[test]
 fn a_victim_that_is_stored_anew_stays() {
     let dir = directory();
-    let store = Store::open(dir.path(), setup(8));
+    let store = Store::open(dir.path(), fixture(8));
     let tier = Arc::clone(store.memory.as_ref().unwrap());
     let taken: Arc<Mutex<Vec<Box<dyn Victim>>>> = Arc::default();
     let hands = Arc::clone(&taken);
     tier.on_evicted(Box::new(move |victim| hands.lock().push(victim)));
-    let device = Device::filled(&store.setup, &ids(20));
+    let device = Device::filled(&store.fixture, &ids(20));
     store.dump(&device, &ids(8)).unwrap();
     let victim = taken.lock().remove(0);
     let block = victim.id();
     // Refused by a reader, it is replaced by the next dump.
     assert!(pages::flip(block, tier.region().unwrap(), 5000));
     store
-        .load(&Device::blank(&store.setup, &[block]), &[block])
+        .load(&Device::blank(&store.fixture, &[block]), &[block])
         .unwrap_err();
     store.dump(&device, &[block]).unwrap();
     drop(victim);
-    let target = Device::blank(&store.setup, &[block]);
+    let target = Device::blank(&store.fixture, &[block]);
     store.load(&target, &[block]).unwrap();
     assert!(target.is_right(block));
 }

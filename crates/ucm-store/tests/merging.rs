@@ -20,7 +20,7 @@ use crate::common::merging::{
 };
 use crate::common::segments::{change, places};
 use crate::common::shared::{LONG, in_time, on};
-use crate::common::{Device, Layout, Setup, Store, directory, eventually, ids};
+use crate::common::{Device, Fixture, Layout, Store, directory, eventually, ids};
 
 #[test]
 fn small_segments_become_one_from_which_everything_is_read() {
@@ -59,10 +59,10 @@ fn segments_of_another_part_are_left_alone() {
         tensor_rank: 1,
         ..Part::default()
     };
-    fill(dir.path(), &Setup { part, ..filling() }, &many(100..108));
+    fill(dir.path(), &Fixture { part, ..filling() }, &many(100..108));
     let theirs = BTreeSet::from_iter(Store::open(dir.path(), filling()).segments());
     let store = Store::open(dir.path(), filling());
-    let device = Device::filled(&store.setup, &ids(8));
+    let device = Device::filled(&store.fixture, &ids(8));
     ids(8)
         .iter()
         .for_each(|block| seal(&store, &device, &[*block]));
@@ -81,9 +81,9 @@ fn merged_segments_stay_a_minute_and_count_as_used() {
     let store = on(
         &clock,
         dir.path(),
-        &Setup {
+        &Fixture {
             layout: Layout::segments(),
-            ..Setup::default()
+            ..Fixture::default()
         },
     );
     let before = store.stat("storage_used_bytes");
@@ -136,13 +136,13 @@ const LIMIT: u64 = 8 << 20;
 #[test]
 fn the_limit_holds_while_both_copies_are_there() {
     let dir = directory();
-    let small = |setup| Setup {
+    let small = |fixture| Fixture {
         capacity: Some(LIMIT),
-        ..setup
+        ..fixture
     };
     fill(dir.path(), &small(filling()), &many(0..300));
     let store = Store::open(dir.path(), small(eager(Duration::from_millis(100))));
-    let device = Device::filled(&store.setup, &many(300..360));
+    let device = Device::filled(&store.fixture, &many(300..360));
     let (mut most, mut published) = (0, Vec::new());
     for block in many(300..360) {
         if store.dump(&device, &[block]).is_ok() {
@@ -174,7 +174,7 @@ fn readers_and_writers_go_on_while_segments_are_merged() {
         .map(|_| Store::open(dir.path(), eager(Duration::from_millis(30))))
         .collect();
     let (over, more) = (AtomicBool::new(false), many(60..120));
-    let device = Device::filled(&mergers[0].setup, &more);
+    let device = Device::filled(&mergers[0].fixture, &more);
     std::thread::scope(|scope| {
         for turn in 0..2usize {
             let (reader, stored, over) = (&reader, &stored, &over);
@@ -242,9 +242,9 @@ fn store_again(store: &Store, device: &Device, blocks: &[BlockId], file: &Path) 
 
 #[test]
 fn of_a_sparse_segment_only_what_is_taken_from_it_is_kept() {
-    let (dir, setup) = (directory(), filling());
-    let store = Store::open(dir.path(), setup.clone());
-    let device = Device::filled(&setup, &ids(4));
+    let (dir, fixture) = (directory(), filling());
+    let store = Store::open(dir.path(), fixture.clone());
+    let device = Device::filled(&fixture, &ids(4));
     seal(&store, &device, &ids(4));
     let sparse = store.segments().remove(0);
     store_again(&store, &device, &ids(3), &sparse);
@@ -269,10 +269,10 @@ fn sealed(file: &Path) -> u64 {
 
 #[test]
 fn a_copy_is_no_newer_than_what_it_was_made_of() {
-    let (dir, setup) = (directory(), filling());
-    fill(dir.path(), &setup, &ids(8));
+    let (dir, fixture) = (directory(), filling());
+    fill(dir.path(), &fixture, &ids(8));
     // Before there is one that merges: it may be done before anything else is looked at.
-    let still = Store::open(dir.path(), setup.clone());
+    let still = Store::open(dir.path(), fixture.clone());
     let last = still.segments().iter().map(|file| sealed(file)).max();
     drop(still);
     let store = Store::with_clock(dir.path(), eager(Duration::ZERO), SystemTimeAhead::shared());
@@ -284,8 +284,8 @@ fn a_copy_is_no_newer_than_what_it_was_made_of() {
         last.map(|last| last + 1),
         "whatever the clock of who merged"
     );
-    let store = Store::open(dir.path(), setup.clone());
-    store_again(&store, &Device::filled(&setup, &ids(1)), &ids(1), &merged);
+    let store = Store::open(dir.path(), fixture.clone());
+    store_again(&store, &Device::filled(&fixture, &ids(1)), &ids(1), &merged);
     let newest = store
         .segments()
         .into_iter()
@@ -293,7 +293,7 @@ fn a_copy_is_no_newer_than_what_it_was_made_of() {
         .unwrap();
     drop(store);
     change(&newest, |bytes| bytes[4096 + 5000] ^= 1);
-    let store = Store::open(dir.path(), setup);
+    let store = Store::open(dir.path(), fixture);
     assert!(
         !loads(&store, &ids(1)),
         "what was stored last is what is read"

@@ -12,7 +12,7 @@ use ucm_testkit::{Fault, Gate, OpKind, Rule};
 use crate::common::merging::{eager, fill, filling, finds, gone, loads, privates, there};
 use crate::common::segments::{change, places};
 use crate::common::shared::LONG;
-use crate::common::{Device, Setup, Store, directory, eventually, ids};
+use crate::common::{Device, Fixture, Store, directory, eventually, ids};
 
 #[test]
 fn a_process_that_dies_at_it_leaves_every_record_and_nothing_else() {
@@ -23,13 +23,13 @@ fn a_process_that_dies_at_it_leaves_every_record_and_nothing_else() {
     ] {
         let dir = directory();
         fill(dir.path(), &filling(), &ids(8));
-        let setup = Setup {
+        let fixture = Fixture {
             process: gone(),
             ..eager(Duration::ZERO)
         };
         let gate = Gate::new();
         let rule = Rule::on(kind, Fault::HangBefore(gate.clone())).nth(nth);
-        let dead = Store::open_faulty(dir.path(), setup, vec![rule]);
+        let dead = Store::open_faulty(dir.path(), fixture, vec![rule]);
         gate.await_waiting(1);
         let heir = Store::open(dir.path(), eager(Duration::ZERO));
         assert_eq!(finds(&heir, &ids(8)), [true; 8]);
@@ -170,7 +170,7 @@ fn a_segment_with_a_record_that_is_not_sound_stays_as_it_is() {
             loads(&store, &others) && !loads(&store, &[bad.id]),
             "{what}"
         );
-        let dumped = store.dump(&Device::filled(&store.setup, &ids(8)), &[bad.id]);
+        let dumped = store.dump(&Device::filled(&store.fixture, &ids(8)), &[bad.id]);
         match dumped {
             Ok(()) => assert_eq!(what, "damaged", "it is not replaced"),
             Err(failed) => {

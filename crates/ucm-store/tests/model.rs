@@ -19,7 +19,7 @@ use crate::common::device::side_content;
 use crate::common::servers::{shared_redis, shared_s3};
 use crate::common::sides::{CODES, MEAN, sided, sides};
 use crate::common::{
-    Above, Device, Layout, Medium, Setup, Store, directory, eventually, id, pages,
+    Above, Device, Fixture, Layout, Medium, Store, directory, eventually, id, pages,
 };
 
 /// One thing a test does.
@@ -121,19 +121,20 @@ enum Truth {
 }
 
 /// With side shards or without, by how much is done.
-fn run(setup: Setup, acts: &[Act]) {
-    let setup = if acts.len().is_multiple_of(2) {
-        sided(setup)
+fn run(fixture: Fixture, acts: &[Act]) {
+    let fixture = if acts.len().is_multiple_of(2) {
+        sided(fixture)
     } else {
-        setup
+        fixture
     };
-    let (medium, above, layers_per_shard) = (setup.medium, setup.above, setup.layers_per_shard);
-    let layout = setup.layout;
+    let (medium, above, layers_per_shard) =
+        (fixture.medium, fixture.above, fixture.layers_per_shard);
+    let layout = fixture.layout;
     let dir = directory();
     let root = dir.path().join("root");
     std::fs::create_dir(&root).unwrap();
     let lasts = !matches!(medium, Medium::Memory(..)); // and a test can reach what lies there
-    let mut store = Store::open(&root, setup.clone());
+    let mut store = Store::open(&root, fixture.clone());
     let mut truth: BTreeMap<BlockId, Truth> = (0..6).map(|n| (id(n), Truth::Absent)).collect();
     // Every stored record may be removed again.
     let scarce = matches!(medium, Medium::Memory(slots, _) if slots < 6);
@@ -143,7 +144,7 @@ fn run(setup: Setup, acts: &[Act]) {
         match act {
             Act::Dump(ns) => {
                 let ids = unique(ns);
-                let ended = store.dump(&Device::filled(&setup, &ids), &ids);
+                let ended = store.dump(&Device::filled(&fixture, &ids), &ids);
                 assert!(ended.is_ok() || faulty, "{ended:?}");
                 for id in ids {
                     // What goes down when it is given up is nowhere for a moment, and may find no
@@ -158,14 +159,14 @@ fn run(setup: Setup, acts: &[Act]) {
             }
             Act::Load(ns) => {
                 let ids = in_order(ns);
-                let device = Device::blank(&setup, &ids);
+                let device = Device::blank(&fixture, &ids);
                 let failed: BTreeMap<usize, Error> = store
                     .load(&device, &ids)
                     .err()
                     .into_iter()
                     .flatten()
                     .collect();
-                let shards = (setup.layers / layers_per_shard) as usize;
+                let shards = (fixture.layers / layers_per_shard) as usize;
                 for (i, &id) in ids.iter().enumerate() {
                     let rows = failed.range(i * shards..(i + 1) * shards).count();
                     assert!(rows == 0 || rows == shards, "a block fails whole");
@@ -208,7 +209,7 @@ fn run(setup: Setup, acts: &[Act]) {
                     }
                 }
             }
-            Act::LoadSides(_) | Act::DumpSides(_) if setup.sides.is_empty() => {}
+            Act::LoadSides(_) | Act::DumpSides(_) if fixture.sides.is_empty() => {}
             Act::LoadSides(ns) => {
                 let ids = in_order(ns);
                 for name in [MEAN, CODES] {
@@ -226,7 +227,7 @@ fn run(setup: Setup, acts: &[Act]) {
                 let ids = unique(ns);
                 let bytes: Vec<u8> = ids
                     .iter()
-                    .flat_map(|&id| side_content(id, 0, setup.sides[0].1))
+                    .flat_map(|&id| side_content(id, 0, fixture.sides[0].1))
                     .collect();
                 let ended = store.engine.dump_sides(&ids, &[(MEAN, &bytes)]);
                 let ended = ended
@@ -299,7 +300,7 @@ fn run(setup: Setup, acts: &[Act]) {
             }
             Act::Reopen => {
                 drop(store);
-                store = Store::open(&root, setup.clone());
+                store = Store::open(&root, fixture.clone());
                 faulty = lasting;
                 if !lasts {
                     // memory goes with its process
@@ -319,12 +320,12 @@ fn run(setup: Setup, acts: &[Act]) {
     store.faults.clear();
     let ids: Vec<BlockId> = (0..if scarce { 3 } else { 6 }).map(id).collect();
     eventually("all is well again", || {
-        let device = Device::blank(&setup, &ids);
+        let device = Device::blank(&fixture, &ids);
         for &id in &ids {
             let _ = store.load(&device, &[id]);
         }
-        let dumped = store.dump(&Device::filled(&setup, &ids), &ids);
-        let device = Device::blank(&setup, &ids);
+        let dumped = store.dump(&Device::filled(&fixture, &ids), &ids);
+        let device = Device::blank(&fixture, &ids);
         let well = dumped.is_ok() && store.load(&device, &ids).is_ok();
         assert!(!well || ids.iter().all(|&id| device.is_right(id)));
         well
@@ -383,7 +384,7 @@ fn damage(
     n: u8,
     change: impl FnOnce(&mut Vec<u8>),
 ) {
-    if store.setup.layout != Layout::File {
+    if store.fixture.layout != Layout::File {
         if let Some(file) = damage_segments(store, truth, n).pop_first() {
             crate::common::segments::change(&file, change);
         }
@@ -428,31 +429,31 @@ fn layout() -> impl Strategy<Value = Layout> {
 }
 
 /// Records in this layout below something.
-fn below(layout: Layout, layers_per_shard: u32, above: Above) -> Setup {
-    Setup {
+fn below(layout: Layout, layers_per_shard: u32, above: Above) -> Fixture {
+    Fixture {
         layout,
         ..made(layers_per_shard, Medium::Posix, above)
     }
 }
 
-/// A setup of these rows, this medium, and what stands above it.
-fn made(layers_per_shard: u32, medium: Medium, above: Above) -> Setup {
-    Setup {
+/// A fixture of these rows, this medium, and what stands above it.
+fn made(layers_per_shard: u32, medium: Medium, above: Above) -> Fixture {
+    Fixture {
         layers_per_shard,
         medium,
         above,
-        ..Setup::default()
+        ..Fixture::default()
     }
 }
 
 /// Segments that are sealed at once, alone or below something.
-fn in_segments(layers_per_shard: u32, above: Above) -> Setup {
+fn in_segments(layers_per_shard: u32, above: Above) -> Fixture {
     below(Layout::segments(), layers_per_shard, above)
 }
 
 /// Segments that are objects, each put at once.
-fn in_a_bucket(layers_per_shard: u32) -> Setup {
-    Setup {
+fn in_a_bucket(layers_per_shard: u32) -> Fixture {
+    Fixture {
         layout: Layout::segments(),
         ..made(layers_per_shard, Medium::Kind("object"), Above::Nothing)
     }
@@ -563,7 +564,7 @@ proptest! {
             look: Duration::from_millis(12),
             grace: Duration::ZERO,
         });
-        run(Setup { layout, ..made(3, Medium::Posix, Above::Nothing) }, &acts);
+        run(Fixture { layout, ..made(3, Medium::Posix, Above::Nothing) }, &acts);
     }
 
     #[test]

@@ -23,48 +23,50 @@ use ucm_store::engine::Task;
 use crate::common::segments::{begin, change, finds, is_over, loads};
 use crate::common::servers::{S3, s3, s3_at};
 use crate::common::sides::{CUTS, assert_cut, sided};
-use crate::common::{Device, Medium, Setup, Store, directory, eventually, id, ids};
+use crate::common::{Device, Fixture, Medium, Store, directory, eventually, id, ids};
 
 /// A server of this test, and its settings in a store; none where it was not built.
-fn started() -> Option<(TempDir, S3, Setup)> {
+fn started() -> Option<(TempDir, S3, Fixture)> {
     let dir = directory();
     let server = s3(dir.path())?;
-    let setup = Setup {
+    let fixture = Fixture {
         medium: Medium::Kind("object"),
         options: server.options(),
         breaker: BreakerConfig {
             cool_down: Duration::from_millis(50),
             ..BreakerConfig::default()
         },
-        ..Setup::default()
+        ..Fixture::default()
     };
-    Some((dir, server, setup))
+    Some((dir, server, fixture))
 }
 
 /// The same with these options beside.
-fn with(setup: &Setup, options: &[(&'static str, Value)]) -> Setup {
-    let mut setup = setup.clone();
-    setup.options.extend(options.iter().cloned());
-    setup
+fn with(fixture: &Fixture, options: &[(&'static str, Value)]) -> Fixture {
+    let mut fixture = fixture.clone();
+    fixture.options.extend(options.iter().cloned());
+    fixture
 }
 
 /// Segments are put after an hour, or at a flush.
-fn patient(setup: &Setup) -> Setup {
-    Setup {
+fn patient(fixture: &Fixture) -> Fixture {
+    Fixture {
         slots: 64,
-        ..with(setup, &[("object_age", json!(60))])
+        ..with(fixture, &[("object_age", json!(60))])
     }
 }
 
 fn dumped(store: &Store, ids: &[BlockId]) {
     for ids in ids.chunks(2) {
-        store.dump(&Device::filled(&store.setup, ids), ids).unwrap();
+        store
+            .dump(&Device::filled(&store.fixture, ids), ids)
+            .unwrap();
     }
 }
 
 /// Begins to dump blocks, which can be read here at once, and puts them together.
 fn dumped_together(store: &Store, ids: &[BlockId]) {
-    let device = Device::filled(&store.setup, ids);
+    let device = Device::filled(&store.fixture, ids);
     let task = begin(store, &device, ids);
     store.backend.flush(Flush::Now);
     store.outcome(&task).unwrap();
@@ -99,13 +101,13 @@ fn job() -> ucm_io::IoJob {
 
 #[test]
 fn many_records_are_one_object_that_others_find() {
-    let Some((dir, _server, setup)) = started() else {
+    let Some((dir, _server, fixture)) = started() else {
         return;
     };
-    let store = Store::open(dir.path(), patient(&setup));
-    let other = Store::open(dir.path(), setup.clone());
+    let store = Store::open(dir.path(), patient(&fixture));
+    let other = Store::open(dir.path(), fixture.clone());
     let all = ids(24);
-    let device = Device::filled(&store.setup, &all);
+    let device = Device::filled(&store.fixture, &all);
     let task = begin(&store, &device, &all);
     assert!(
         loads(&store, &all),
@@ -143,93 +145,96 @@ fn many_records_are_one_object_that_others_find() {
 
 #[test]
 fn what_waits_is_put_when_a_store_closes_and_when_it_is_old() {
-    let Some((dir, _server, setup)) = started() else {
+    let Some((dir, _server, fixture)) = started() else {
         return;
     };
-    let store = Store::open(dir.path(), patient(&setup));
-    let device = Device::filled(&store.setup, &ids(3));
+    let store = Store::open(dir.path(), patient(&fixture));
+    let device = Device::filled(&store.fixture, &ids(3));
     let task = begin(&store, &device, &ids(3));
     drop(store);
     drop(task);
     let clock = ManualClock::new();
     let as_clock = Arc::clone(&clock) as Arc<dyn Clock>;
-    let store = Store::with_clock_now(dir.path(), patient(&setup), as_clock);
+    let store = Store::with_clock_now(dir.path(), patient(&fixture), as_clock);
     assert!(loads(&store, &ids(3)));
-    let device = Device::filled(&store.setup, &[id(7)]);
+    let device = Device::filled(&store.fixture, &[id(7)]);
     let task = begin(&store, &device, &[id(7)]);
     assert!(!is_over(&store, &task));
     // sooner than its age, or no caller would wait for it any more
-    clock.advance(setup.deadlines.dump / 2);
+    clock.advance(fixture.deadlines.dump / 2);
     eventually("it is old enough", || is_over(&store, &task));
     store.outcome(&task).unwrap();
 }
 
 #[test]
 fn a_long_segment_goes_in_parts() {
-    let Some((dir, _server, setup)) = started() else {
+    let Some((dir, _server, fixture)) = started() else {
         return;
     };
-    let setup = Setup {
+    let fixture = Fixture {
         tensors: vec![1 << 20, 1 << 20],
         slots: 16,
         ..with(
-            &patient(&setup),
+            &patient(&fixture),
             &[("storage_capacity", json!(8_u64 << 30))],
         )
     };
-    let store = Store::open(dir.path(), setup.clone());
+    let store = Store::open(dir.path(), fixture.clone());
     let blocks = ids(5);
     dumped_together(&store, &blocks);
     let segments = store.segments();
     assert_eq!(segments.len(), 1);
     assert!(std::fs::metadata(&segments[0]).unwrap().len() > 16 << 20);
-    let other = Store::open(dir.path(), setup);
+    let other = Store::open(dir.path(), fixture);
     assert!(loads(&other, &blocks));
 }
 
 #[test]
 fn a_server_that_is_killed_has_what_was_published() {
-    let Some((dir, server, setup)) = started() else {
+    let Some((dir, server, fixture)) = started() else {
         return;
     };
-    let store = Store::open(dir.path(), setup);
+    let store = Store::open(dir.path(), fixture);
     dumped(&store, &ids(4));
     let port = server.server.port;
     drop(server);
     assert!(!loads(&store, &ids(4)));
     assert!(
         store
-            .dump(&Device::filled(&store.setup, &[id(8)]), &[id(8)])
+            .dump(&Device::filled(&store.fixture, &[id(8)]), &[id(8)])
             .is_err()
     );
     let _again = s3_at(port, dir.path()).unwrap();
     eventually("it is used again", || loads(&store, &ids(4)));
     eventually("and written to", || {
         store
-            .dump(&Device::filled(&store.setup, &[id(9)]), &[id(9)])
+            .dump(&Device::filled(&store.fixture, &[id(9)]), &[id(9)])
             .is_ok()
     });
-    let other = Store::open(dir.path(), store.setup.clone());
+    let other = Store::open(dir.path(), store.fixture.clone());
     assert!(loads(&other, &[id(0), id(1), id(2), id(3), id(9)]));
 }
 
 #[test]
 fn a_server_that_is_silent_costs_a_deadline_and_no_slot() {
-    let Some((dir, server, setup)) = started() else {
+    let Some((dir, server, fixture)) = started() else {
         return;
     };
     let clock = ManualClock::new();
-    let setup = Setup { slots: 4, ..setup };
+    let fixture = Fixture {
+        slots: 4,
+        ..fixture
+    };
     let store = Store::with_clock(
         dir.path(),
-        setup.clone(),
+        fixture.clone(),
         Arc::clone(&clock) as Arc<dyn Clock>,
     );
     dumped(&store, &ids(4));
     server.server.freeze();
     assert_eq!(finds(&store, &ids(4)), [true; 4], "lookups send no request");
     for _ in 0..3 {
-        let device = Device::blank(&setup, &ids(4));
+        let device = Device::blank(&fixture, &ids(4));
         let load = store
             .engine
             .load(device.rows(&ids(4)), Some(Duration::from_secs(1)))
@@ -249,7 +254,7 @@ fn a_server_that_is_silent_costs_a_deadline_and_no_slot() {
             store.stat("slots_free") == store.stat("slots") && store.stat("workers_stuck") == 0
         });
     }
-    let device = Device::filled(&setup, &[id(8)]);
+    let device = Device::filled(&fixture, &[id(8)]);
     let dump: Task = store.engine.dump(device.rows(&[id(8)])).unwrap();
     eventually("the dump ends", || {
         clock.advance(Duration::from_secs(1));
@@ -271,10 +276,10 @@ fn a_server_that_is_silent_costs_a_deadline_and_no_slot() {
 
 #[test]
 fn damage_of_an_object_is_a_miss_and_is_replaced() {
-    let Some((dir, _server, setup)) = started() else {
+    let Some((dir, _server, fixture)) = started() else {
         return;
     };
-    let store = Store::open(dir.path(), setup.clone());
+    let store = Store::open(dir.path(), fixture.clone());
     // Each in an object of its own: two that are dumped at once may share one.
     for block in ids(6) {
         dumped(&store, &[block]);
@@ -301,7 +306,7 @@ fn damage_of_an_object_is_a_miss_and_is_replaced() {
         bytes[last] ^= 1;
     });
     std::fs::copy(&of(id(5)).file, other).unwrap();
-    let anew = Store::open(dir.path(), setup);
+    let anew = Store::open(dir.path(), fixture);
     assert_eq!(
         finds(&anew, &ids(6)),
         [true, true, true, false, false, true]
@@ -314,21 +319,21 @@ fn damage_of_an_object_is_a_miss_and_is_replaced() {
 #[test]
 fn an_object_that_ends_inside_a_header_has_no_side_shard() {
     for len in CUTS {
-        let Some((dir, _server, setup)) = started() else {
+        let Some((dir, _server, fixture)) = started() else {
             return;
         };
-        assert_cut(&Store::open(dir.path(), sided(setup)), len);
+        assert_cut(&Store::open(dir.path(), sided(fixture)), len);
     }
 }
 
 #[test]
 fn what_others_remove_is_a_miss_here() {
-    let Some((dir, _server, setup)) = started() else {
+    let Some((dir, _server, fixture)) = started() else {
         return;
     };
-    let store = Store::open(dir.path(), setup);
+    let store = Store::open(dir.path(), fixture);
     dumped(&store, &ids(3));
-    let other = Store::open(dir.path(), store.setup.clone());
+    let other = Store::open(dir.path(), store.fixture.clone());
     assert!(loads(&other, &ids(3)));
     store
         .segments()
@@ -342,10 +347,10 @@ fn what_others_remove_is_a_miss_here() {
 
 #[test]
 fn names_of_others_are_left_alone() {
-    let Some((dir, server, setup)) = started() else {
+    let Some((dir, server, fixture)) = started() else {
         return;
     };
-    let store = Store::open(dir.path(), with(&setup, &[("expire_after", json!(1))]));
+    let store = Store::open(dir.path(), with(&fixture, &[("expire_after", json!(1))]));
     dumped(&store, &ids(1));
     let segment = store.segments().pop().unwrap();
     let beside = [
@@ -357,9 +362,9 @@ fn names_of_others_are_left_alone() {
     for path in &beside {
         std::fs::copy(&segment, path).unwrap();
     }
-    let of_others = Setup {
+    let of_others = Fixture {
         weights: "others",
-        ..setup.clone()
+        ..fixture.clone()
     };
     let others = Store::open(dir.path(), of_others);
     assert_eq!(finds(&others, &ids(1)), [false]);
@@ -370,7 +375,7 @@ fn names_of_others_are_left_alone() {
         // Every store that is opened counts at once.
         drop(Store::open(
             dir.path(),
-            with(&setup, &[("expire_after", json!(1))]),
+            with(&fixture, &[("expire_after", json!(1))]),
         ));
         !segment.exists()
     });
@@ -379,13 +384,13 @@ fn names_of_others_are_left_alone() {
 
 #[test]
 fn what_gets_old_goes_while_a_store_is_open() {
-    let Some((dir, _server, setup)) = started() else {
+    let Some((dir, _server, fixture)) = started() else {
         return;
     };
     let clock = ManualClock::new();
     let as_clock = Arc::clone(&clock) as Arc<dyn Clock>;
-    let setup = with(&setup, &[("expire_after", json!(1))]);
-    let store = Store::with_clock_now(dir.path(), setup, as_clock);
+    let fixture = with(&fixture, &[("expire_after", json!(1))]);
+    let store = Store::with_clock_now(dir.path(), fixture, as_clock);
     dumped(&store, &ids(1));
     let segment = store.segments().pop().unwrap();
     // Slowly, so that it reports several times before it counts again.
@@ -397,16 +402,16 @@ fn what_gets_old_goes_while_a_store_is_open() {
 
 #[test]
 fn the_limit_is_kept_by_several_writers() {
-    let Some((dir, _server, setup)) = started() else {
+    let Some((dir, _server, fixture)) = started() else {
         return;
     };
     let limit: u64 = 1 << 20;
-    let setup = with(&setup, &[("storage_capacity", json!(limit))]);
-    let stores = [(); 2].map(|()| Store::open(dir.path(), setup.clone()));
+    let fixture = with(&fixture, &[("storage_capacity", json!(limit))]);
+    let stores = [(); 2].map(|()| Store::open(dir.path(), fixture.clone()));
     for n in 0..120 {
         for (at, store) in stores.iter().enumerate() {
             let blocks = [id(n * 2 + at as u8)];
-            store.keep(&Device::filled(&store.setup, &blocks), &blocks);
+            store.keep(&Device::filled(&store.fixture, &blocks), &blocks);
             let there = bytes_of(&store.objects());
             assert!(there <= limit, "{there} bytes");
         }
@@ -417,17 +422,17 @@ fn the_limit_is_kept_by_several_writers() {
 
 #[test]
 fn a_limit_too_small_for_anything_is_refused() {
-    let Some((dir, _server, setup)) = started() else {
+    let Some((dir, _server, fixture)) = started() else {
         return;
     };
-    let small = with(&setup, &[("storage_capacity", json!(4096))]);
+    let small = with(&fixture, &[("storage_capacity", json!(4096))]);
     let error = Store::try_open(dir.path(), small).err().unwrap();
     assert!(error.to_string().contains("storage_capacity"), "{error}");
 }
 
 #[test]
 fn wrong_keys_are_never_logged() {
-    let Some((dir, _server, setup)) = started() else {
+    let Some((dir, _server, fixture)) = started() else {
         return;
     };
     let keys = dir.path().join("wrong");
@@ -437,13 +442,13 @@ fn wrong_keys_are_never_logged() {
     );
     let store = Store::open(
         dir.path(),
-        with(&setup, &[("object_credentials", json!(keys))]),
+        with(&fixture, &[("object_credentials", json!(keys))]),
     );
     assert_eq!(store.stat("healthy"), 0);
     assert_eq!(finds(&store, &ids(1)), [false]);
     assert!(
         store
-            .dump(&Device::filled(&store.setup, &ids(1)), &ids(1))
+            .dump(&Device::filled(&store.fixture, &ids(1)), &ids(1))
             .is_err()
     );
     let said = store.said().join("\n");
@@ -456,14 +461,14 @@ fn wrong_keys_are_never_logged() {
 
 #[test]
 fn a_segment_of_a_clock_that_is_behind_is_found_with_all() {
-    let Some((dir, _server, setup)) = started() else {
+    let Some((dir, _server, fixture)) = started() else {
         return;
     };
     let clocks = [ManualClock::new(), ManualClock::new()];
     clocks[1].set_wall_ns(1_500_000_000_000_000_000);
     let [store, late] = [0, 1].map(|n| {
         let clock = Arc::clone(&clocks[n]) as Arc<dyn Clock>;
-        Store::with_clock_now(dir.path(), setup.clone(), clock)
+        Store::with_clock_now(dir.path(), fixture.clone(), clock)
     });
     dumped(&store, &ids(1));
     dumped(&late, &ids(2)[1..]);
@@ -511,14 +516,14 @@ fn copy_with(segment: &Path, block: BlockId, later: u64) {
 /// all.
 #[test]
 fn a_restart_finds_the_old_segments_too() {
-    let Some((dir, _server, setup)) = started() else {
+    let Some((dir, _server, fixture)) = started() else {
         return;
     };
     let clock = ManualClock::new();
     let open = || {
         Store::with_clock_now(
             dir.path(),
-            setup.clone(),
+            fixture.clone(),
             Arc::clone(&clock) as Arc<dyn Clock>,
         )
     };
@@ -591,10 +596,10 @@ fn is_conditional(head: &str) -> bool {
 }
 
 /// A store that talks to what stands before the server.
-fn before(setup: &Setup, port: u16) -> Setup {
+fn before(fixture: &Fixture, port: u16) -> Fixture {
     let endpoint = format!("http://127.0.0.1:{port}");
     with(
-        setup,
+        fixture,
         &[
             ("object_endpoint", json!(endpoint)),
             ("object_retries", json!(0)),
@@ -604,7 +609,7 @@ fn before(setup: &Setup, port: u16) -> Setup {
 
 #[test]
 fn an_error_that_passes_does_not_switch_the_limit_off() {
-    let Some((dir, server, setup)) = started() else {
+    let Some((dir, server, fixture)) = started() else {
         return;
     };
     let limit: u64 = 1 << 20;
@@ -614,12 +619,15 @@ fn an_error_that_passes_does_not_switch_the_limit_off() {
         refused.then_some("503 Service Unavailable")
     };
     let port = refusing(server.server.port, Box::new(once));
-    let setup = with(&before(&setup, port), &[("storage_capacity", json!(limit))]);
-    let store = Store::open(dir.path(), setup);
+    let fixture = with(
+        &before(&fixture, port),
+        &[("storage_capacity", json!(limit))],
+    );
+    let store = Store::open(dir.path(), fixture);
     eventually("it is looked at again", || {
         let blocks = [id(1)];
         store
-            .dump(&Device::filled(&store.setup, &blocks), &blocks)
+            .dump(&Device::filled(&store.fixture, &blocks), &blocks)
             .is_ok()
     });
     assert_eq!(store.stat("storage_capacity_bytes"), limit);
@@ -629,7 +637,7 @@ fn an_error_that_passes_does_not_switch_the_limit_off() {
 
 #[test]
 fn a_listing_that_is_refused_is_not_repeated_at_once() {
-    let Some((dir, server, setup)) = started() else {
+    let Some((dir, server, fixture)) = started() else {
         return;
     };
     let (refuses, refused) = (
@@ -646,7 +654,7 @@ fn a_listing_that_is_refused_is_not_repeated_at_once() {
             "403 Forbidden"
         })
     };
-    let behind = before(&setup, refusing(server.server.port, Box::new(refusal)));
+    let behind = before(&fixture, refusing(server.server.port, Box::new(refusal)));
     let clock = ManualClock::new();
     let store = Store::with_clock_now(dir.path(), behind, Arc::clone(&clock) as Arc<dyn Clock>);
     refuses.store(true, Ordering::Release);
@@ -656,7 +664,7 @@ fn a_listing_that_is_refused_is_not_repeated_at_once() {
     });
     // As long as its clock stands it does not try again, for any request and however long
     // others take.
-    let other = Store::open(dir.path(), setup);
+    let other = Store::open(dir.path(), fixture);
     dumped(&other, &ids(40));
     assert_eq!(finds(&store, &ids(40)), [false; 40]);
     assert_eq!(refused.load(Ordering::Acquire), 1);
@@ -670,7 +678,7 @@ fn a_listing_that_is_refused_is_not_repeated_at_once() {
 /// What cannot be removed (the first segment here) counts on, and room is made of the others.
 #[test]
 fn a_segment_that_cannot_be_removed_does_not_end_a_count() {
-    let Some((dir, server, setup)) = started() else {
+    let Some((dir, server, fixture)) = started() else {
         return;
     };
     let kept: Arc<OnceLock<String>> = Arc::default();
@@ -681,7 +689,7 @@ fn a_segment_that_cannot_be_removed_does_not_end_a_count() {
         (removes && kept).then_some("403 Forbidden")
     };
     let limit: u64 = 1 << 20;
-    let behind = before(&setup, refusing(server.server.port, Box::new(refusal)));
+    let behind = before(&fixture, refusing(server.server.port, Box::new(refusal)));
     let store = Store::open(
         dir.path(),
         with(&behind, &[("storage_capacity", json!(limit))]),
@@ -692,7 +700,7 @@ fn a_segment_that_cannot_be_removed_does_not_end_a_count() {
     kept.set(file_name).unwrap();
     let (mut stored, all) = (0, 200);
     for n in 1..all {
-        let ended = store.dump(&Device::filled(&store.setup, &[id(n)]), &[id(n)]);
+        let ended = store.dump(&Device::filled(&store.fixture, &[id(n)]), &[id(n)]);
         stored += u64::from(ended.is_ok());
         let there = bytes_of(&store.objects());
         assert!(there <= limit, "{there} bytes");
@@ -708,12 +716,12 @@ fn a_segment_that_cannot_be_removed_does_not_end_a_count() {
 
 #[test]
 fn a_server_without_conditions_keeps_what_is_young() {
-    let Some((dir, server, setup)) = started() else {
+    let Some((dir, server, fixture)) = started() else {
         return;
     };
     let refusal = |head: &str| is_conditional(head).then_some("501 Not Implemented");
-    let setup = before(&setup, refusing(server.server.port, Box::new(refusal)));
-    let store = Store::open(dir.path(), setup.clone());
+    let fixture = before(&fixture, refusing(server.server.port, Box::new(refusal)));
+    let store = Store::open(dir.path(), fixture.clone());
     let said = store.said().join("\n");
     assert_eq!(store.stat("healthy"), 1, "{said}");
     dumped(&store, &ids(4));
@@ -722,7 +730,7 @@ fn a_server_without_conditions_keeps_what_is_young() {
         said.contains("has no conditional writes") && said.contains("expire_after"),
         "{said}"
     );
-    let other = Store::open(dir.path(), setup);
+    let other = Store::open(dir.path(), fixture);
     assert!(loads(&other, &ids(4)));
 }
 
@@ -745,7 +753,7 @@ fn only_reading(server: u16, when: &Arc<AtomicBool>) -> (u16, Arc<AtomicU64>) {
 /// Dumps of these blocks are refused, and what is stored is read.
 fn assert_only_read(store: &Store, new: std::ops::Range<u8>, stored: &[BlockId]) {
     for n in new {
-        let failed = store.dump(&Device::filled(&store.setup, &[id(n)]), &[id(n)]);
+        let failed = store.dump(&Device::filled(&store.fixture, &[id(n)]), &[id(n)]);
         assert_eq!(failed.unwrap_err()[0].1.kind(), ErrorKind::Unhealthy, "{n}");
         assert!(loads(store, stored), "what is stored is read");
     }
@@ -755,19 +763,19 @@ fn assert_only_read(store: &Store, new: std::ops::Range<u8>, stored: &[BlockId])
 
 #[test]
 fn keys_that_may_only_read_open_a_bucket_and_its_blocks_are_hits() {
-    let Some((dir, server, setup)) = started() else {
+    let Some((dir, server, fixture)) = started() else {
         return;
     };
-    let owner = Store::open(dir.path(), setup.clone());
+    let owner = Store::open(dir.path(), fixture.clone());
     dumped(&owner, &ids(4));
     let (only_reads, clock) = (Arc::new(AtomicBool::new(true)), ManualClock::new());
     let (port, refused) = only_reading(server.server.port, &only_reads);
-    let setup = Setup {
+    let fixture = Fixture {
         breaker: BreakerConfig::default(),
-        ..before(&setup, port)
+        ..before(&fixture, port)
     };
     let as_clock = Arc::clone(&clock) as Arc<dyn Clock>;
-    let store = Store::with_clock_now(dir.path(), setup, as_clock);
+    let store = Store::with_clock_now(dir.path(), fixture, as_clock);
     assert_eq!(store.stat("healthy"), 1, "{:?}", store.said());
     assert!(loads(&store, &ids(4)));
     assert_only_read(&store, 10..11, &ids(4));
@@ -791,43 +799,43 @@ fn keys_that_may_only_read_open_a_bucket_and_its_blocks_are_hits() {
     assert!(store.stat("storage_capacity_bytes") > 0);
     drop(store);
     assert!(loads(
-        &Store::open(dir.path(), owner.setup.clone()),
+        &Store::open(dir.path(), owner.fixture.clone()),
         &[id(20)]
     ));
 }
 
 #[test]
 fn keys_that_may_write_and_not_delete_open_a_bucket_and_store() {
-    let Some((dir, server, setup)) = started() else {
+    let Some((dir, server, fixture)) = started() else {
         return;
     };
     let refusal = |head: &str| {
         let deletes = head.starts_with("delete ") || head.starts_with("post /bucket?delete");
         deletes.then_some("403 Forbidden")
     };
-    let behind = before(&setup, refusing(server.server.port, Box::new(refusal)));
+    let behind = before(&fixture, refusing(server.server.port, Box::new(refusal)));
     let store = Store::open(dir.path(), behind);
     let said = store.said().join("\n");
     assert_eq!(store.stat("healthy"), 1, "{said}");
     assert!(said.contains("not delete there"), "{said}");
     assert!(store.stat("storage_capacity_bytes") > 0, "the limit holds");
     dumped(&store, &ids(4));
-    assert!(loads(&Store::open(dir.path(), setup), &ids(4)));
+    assert!(loads(&Store::open(dir.path(), fixture), &ids(4)));
 }
 
 #[test]
 fn keys_that_lose_the_right_to_write_read_on_and_what_was_refused_takes_no_room() {
-    let Some((dir, server, setup)) = started() else {
+    let Some((dir, server, fixture)) = started() else {
         return;
     };
     let (only_reads, clock) = (Arc::new(AtomicBool::new(false)), ManualClock::new());
     let (port, _) = only_reading(server.server.port, &only_reads);
-    let setup = Setup {
+    let fixture = Fixture {
         breaker: BreakerConfig::default(),
-        ..before(&setup, port)
+        ..before(&fixture, port)
     };
     let as_clock = Arc::clone(&clock) as Arc<dyn Clock>;
-    let store = Store::with_clock(dir.path(), setup, as_clock);
+    let store = Store::with_clock(dir.path(), fixture, as_clock);
     dumped(&store, &ids(4));
     let used = store.stat("storage_used_bytes");
     only_reads.store(true, Ordering::Release);
@@ -844,11 +852,11 @@ fn keys_that_lose_the_right_to_write_read_on_and_what_was_refused_takes_no_room(
 
 #[test]
 fn a_bucket_without_a_store_says_that_its_keys_may_not_write() {
-    let Some((dir, server, setup)) = started() else {
+    let Some((dir, server, fixture)) = started() else {
         return;
     };
     let (port, _) = only_reading(server.server.port, &Arc::new(AtomicBool::new(true)));
-    let store = Store::open(dir.path(), before(&setup, port));
+    let store = Store::open(dir.path(), before(&fixture, port));
     assert_eq!(store.stat("healthy"), 0);
     let said = store.said().join("\n");
     assert!(said.contains("does not let us write"), "{said}");

@@ -19,7 +19,7 @@ use crate::common::merging::{eager, filling, gone};
 use crate::common::segments::{await_taken_over, patient, places};
 use crate::common::shared::stored;
 use crate::common::{
-    Above, Device, Layout, Medium, PartShape, Setup, Store, directory, eventually, id, identity,
+    Above, Device, Fixture, Layout, Medium, PartShape, Store, directory, eventually, id, identity,
     ids, media, on, only_over, shape,
 };
 
@@ -33,19 +33,19 @@ fn part(group: u32) -> Part {
 }
 
 /// With parts of three shapes: of three shards, of one long shard, and of less than a page.
-fn three(setup: Setup) -> Setup {
+fn three(fixture: Fixture) -> Fixture {
     let own = |group, tensors: &[u64], layers, layers_per_shard| PartShape {
         part: part(group),
         tensors: tensors.to_vec(),
         layers,
         layers_per_shard,
     };
-    Setup {
+    Fixture {
         tensors: vec![3072, 1024],
         layers: 3,
         layers_per_shard: 1,
         own_parts: vec![own(1, &[20480], 5, 5), own(2, &[48, 16], 2, 1)],
-        ..setup
+        ..fixture
     }
 }
 
@@ -57,25 +57,25 @@ fn of_part(number: usize, blocks: &[BlockId]) -> Vec<BlockId> {
 
 /// Files and segments, alone, below a memory and below other files, with a codec and with keys; and
 /// every other medium that is here.
-fn columns() -> Vec<Setup> {
-    let plain = Setup {
+fn columns() -> Vec<Fixture> {
+    let plain = Fixture {
         keys: None,
         compressed: false,
         unnamed: false,
-        ..Setup::default()
+        ..Fixture::default()
     };
     let mut columns = Vec::new();
     for layout in [Layout::File, Layout::segments()] {
         let memory = Above::Memory(32, WritePolicy::Through);
         for above in [Above::Nothing, memory, Above::File] {
-            columns.push(Setup {
+            columns.push(Fixture {
                 above,
                 layout,
                 ..plain.clone()
             });
         }
     }
-    let alone = |layout| Setup {
+    let alone = |layout| Fixture {
         above: Above::Nothing,
         layout,
         ..plain.clone()
@@ -89,16 +89,16 @@ fn columns() -> Vec<Setup> {
     columns.into_iter().map(three).collect()
 }
 
-fn words(setup: &Setup) -> String {
-    let kept = (setup.compressed, setup.keys.is_some());
+fn words(fixture: &Fixture) -> String {
+    let kept = (fixture.compressed, fixture.keys.is_some());
     format!(
         "{:?} {:?} {:?} {kept:?}",
-        setup.medium, setup.layout, setup.above
+        fixture.medium, fixture.layout, fixture.above
     )
 }
 
 fn rows(store: &Store, number: usize, device: &Device, blocks: &[BlockId]) -> Vec<Row> {
-    let shards = store.setup.of_part(number);
+    let shards = store.fixture.of_part(number);
     let shards = shards.layers / shards.layers_per_shard;
     let blocks = of_part(number, blocks).into_iter();
     blocks
@@ -107,7 +107,7 @@ fn rows(store: &Store, number: usize, device: &Device, blocks: &[BlockId]) -> Ve
 }
 
 fn filled(store: &Store, number: usize, blocks: &[BlockId]) -> Device {
-    Device::filled(&store.setup.of_part(number), &of_part(number, blocks))
+    Device::filled(&store.fixture.of_part(number), &of_part(number, blocks))
 }
 
 /// Starts a dump of blocks of a part.
@@ -125,7 +125,7 @@ fn dump(store: &Store, number: usize, blocks: &[BlockId]) {
 /// Loads blocks of a part: the tiers that had them, or the first failure. Exact, or untouched.
 fn load(store: &Store, number: usize, blocks: &[BlockId]) -> Result<[u64; 2], Error> {
     let ids = of_part(number, blocks);
-    let device = Device::blank(&store.setup.of_part(number), &ids);
+    let device = Device::blank(&store.fixture.of_part(number), &ids);
     let rows = rows(store, number, &device, blocks);
     let part = store.engine.part_at(number).unwrap();
     let task = part.load(rows, None).unwrap();
@@ -154,17 +154,17 @@ fn mixed(blocks: &[BlockId]) -> Vec<BlockId> {
         .collect()
 }
 
-fn opened(setup: Setup) -> (tempfile::TempDir, Store) {
+fn opened(fixture: Fixture) -> (tempfile::TempDir, Store) {
     let dir = directory();
-    let store = Store::open(&dir.path().join("root"), setup);
+    let store = Store::open(&dir.path().join("root"), fixture);
     (dir, store)
 }
 
 #[test]
 fn blocks_of_every_part_come_back_over_every_medium_and_after_a_restart() {
-    for setup in columns() {
-        let what = words(&setup);
-        let (_dir, store) = opened(setup.clone());
+    for fixture in columns() {
+        let what = words(&fixture);
+        let (_dir, store) = opened(fixture.clone());
         for number in 0..PARTS {
             dump(&store, number, &ids(3));
             load(&store, number, &ids(3)).unwrap();
@@ -180,23 +180,23 @@ fn blocks_of_every_part_come_back_over_every_medium_and_after_a_restart() {
         store.outcome(&task).unwrap();
         assert_eq!(store.stat("blocks_verified"), 3, "{what}");
         // Another process, which only looks up, knows the parts by name.
-        let looking = Setup {
+        let looking = Fixture {
             lookup_only: true,
             own_parts: Vec::new(),
-            other_parts: setup.own_parts.clone(),
-            ..setup.clone()
+            other_parts: fixture.own_parts.clone(),
+            ..fixture.clone()
         };
         let looking = Store::open(&store.root, looking); // with it a map of this process stays
         eventually(&what, || {
             looking.engine.lookup_on_prefix(&mixed(&ids(3))).unwrap() == 9
         });
         assert_eq!(store.stat("records_refused"), 0, "{what}");
-        if matches!(setup.medium, Medium::Memory(..)) {
+        if matches!(fixture.medium, Medium::Memory(..)) {
             continue; // its records end with it
         }
         let root = store.root.clone();
         drop(store);
-        let store = Store::open(&root, setup.clone());
+        let store = Store::open(&root, fixture.clone());
         eventually(&what, || {
             store.engine.lookup_on_prefix(&mixed(&ids(3))).unwrap() == 9
         });
@@ -204,13 +204,13 @@ fn blocks_of_every_part_come_back_over_every_medium_and_after_a_restart() {
         // As a store of that part alone would have written it.
         drop(store);
         for number in 0..PARTS {
-            let alone = Setup {
+            let alone = Fixture {
                 own_parts: Vec::new(),
-                ..setup.of_part(number)
+                ..fixture.of_part(number)
             };
             let store = Store::open(&root, alone);
             let blocks = of_part(number, &ids(3));
-            let device = Device::blank(&store.setup, &blocks);
+            let device = Device::blank(&store.fixture, &blocks);
             eventually("they are found", || {
                 store.engine.lookup_on_prefix(&blocks).unwrap() == 3
             });
@@ -222,7 +222,7 @@ fn blocks_of_every_part_come_back_over_every_medium_and_after_a_restart() {
 
 #[test]
 fn a_block_is_complete_when_all_shards_of_its_own_part_are_there() {
-    let (_dir, store) = opened(three(Setup::default()));
+    let (_dir, store) = opened(three(Fixture::default()));
     let (device, block) = (filled(&store, 0, &ids(1)), ids(1));
     let mut all = rows(&store, 0, &device, &block);
     let last = all.split_off(2);
@@ -239,7 +239,7 @@ fn a_block_is_complete_when_all_shards_of_its_own_part_are_there() {
 #[test]
 fn a_damaged_record_of_one_part_is_refused_alone_and_replaced() {
     for number in 0..PARTS {
-        let (_dir, store) = opened(three(Setup::default()));
+        let (_dir, store) = opened(three(Fixture::default()));
         (0..PARTS).for_each(|number| dump(&store, number, &ids(2)));
         let harmed = of_part(number, &ids(1))[0];
         store.edit(harmed, |record| {
@@ -262,7 +262,7 @@ fn a_damaged_record_of_one_part_is_refused_alone_and_replaced() {
 #[test]
 fn a_record_of_another_own_part_is_refused() {
     only_over!(FilesUnkept, "it exchanges the files of blocks");
-    let (_dir, store) = opened(three(Setup::default()));
+    let (_dir, store) = opened(three(Fixture::default()));
     (0..PARTS).for_each(|number| dump(&store, number, &ids(1)));
     let files: Vec<_> = mixed(&ids(1)).iter().map(|id| store.file(*id)).collect();
     std::fs::copy(&files[2], &files[1]).unwrap();
@@ -277,13 +277,13 @@ fn a_record_of_another_own_part_is_refused() {
 #[test]
 fn an_id_belongs_to_one_part_at_a_time() {
     only_over!(FilesUnkept, "it hangs the read of a block file");
-    let (_dir, store) = opened(three(Setup::default()));
+    let (_dir, store) = opened(three(Fixture::default()));
     dump(&store, 1, &ids(1));
     let block = of_part(1, &ids(1));
     let long = store.engine.part_at(1).unwrap();
     let short = store.engine.part_at(2).unwrap();
     let gate = store.hang(OpKind::Read);
-    let (right, wrong) = (store.setup.of_part(1), store.setup.of_part(2));
+    let (right, wrong) = (store.fixture.of_part(1), store.fixture.of_part(2));
     let right = Device::blank(&right, &block);
     let loading = long.load(right.rows(&block), None).unwrap();
     gate.await_waiting(1);
@@ -300,7 +300,7 @@ fn an_id_belongs_to_one_part_at_a_time() {
     let last = all.split_off(1);
     store.outcome(&store.engine.dump(all).unwrap()).unwrap();
     let block = of_part(0, &[id(1)]);
-    let other = Device::filled(&store.setup.of_part(2), &block);
+    let other = Device::filled(&store.fixture.of_part(2), &block);
     let free = store.engine.free_dump_slots();
     let refused = short.dump(other.rows(&block)).err().unwrap();
     assert_eq!(refused.kind(), ErrorKind::InvalidInput);
@@ -312,16 +312,16 @@ fn an_id_belongs_to_one_part_at_a_time() {
 #[test]
 fn every_part_is_promoted_prefetched_and_written_down() {
     for layout in [Layout::File, Layout::segments()] {
-        let setup = |records, policy| {
-            three(Setup {
+        let fixture = |records, policy| {
+            three(Fixture {
                 above: Above::Memory(records, policy),
                 layout,
                 unnamed: false,
-                ..Setup::default()
+                ..Fixture::default()
             })
         };
         // Fewer fit into the memory than are dumped: they go down, the rest at the end.
-        let (_dir, store) = opened(setup(8, WritePolicy::Back));
+        let (_dir, store) = opened(fixture(8, WritePolicy::Back));
         let memory = Arc::clone(store.memory.as_ref().unwrap());
         let mut dumped = 0;
         for block in ids(4) {
@@ -344,7 +344,7 @@ fn every_part_is_promoted_prefetched_and_written_down() {
         assert!(counts.handed >= 4 && counts.damaged == 0, "{counts:?}");
         let root = store.root.clone();
         drop((store, memory));
-        let store = Store::open(&root, setup(64, WritePolicy::Through));
+        let store = Store::open(&root, fixture(64, WritePolicy::Through));
         let wanted = mixed(&ids(4));
         eventually("all are below", || {
             store.engine.locate(&wanted).unwrap().0 == [1; 12]
@@ -408,7 +408,7 @@ fn segments_with_records_of_several_parts_are_merged() {
 #[test]
 fn records_of_every_part_of_a_dead_writer_are_taken_over() {
     let dir = directory();
-    let dead = Setup {
+    let dead = Fixture {
         process: gone(),
         ..three(patient())
     };
@@ -436,13 +436,13 @@ fn records_of_every_part_of_a_dead_writer_are_taken_over() {
 #[test]
 fn the_limit_of_the_root_holds_for_all_parts_together() {
     only_over!(Files, "it adds up the files of blocks");
-    let setup = three(Setup::default());
-    let limit = slot_len(&setup) * 12;
-    let setup = Setup {
+    let fixture = three(Fixture::default());
+    let limit = slot_len(&fixture) * 12;
+    let fixture = Fixture {
         capacity: Some(limit),
-        ..setup
+        ..fixture
     };
-    let (_dir, store) = opened(setup);
+    let (_dir, store) = opened(fixture);
     for block in ids(30) {
         for number in 0..PARTS {
             let device = filled(&store, number, &[block]);
@@ -465,7 +465,7 @@ fn the_limit_of_the_root_holds_for_all_parts_together() {
 
 #[test]
 fn the_manifest_has_an_entry_for_every_part() {
-    let (_dir, store) = opened(three(Setup::default()));
+    let (_dir, store) = opened(three(Fixture::default()));
     dump(&store, 2, &ids(1));
     let path = store
         .root
@@ -478,28 +478,28 @@ fn the_manifest_has_an_entry_for_every_part() {
     let names: Vec<_> = parts.keys().collect();
     assert_eq!(names, ["g0p0t0", "g1p0t0", "g2p0t0"]);
     for (number, entry) in parts.values().enumerate() {
-        let setup = store.setup.of_part(number);
-        let record_len = shape(&setup).1.record_len();
+        let fixture = store.fixture.of_part(number);
+        let record_len = shape(&fixture).1.record_len();
         assert_eq!(entry["record_lengths"], serde_json::json!([record_len]));
-        assert_eq!(entry["tensors"], serde_json::json!(setup.tensors));
-        assert_eq!(entry["layers"], serde_json::json!(setup.layers));
+        assert_eq!(entry["tensors"], serde_json::json!(fixture.tensors));
+        assert_eq!(entry["layers"], serde_json::json!(fixture.layers));
     }
 }
 
 #[test]
 fn a_part_is_named_once_and_has_its_own_shape() {
-    let (_dir, store) = opened(three(Setup::default()));
+    let (_dir, store) = opened(three(Fixture::default()));
     let none = store.engine.part_at(3).err().unwrap();
     assert_eq!(none.kind(), ErrorKind::InvalidInput);
     let lens = [0, 1, 2].map(|number| store.engine.part_at(number).unwrap().record_len());
-    let own = [0, 1, 2].map(|number| shape(&store.setup.of_part(number)).1.record_len());
+    let own = [0, 1, 2].map(|number| shape(&store.fixture.of_part(number)).1.record_len());
     assert_eq!(lens, own);
-    assert_eq!(store.stat("slot_bytes"), slot_len(&store.setup));
+    assert_eq!(store.stat("slot_bytes"), slot_len(&store.fixture));
     // A row of one part is none of another.
     let device = filled(&store, 1, &ids(1));
     let refused = store.engine.dump(device.rows(&of_part(1, &ids(1))));
     assert_eq!(refused.err().unwrap().kind(), ErrorKind::InvalidInput);
-    let mut twice = three(Setup::default());
+    let mut twice = three(Fixture::default());
     twice.own_parts[1].part = part(1);
     let twice = Store::try_open(&directory().path().join("root"), twice);
     assert_eq!(twice.err().unwrap().kind(), ErrorKind::Config);

@@ -24,19 +24,19 @@ use ucm_store::engine::Deadlines;
 use crate::common::servers::{Server, free_port, has, has_program, redis, redis_at};
 use crate::common::stored::{Reply, ask};
 use crate::common::tiers::with_memory;
-use crate::common::{Device, Medium, Setup, Store, directory, eventually, id, ids};
+use crate::common::{Device, Fixture, Medium, Store, directory, eventually, id, ids};
 
 /// A store on this server alone.
-fn on_server(server: &Server) -> Setup {
+fn on_server(server: &Server) -> Fixture {
     at(&format!("redis://127.0.0.1:{}", server.port))
 }
 
 /// A store on a server at this address.
-fn at(address: &str) -> Setup {
-    Setup {
+fn at(address: &str) -> Fixture {
+    Fixture {
         medium: Medium::Kind("redis"),
         options: vec![("storage_backends", json!([address]))],
-        ..Setup::default()
+        ..Fixture::default()
     }
 }
 
@@ -51,13 +51,15 @@ fn started(more: &str) -> Option<(TempDir, Server, Store)> {
 
 fn dumped(store: &Store, ids: &[BlockId]) {
     for ids in ids.chunks(2) {
-        store.dump(&Device::filled(&store.setup, ids), ids).unwrap();
+        store
+            .dump(&Device::filled(&store.fixture, ids), ids)
+            .unwrap();
     }
 }
 
 /// Whether these blocks come back as they were.
 fn loads(store: &Store, ids: &[BlockId]) -> bool {
-    let device = Device::blank(&store.setup, ids);
+    let device = Device::blank(&store.fixture, ids);
     let loaded = store.load(&device, ids).is_ok();
     assert!(!loaded || ids.iter().all(|&id| device.is_right(id)));
     loaded
@@ -66,7 +68,7 @@ fn loads(store: &Store, ids: &[BlockId]) -> bool {
 /// Why the first of these blocks is not dumped now.
 fn refusal(store: &Store, ids: &[BlockId]) -> ErrorKind {
     let failed = store
-        .dump(&Device::filled(&store.setup, ids), ids)
+        .dump(&Device::filled(&store.fixture, ids), ids)
         .unwrap_err();
     failed[0].1.kind()
 }
@@ -117,7 +119,7 @@ fn a_record_lives_as_long_as_it_is_used() {
     let clock = ManualClock::new();
     store = Store::with_clock(
         &store.root.clone(),
-        store.setup.clone(),
+        store.fixture.clone(),
         Arc::clone(&clock) as Arc<dyn Clock>,
     );
     store.engine.touch(&[(id(0), 0)]).unwrap();
@@ -156,7 +158,7 @@ fn a_record_of_a_newer_version_is_a_miss_and_stays() {
     newer[60..64].copy_from_slice(&crc.to_le_bytes());
     store.store_as(id(0), &newer);
     assert!(!loads(&store, &ids(1)));
-    let dumped = store.dump(&Device::filled(&store.setup, &ids(1)), &ids(1));
+    let dumped = store.dump(&Device::filled(&store.fixture, &ids(1)), &ids(1));
     assert_eq!(dumped.unwrap_err()[0].1.kind(), ErrorKind::Foreign);
     assert_eq!(store.stored(id(0)).unwrap(), newer);
 }
@@ -172,8 +174,8 @@ fn a_newer_record_that_was_not_met_yet_is_in_the_way_of_a_dump() {
     let crc = ucm_core::crc32c(&newer[..60]);
     newer[60..64].copy_from_slice(&crc.to_le_bytes());
     store.store_as(id(0), &newer);
-    let other = Store::open(dir.path(), store.setup.clone());
-    let dumped = other.dump(&Device::filled(&other.setup, &ids(1)), &ids(1));
+    let other = Store::open(dir.path(), store.fixture.clone());
+    let dumped = other.dump(&Device::filled(&other.fixture, &ids(1)), &ids(1));
     assert_eq!(dumped.unwrap_err()[0].1.kind(), ErrorKind::Foreign);
     assert_eq!(other.engine.lookup(&ids(1)).unwrap(), [false]);
     assert_eq!(store.stored(id(0)).unwrap(), newer);
@@ -238,7 +240,7 @@ fn a_full_server_pauses_dumps_and_nothing_else() {
     assert_eq!(store.stat("healthy"), 1);
     limit(b"0");
     eventually("there is room again", || {
-        let device = Device::filled(&store.setup, &[id(5)]);
+        let device = Device::filled(&store.fixture, &[id(5)]);
         store.dump(&device, &[id(5)]).is_ok()
     });
     assert!(loads(&store, &[id(5)]));
@@ -250,21 +252,21 @@ fn a_server_that_is_killed_costs_misses_and_comes_back() {
     let Some(server) = redis(dir.path(), "") else {
         return;
     };
-    let setup = Setup {
+    let fixture = Fixture {
         breaker: BreakerConfig {
             cool_down: Duration::from_millis(50),
             ..BreakerConfig::default()
         },
         ..on_server(&server)
     };
-    let store = Store::open(dir.path(), setup);
+    let store = Store::open(dir.path(), fixture);
     dumped(&store, &ids(2));
     let port = server.port;
     drop(server);
     assert!(!loads(&store, &ids(2)));
     let again = redis_at(port, dir.path(), "").unwrap();
     eventually("it is used again", || {
-        let device = Device::filled(&store.setup, &ids(2));
+        let device = Device::filled(&store.fixture, &ids(2));
         store.dump(&device, &ids(2)).is_ok() && loads(&store, &ids(2))
     });
     drop(again);
@@ -277,19 +279,19 @@ fn a_server_that_is_silent_costs_a_deadline_and_no_slot() {
         return;
     };
     let clock = ManualClock::new();
-    let setup = Setup {
+    let fixture = Fixture {
         slots: 4,
         ..on_server(&server)
     };
     let store = Store::with_clock(
         dir.path(),
-        setup.clone(),
+        fixture.clone(),
         Arc::clone(&clock) as Arc<dyn Clock>,
     );
     dumped(&store, &ids(4));
     server.freeze();
     for _ in 0..3 {
-        let device = Device::blank(&setup, &ids(4));
+        let device = Device::blank(&fixture, &ids(4));
         let load = store
             .engine
             .load(device.rows(&ids(4)), Some(Duration::from_secs(1)))
@@ -356,7 +358,7 @@ fn a_lookup_over_a_silent_server_ends_at_its_deadline() {
     };
     let clock = ManualClock::new();
     let lookup = Duration::from_millis(50);
-    let setup = Setup {
+    let fixture = Fixture {
         deadlines: Deadlines {
             lookup,
             ..Deadlines::default()
@@ -364,7 +366,7 @@ fn a_lookup_over_a_silent_server_ends_at_its_deadline() {
         ..on_server(&server)
     };
     let writer = Store::open(dir.path(), on_server(&server));
-    let store = Store::with_clock(dir.path(), setup, Arc::clone(&clock) as Arc<dyn Clock>);
+    let store = Store::with_clock(dir.path(), fixture, Arc::clone(&clock) as Arc<dyn Clock>);
     dumped(&writer, &ids(4));
     server.freeze();
     let began = clock.now();
@@ -397,7 +399,7 @@ fn two_stores_share_a_server_and_a_password_is_never_logged() {
     let address = |login: &str| format!("redis://{login}127.0.0.1:{}", server.port);
     let right = Store::open(dir.path(), at(&address(":geheim@")));
     dumped(&right, &ids(2));
-    let apart = Setup {
+    let apart = Fixture {
         options: vec![
             ("storage_backends", json!([address("")])),
             ("redis_password", json!("geheim")),
@@ -460,7 +462,7 @@ fn a_server_is_believed_by_its_certificate() {
         TcpStream::connect(("127.0.0.1", port)).is_ok()
     });
     let address = format!("rediss://localhost:{port}");
-    let trusting = Setup {
+    let trusting = Fixture {
         options: vec![
             ("storage_backends", json!([address])),
             ("redis_tls_ca", json!(dir.path().join("ca.pem"))),
@@ -584,7 +586,7 @@ fn a_lost_node_loses_its_own_blocks_alone() {
         format!("127.0.0.1:{}", nodes[1].port),
     ]
     .map(|address| format!("redis://{address}"));
-    let setup = Setup {
+    let fixture = Fixture {
         options: vec![("storage_backends", json!(addresses))],
         deadlines: Deadlines {
             // the others answer in it; for the lost one it waits to the end
@@ -593,7 +595,7 @@ fn a_lost_node_loses_its_own_blocks_alone() {
         },
         ..on_server(&nodes[0])
     };
-    let anew = Store::open(dir.path(), setup);
+    let anew = Store::open(dir.path(), fixture);
     assert_eq!(anew.stat("healthy"), 1, "{}", anew.said().join("\n"));
     let found = || -> Vec<BlockId> {
         let there = anew.engine.lookup(&all).unwrap();
@@ -671,8 +673,8 @@ impl Liar {
         liar
     }
 
-    fn setup(&self) -> Setup {
-        Setup {
+    fn fixture(&self) -> Fixture {
+        Fixture {
             breaker: BreakerConfig::default(),
             ..at(&format!("redis://{}", self.address))
         }
@@ -783,8 +785,8 @@ fn a_missing_server_is_a_skip_and_where_servers_are_required_a_failure() {
 fn a_length_that_a_server_announces_is_not_believed() {
     for is_cluster in [false, true] {
         let (dir, liar) = (directory(), Liar::start(is_cluster));
-        let store = Store::open(dir.path(), liar.setup());
-        let device = Device::blank(&store.setup, &ids(1));
+        let store = Store::open(dir.path(), liar.fixture());
+        let device = Device::blank(&store.fixture, &ids(1));
         let load = store
             .engine
             .load(device.rows(&ids(1)), Some(Duration::from_secs(20)))
@@ -815,14 +817,14 @@ fn a_connection_is_closed_once_a_question_on_it_is_late() {
     let clock = ManualClock::new();
     let store = Store::with_clock(
         dir.path(),
-        liar.setup(),
+        liar.fixture(),
         Arc::clone(&clock) as Arc<dyn Clock>,
     );
     eventually("only connections of the store are open", || {
         liar.closed.load(Ordering::Relaxed) > 0
     });
     let closed = liar.closed.load(Ordering::Relaxed);
-    let device = Device::blank(&store.setup, &ids(1));
+    let device = Device::blank(&store.fixture, &ids(1));
     let load = store
         .engine
         .load(device.rows(&ids(1)), Some(Duration::from_millis(100)))
@@ -876,11 +878,11 @@ fn a_primary_that_is_demoted_is_read_and_no_block_is_tried_there() {
         return;
     };
     let clock = ManualClock::new();
-    let setup = Setup {
+    let fixture = Fixture {
         breaker: BreakerConfig::default(),
         ..on_server(&server)
     };
-    let store = Store::with_clock(dir.path(), setup, Arc::clone(&clock) as Arc<dyn Clock>);
+    let store = Store::with_clock(dir.path(), fixture, Arc::clone(&clock) as Arc<dyn Clock>);
     dumped(&store, &ids(2));
     store.said();
     let ok = Reply::Text("OK".into());
@@ -897,7 +899,7 @@ fn a_primary_that_is_demoted_is_read_and_no_block_is_tried_there() {
         other => unreachable!("{other:?}"),
     };
     for n in 10..20 {
-        let device = Device::filled(&store.setup, &[id(n)]);
+        let device = Device::filled(&store.fixture, &[id(n)]);
         assert!(store.dump(&device, &[id(n)]).is_err());
         assert!(loads(&store, &ids(2)), "what it has is read");
     }
@@ -914,7 +916,7 @@ fn a_primary_that_is_demoted_is_read_and_no_block_is_tried_there() {
         "{said:?}"
     );
     clock.advance(Duration::from_secs(10));
-    let device = Device::filled(&store.setup, &[id(20)]);
+    let device = Device::filled(&store.fixture, &[id(20)]);
     assert!(store.dump(&device, &[id(20)]).is_err());
     assert_eq!(writes(), 2, "one is let through after a while");
     assert!(store.said().is_empty(), "it is logged once");
@@ -933,18 +935,18 @@ fn below_memory_a_demoted_primary_refuses_dumps_before_they_are_copied() {
         return;
     };
     let clock = ManualClock::new();
-    let setup = Setup {
+    let fixture = Fixture {
         breaker: BreakerConfig::default(),
         above: with_memory().above,
         ..on_server(&server)
     };
-    let store = Store::with_clock(dir.path(), setup, Arc::clone(&clock) as Arc<dyn Clock>);
+    let store = Store::with_clock(dir.path(), fixture, Arc::clone(&clock) as Arc<dyn Clock>);
     dumped(&store, &ids(2));
     let ok = Reply::Text("OK".into());
     assert_eq!(store.redis(&[b"REPLICAOF", b"127.0.0.1", b"1"]), ok);
     assert_eq!(refusal(&store, &[id(10)]), ErrorKind::Unhealthy);
     let refused_at_once = |n| {
-        let device = Device::filled(&store.setup, &[id(n)]);
+        let device = Device::filled(&store.fixture, &[id(n)]);
         let refused = store.engine.dump(device.rows(&[id(n)])).err();
         refused.is_some_and(|error| error.kind() == ErrorKind::Unhealthy)
     };
@@ -956,7 +958,7 @@ fn below_memory_a_demoted_primary_refuses_dumps_before_they_are_copied() {
     assert_eq!(store.map().kept(), kept, "nothing was copied into memory");
     // After the cool-down one dump is tried, and those behind it are refused again.
     clock.advance(Duration::from_secs(10));
-    let device = Device::filled(&store.setup, &[id(20)]);
+    let device = Device::filled(&store.fixture, &[id(20)]);
     let tried = store.engine.dump(device.rows(&[id(20)])).unwrap();
     assert!(store.outcome(&tried).is_err(), "the server refuses it");
     assert_eq!(store.map().kept(), kept + 1);
@@ -974,16 +976,16 @@ fn a_server_that_comes_back_as_a_replica_is_said_to_take_no_blocks() {
         return;
     };
     let clock = ManualClock::new();
-    let setup = Setup {
+    let fixture = Fixture {
         breaker: BreakerConfig::default(),
         ..on_server(&server)
     };
-    let store = Store::with_clock(dir.path(), setup, Arc::clone(&clock) as Arc<dyn Clock>);
+    let store = Store::with_clock(dir.path(), fixture, Arc::clone(&clock) as Arc<dyn Clock>);
     dumped(&store, &ids(1));
     let port = server.port;
     drop(server);
     let dump = |n| {
-        let device = Device::filled(&store.setup, &[id(n)]);
+        let device = Device::filled(&store.fixture, &[id(n)]);
         store.dump(&device, &[id(n)])
     };
     eventually("it is switched off", || {
@@ -1031,19 +1033,19 @@ fn a_node_that_does_not_end_its_answers_loses_its_connection_and_the_others_keep
     for node in [&liar, &honest] {
         *node.nodes.lock() = vec![liar.address.clone(), honest.address.clone()];
     }
-    let mut setup = Setup {
+    let mut fixture = Fixture {
         tensors: vec![64 << 20], // of which four are on the way at once
         layers: 1,
         layers_per_shard: 1,
         slots: 4,
         ..at(&format!("redis://{}", liar.address))
     };
-    setup.breaker.threshold = u32::MAX;
-    setup.options.push(("redis_connections", json!(1)));
-    let store = Store::open(dir.path(), setup);
+    fixture.breaker.threshold = u32::MAX;
+    fixture.options.push(("redis_connections", json!(1)));
+    let store = Store::open(dir.path(), fixture);
     let closed = |node: &Liar| node.closed_asked.load(Ordering::Relaxed);
     let load = |block: BlockId, within: Duration| {
-        let device = Device::blank(&store.setup, &[block]);
+        let device = Device::blank(&store.fixture, &[block]);
         let rows = device.rows(&[block]);
         let load = store.engine.load(rows, Some(within)).unwrap();
         store.outcome(&load).unwrap_err()[0].1.kind()
@@ -1069,7 +1071,7 @@ fn a_listing_without_end_is_an_error() {
     for is_stuck in [false, true] {
         let (dir, liar) = (directory(), Liar::start(false));
         liar.is_stuck.store(is_stuck, Ordering::Relaxed);
-        let store = Store::open(dir.path(), liar.setup());
+        let store = Store::open(dir.path(), liar.fixture());
         let listed = store.backend.list(&job());
         assert_eq!(listed.err().unwrap().kind(), ErrorKind::Io);
         let steps = liar.listed.load(Ordering::Relaxed);

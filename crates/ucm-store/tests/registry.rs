@@ -17,8 +17,8 @@ use ucm_store::engine::{Engine, Until};
 use ucm_testkit::{ToyMap, ToyValues};
 
 use common::{
-    Device, Medium, Setup, directory, eventually, id, identity, ids, is_here, kinds, media, sample,
-    shape,
+    Device, Fixture, Medium, directory, eventually, id, identity, ids, is_here, kinds, media,
+    sample, shape,
 };
 
 /// An engine over these stages, with blocks as most tests have them.
@@ -28,7 +28,7 @@ fn open(stages: &Value) -> ucm_core::Result<Engine> {
 
 /// The same on a device of this name.
 fn open_on(device: &str, stages: &Value) -> ucm_core::Result<Engine> {
-    let sizes = Setup::default();
+    let sizes = Fixture::default();
     let block = shape(&sizes).0.raw_len();
     let described = json!({
         "stages": stages, "device": device, "identity": identity("w").json(), "part": [0, 0, 0], "tensor_sizes": sizes.tensors,
@@ -38,16 +38,16 @@ fn open_on(device: &str, stages: &Value) -> ucm_core::Result<Engine> {
         "breaker_threshold": 4, "breaker_window_s": 60.0, "breaker_cool_down_s": 10.0,
         "breaker_damaged_per_minute": 16,
     });
-    let setup = builder::StoreSpec::parse(&described.to_string())?;
-    setup.open(SystemClock::shared())
+    let fixture = builder::StoreSpec::parse(&described.to_string())?;
+    fixture.open(SystemClock::shared())
 }
 
 /// Dumps two blocks, looks them up and loads them.
 fn check(engine: &Engine) {
-    let setup = Setup::default();
+    let fixture = Fixture::default();
     // A dump waits for its first grant, which follows the first count.
     eventually("it was counted", || engine.stats()["storage_counted"] == 1);
-    let source = Device::filled(&setup, &ids(2));
+    let source = Device::filled(&fixture, &ids(2));
     let dumped = engine.dump(source.rows(&ids(2))).unwrap();
     assert!(dumped.wait(engine.clock(), Until::Published, None));
     assert!(dumped.failures().is_empty(), "{:?}", dumped.failures());
@@ -55,7 +55,7 @@ fn check(engine: &Engine) {
         engine.lookup(&[id(0), id(1), id(2)]).unwrap(),
         [true, true, false]
     );
-    let target = Device::blank(&setup, &ids(2));
+    let target = Device::blank(&fixture, &ids(2));
     let loaded = engine.load(target.rows(&ids(2)), None).unwrap();
     assert!(loaded.wait(engine.clock(), Until::Published, None));
     assert!(loaded.failures().is_empty());

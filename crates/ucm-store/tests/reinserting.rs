@@ -10,15 +10,15 @@ use ucm_media::segment::SegmentConfig;
 use ucm_testkit::{Fault, Gate, OpKind, Rule};
 
 use crate::common::merging::{eager, fill, filling, finds, loads, many, mtime, privates, seal};
-use crate::common::{Device, Layout, Setup, Store, directory, eventually, ids};
+use crate::common::{Device, Fixture, Layout, Store, directory, eventually, ids};
 
 /// Room for segments of twelve records.
 const LIMIT: u64 = 8 << 20;
 
 /// A root that is nearly full, and its oldest segment: the first twelve blocks.
-fn nearly_full(root: &Path, setup: &Setup) -> PathBuf {
-    let store = Store::open(root, setup.clone());
-    let device = Device::filled(setup, &many(0..720));
+fn nearly_full(root: &Path, fixture: &Fixture) -> PathBuf {
+    let store = Store::open(root, fixture.clone());
+    let device = Device::filled(fixture, &many(0..720));
     seal(&store, &device, &many(0..12));
     let oldest = store.segments().remove(0);
     for turn in 1..60 {
@@ -35,11 +35,11 @@ fn set_age(file: &Path, seconds: u64) {
         .unwrap();
 }
 
-fn small(setup: Setup) -> Setup {
-    Setup {
+fn small(fixture: Fixture) -> Fixture {
+    Fixture {
         capacity: Some(LIMIT),
         slots: 32,
-        ..setup
+        ..fixture
     }
 }
 
@@ -78,7 +78,7 @@ fn what_a_scheduler_knows_to_be_in_use_is_reinserted_by_the_rank_that_it_tells()
     let dir = directory();
     let oldest = nearly_full(dir.path(), &small(filling()));
     let before = mtime(&oldest);
-    let lookups = Setup {
+    let lookups = Fixture {
         lookup_only: true,
         ..small(filling())
     };
@@ -116,7 +116,7 @@ fn what_several_use_is_reinserted_by_one_of_them() {
     // It is granted room, of which what it copies would be taken.
     let block = many(720..721);
     other
-        .dump(&Device::filled(&other.setup, &block), &block)
+        .dump(&Device::filled(&other.fixture, &block), &block)
         .unwrap();
     let finished = other.faults.count(OpKind::Finish);
     one.engine.touch_own(&in_use()).unwrap();
@@ -148,18 +148,18 @@ fn what_several_use_is_reinserted_by_one_of_them() {
 #[test]
 fn compressed_records_in_use_are_reinserted_each_by_itself() {
     const LIMIT: u64 = 24 << 20;
-    let compressed = |setup: Setup| Setup {
+    let compressed = |fixture: Fixture| Fixture {
         capacity: Some(LIMIT),
         slots: 32,
-        ..setup.compressed()
+        ..fixture.compressed()
     };
     let dir = directory();
-    let setup = compressed(filling());
-    let store = Store::open(dir.path(), setup.clone());
+    let fixture = compressed(filling());
+    let store = Store::open(dir.path(), fixture.clone());
     let mut filled = 0;
     while store.stat("storage_used_bytes") < LIMIT / 4 * 3 {
         let some = many(filled..filled + 12);
-        seal(&store, &Device::filled(&setup, &some), &some);
+        seal(&store, &Device::filled(&fixture, &some), &some);
         filled += 12;
     }
     let places = store.places();
@@ -214,14 +214,14 @@ fn what_cannot_be_reinserted_keeps_its_segment_in_use() {
 fn an_index_that_is_full_says_so() {
     let dir = directory();
     fill(dir.path(), &filling(), &ids(6));
-    let setup = Setup {
+    let fixture = Fixture {
         layout: Layout::Segment(SegmentConfig {
             most_blocks: 4,
             ..SegmentConfig::default()
         }),
-        ..Setup::default()
+        ..Fixture::default()
     };
-    let store = Store::open(dir.path(), setup);
+    let store = Store::open(dir.path(), fixture);
     assert_eq!(
         finds(&store, &ids(6))
             .iter()

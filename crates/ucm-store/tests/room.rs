@@ -15,7 +15,7 @@ use ucm_store::engine::{Deadlines, Until};
 use ucm_testkit::{Fault, Gate, OpKind, Rule};
 
 use crate::common::only_over;
-use crate::common::{Device, Layout, Setup, Store, directory, eventually, id, identity, ids};
+use crate::common::{Device, Fixture, Layout, Store, directory, eventually, id, identity, ids};
 
 const RECORD: u64 = 8192;
 
@@ -23,15 +23,15 @@ fn bytes(bytes: u64) -> Option<Capacity> {
     NonZeroU64::new(bytes).map(Capacity::Bytes)
 }
 
-fn with(rules: Rules) -> Setup {
-    let setup = Setup::default();
-    let free_floor = rules.free_floor.or(setup.rules.free_floor);
-    Setup {
+fn with(rules: Rules) -> Fixture {
+    let fixture = Fixture::default();
+    let free_floor = rules.free_floor.or(fixture.rules.free_floor);
+    Fixture {
         rules: Rules {
             free_floor,
             ..rules
         },
-        ..setup
+        ..fixture
     }
 }
 
@@ -44,9 +44,9 @@ fn age(path: &Path, by: Duration) {
 fn below_the_floor_nothing_is_stored_and_what_is_stored_goes() {
     only_over!(Files, "its limit is a number of block files");
     let dir = directory();
-    let setup = with(Rules::default());
-    let store = Store::open(dir.path(), setup.clone());
-    let device = Device::filled(&setup, &ids(3));
+    let fixture = with(Rules::default());
+    let store = Store::open(dir.path(), fixture.clone());
+    let device = Device::filled(&fixture, &ids(3));
     store.dump(&device, &ids(2)).unwrap();
     drop(store);
     // More than any file system has.
@@ -67,14 +67,14 @@ fn below_the_floor_nothing_is_stored_and_what_is_stored_goes() {
 fn a_full_medium_pauses_dumps_makes_room_and_goes_on() {
     only_over!(Files, "its limit is a number of block files");
     for errno in [ucm_testkit::errno::ENOSPC, ucm_testkit::errno::EDQUOT] {
-        let (dir, setup, clock) = (directory(), Setup::default(), ManualClock::new());
+        let (dir, fixture, clock) = (directory(), Fixture::default(), ManualClock::new());
         let store = Store::with_clock(
             dir.path(),
-            setup.clone(),
+            fixture.clone(),
             Arc::clone(&clock) as Arc<dyn Clock>,
         );
         let all = ids(20);
-        let device = Device::filled(&setup, &all);
+        let device = Device::filled(&fixture, &all);
         for &block in &all[..18] {
             store.dump(&device, &[block]).unwrap();
         }
@@ -108,17 +108,17 @@ fn a_namespace_keeps_to_its_quota() {
         namespace_quota: bytes(4 * RECORD),
         ..Rules::default()
     });
-    let other = Setup {
+    let other = Fixture {
         weights: "other",
-        ..Setup::default()
+        ..Fixture::default()
     };
     let store = Store::open(dir.path(), other.clone());
     store
         .dump(&Device::filled(&other, &ids(3)), &ids(3))
         .unwrap();
     drop(store);
-    let store = Store::open(dir.path(), Setup::default());
-    let device = Device::filled(&store.setup, &ids(10));
+    let store = Store::open(dir.path(), Fixture::default());
+    let device = Device::filled(&store.fixture, &ids(10));
     for &block in &ids(10) {
         store.dump(&device, &[block]).unwrap();
     }
@@ -147,8 +147,8 @@ fn a_namespace_keeps_to_its_quota() {
 fn what_was_not_used_for_too_long_expires() {
     only_over!(Files, "its limit is a number of block files");
     let dir = directory();
-    let store = Store::open(dir.path(), Setup::default());
-    let device = Device::filled(&store.setup, &ids(3));
+    let store = Store::open(dir.path(), Fixture::default());
+    let device = Device::filled(&store.fixture, &ids(3));
     store.dump(&device, &ids(3)).unwrap();
     let day = Duration::from_secs(86400);
     age(&store.file(id(0)), 2 * day);
@@ -166,7 +166,7 @@ fn what_was_not_used_for_too_long_expires() {
 #[test]
 fn what_the_dead_left_is_swept_and_nothing_else() {
     let dir = directory();
-    let store = Store::open(dir.path(), Setup::default());
+    let store = Store::open(dir.path(), Fixture::default());
     drop(store);
     let namespace = dir.path().join(identity("w").namespace());
     std::fs::create_dir(namespace.join("quarantine")).unwrap();
@@ -190,7 +190,7 @@ fn what_the_dead_left_is_swept_and_nothing_else() {
         make(dir.path().join("README"), 30),
         make(namespace.join(format!("quarantine/{}.bin", id(2))), 30),
     ];
-    let store = Store::open(dir.path(), Setup::default());
+    let store = Store::open(dir.path(), Fixture::default());
     for path in gone {
         assert!(!path.exists(), "{path:?}");
     }
@@ -203,19 +203,19 @@ fn what_the_dead_left_is_swept_and_nothing_else() {
 #[test]
 fn a_load_of_what_is_being_removed_is_exact_or_a_miss() {
     let dir = directory();
-    let setup = Setup {
+    let fixture = Fixture {
         capacity: Some(16 * RECORD),
-        ..Setup::default()
+        ..Fixture::default()
     };
-    let store = Store::open(dir.path(), setup.clone());
+    let store = Store::open(dir.path(), fixture.clone());
     let all = ids(120);
-    let device = Device::filled(&setup, &all);
+    let device = Device::filled(&fixture, &all);
     std::thread::scope(|scope| {
         let reader = scope.spawn(|| {
             let mut hits = 0;
             while store.stat("records_removed") < 60 || hits == 0 {
                 for &block in &all {
-                    let into = Device::blank(&setup, &[block]);
+                    let into = Device::blank(&fixture, &[block]);
                     if store.load(&into, &[block]).is_ok() {
                         assert!(into.is_right(block), "a hit is exact");
                         hits += 1;
@@ -236,13 +236,13 @@ fn a_load_of_what_is_being_removed_is_exact_or_a_miss() {
 fn room_for_a_write_past_its_deadline_is_returned() {
     only_over!(OneMedium, "a dump of a pipeline may be written elsewhere");
     let (dir, clock) = (directory(), ManualClock::new());
-    let setup = Setup::default();
+    let fixture = Fixture::default();
     let store = Store::with_clock(
         dir.path(),
-        setup.clone(),
+        fixture.clone(),
         Arc::clone(&clock) as Arc<dyn Clock>,
     );
-    let device = Device::filled(&setup, &ids(3));
+    let device = Device::filled(&fixture, &ids(3));
     store.dump(&device, &[id(0)]).unwrap();
     let used = store.stat("storage_used_bytes");
     let gate = store.gate();
@@ -268,13 +268,13 @@ fn room_for_a_write_past_its_deadline_is_returned() {
 fn room_made_for_a_record_that_is_present_by_then_is_returned() {
     only_over!(FilesAlone, "it puts a block file there");
     let (dir, clock, gate) = (directory(), ManualClock::new(), Gate::new());
-    let setup = Setup::default();
+    let fixture = Fixture::default();
     let hang = Rule::on(OpKind::List, Fault::HangBefore(gate.clone()));
     let rules = vec![hang.lane(LANE_SPACE).times(1)];
     let clock = Arc::clone(&clock) as Arc<dyn Clock>;
-    let store = Store::faulty_with_clock(dir.path(), setup.clone(), rules, clock);
+    let store = Store::faulty_with_clock(dir.path(), fixture.clone(), rules, clock);
     gate.await_waiting(1); // nothing is granted before it has looked
-    let device = Device::filled(&setup, &ids(1));
+    let device = Device::filled(&fixture, &ids(1));
     let task = store.engine.dump(device.rows(&[id(0)])).unwrap();
     eventually("it asked, and waits for room", || {
         store.asked(OpKind::Stat, id(0)) == 1
@@ -294,17 +294,17 @@ fn room_made_for_a_record_that_is_present_by_then_is_returned() {
 fn every_block_of_a_first_dump_waits_for_the_first_grant() {
     only_over!(FilesAlone, "a segment reserves room for all of its records");
     let (dir, clock, gate) = (directory(), ManualClock::new(), Gate::new());
-    let setup = Setup {
+    let fixture = Fixture {
         slots: 600,
-        ..Setup::default()
+        ..Fixture::default()
     };
     let hang = Rule::on(OpKind::List, Fault::HangBefore(gate.clone()));
     let rules = vec![hang.lane(LANE_SPACE).times(1)];
     let clock = Arc::clone(&clock) as Arc<dyn Clock>;
-    let store = Store::faulty_with_clock(dir.path(), setup.clone(), rules, clock);
+    let store = Store::faulty_with_clock(dir.path(), fixture.clone(), rules, clock);
     gate.await_waiting(1); // nothing is granted before it has looked
     let many: Vec<BlockId> = (0..400u128).map(|n| BlockId(n.to_le_bytes())).collect();
-    let device = Device::filled(&setup, &many);
+    let device = Device::filled(&fixture, &many);
     let task = store.engine.dump(device.rows(&many)).unwrap();
     eventually("the first one waits", || {
         many.iter()

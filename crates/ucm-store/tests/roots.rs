@@ -12,7 +12,7 @@ use ucm_media::layout::Modes;
 use ucm_store::engine::{Deadlines, Until};
 use ucm_testkit::{Fault, Gate, OpKind, Rule};
 
-use crate::common::{Device, Setup, Store, directory, eventually, id, identity, ids, of_records};
+use crate::common::{Device, Fixture, Store, directory, eventually, id, identity, ids, of_records};
 
 fn marker(capacity: u64) -> String {
     format!("{{\"format\":1,\"uuid\":\"other\",\"created\":1,\"storage_capacity\":{capacity}}}")
@@ -21,15 +21,15 @@ fn marker(capacity: u64) -> String {
 #[test]
 fn the_marker_that_stays_counts_when_two_mark_a_root() {
     let dir = directory();
-    let setup = Setup {
+    let fixture = Fixture {
         capacity: None,
-        ..Setup::default()
+        ..Fixture::default()
     };
     let path = dir.path().join("ucm-root.json");
     let gate = Gate::new();
     let hang = Rule::on(OpKind::Publish, Fault::HangAfter(gate.clone())).path("ucm-root.json");
     let store = std::thread::scope(|scope| {
-        let opening = scope.spawn(|| Store::open_faulty(dir.path(), setup, vec![hang]));
+        let opening = scope.spawn(|| Store::open_faulty(dir.path(), fixture, vec![hang]));
         gate.await_waiting(1);
         std::fs::write(&path, marker(7 << 20)).unwrap();
         gate.open();
@@ -45,15 +45,15 @@ fn the_marker_that_stays_counts_when_two_mark_a_root() {
 #[test]
 fn a_marker_written_over_later_counts_with_the_next_count() {
     let dir = directory();
-    let setup = Setup {
+    let fixture = Fixture {
         capacity: None,
-        ..Setup::default()
+        ..Fixture::default()
     };
     let path = dir.path().join("ucm-root.json");
     std::fs::write(&path, marker(7 << 20)).unwrap();
     let gate = Gate::new();
     let hang = Rule::on(OpKind::Read, Fault::HangBefore(gate.clone())).path("ucm-root.json");
-    let store = Store::open_faulty(dir.path(), setup, vec![hang.nth(2)]);
+    let store = Store::open_faulty(dir.path(), fixture, vec![hang.nth(2)]);
     gate.await_waiting(1);
     std::fs::write(&path, marker(9 << 20)).unwrap();
     gate.open();
@@ -72,7 +72,7 @@ fn a_part_that_another_rank_wrote_over_is_added_again() {
         .join("manifest.json");
     // Reads of the manifest: none there, ours there, and the one before the first count.
     let hang = Rule::on(OpKind::Read, Fault::HangBefore(gate.clone())).path("manifest.json");
-    let _store = Store::open_faulty(dir.path(), Setup::default(), vec![hang.nth(3)]);
+    let _store = Store::open_faulty(dir.path(), Fixture::default(), vec![hang.nth(3)]);
     gate.await_waiting(1);
     let ours = std::fs::read_to_string(&manifest).unwrap();
     assert!(ours.contains("g0p0t0"));
@@ -87,21 +87,21 @@ fn a_part_that_another_rank_wrote_over_is_added_again() {
 #[test]
 fn a_long_identity_makes_a_long_manifest_and_no_trouble() {
     let dir = directory();
-    let setup = Setup {
+    let fixture = Fixture {
         weights: Box::leak("w".repeat(200_000).into_boxed_str()),
-        ..Setup::default()
+        ..Fixture::default()
     };
     for _ in 0..2 {
-        let store = Store::open(dir.path(), setup.clone());
+        let store = Store::open(dir.path(), fixture.clone());
         assert_eq!(store.stat("healthy"), 1);
     }
 }
 
 #[test]
 fn a_removed_namespace_is_made_again() {
-    let (dir, setup) = (directory(), Setup::default());
-    let store = Store::open(dir.path(), setup.clone());
-    let device = Device::filled(&setup, &ids(1));
+    let (dir, fixture) = (directory(), Fixture::default());
+    let store = Store::open(dir.path(), fixture.clone());
+    let device = Device::filled(&fixture, &ids(1));
     store.dump(&device, &ids(1)).unwrap();
     std::fs::remove_dir_all(dir.path().join(identity("w").namespace())).unwrap();
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
@@ -119,20 +119,20 @@ fn a_removed_namespace_is_made_again() {
 #[test]
 fn a_limit_too_small_for_anything_is_an_error_that_says_so() {
     let dir = directory();
-    let setup = Setup {
+    let fixture = Fixture {
         capacity: Some(8 * 8192 - 1),
-        ..Setup::default()
+        ..Fixture::default()
     };
-    let error = Store::try_open(dir.path(), setup.clone()).err().unwrap();
+    let error = Store::try_open(dir.path(), fixture.clone()).err().unwrap();
     assert_eq!(error.kind(), ErrorKind::Config);
     assert!(error.to_string().contains("storage_capacity"), "{error}");
     // One in the marker is found later: the store says so and stays empty.
     std::fs::write(dir.path().join("ucm-root.json"), marker(100)).unwrap();
     let store = Store::open(
         dir.path(),
-        Setup {
+        Fixture {
             capacity: None,
-            ..setup
+            ..fixture
         },
     );
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
@@ -142,12 +142,12 @@ fn a_limit_too_small_for_anything_is_an_error_that_says_so() {
 #[test]
 fn the_smallest_limit_stores() {
     let dir = directory();
-    let setup = Setup {
+    let fixture = Fixture {
         capacity: Some(8 * 8192),
-        ..Setup::default()
+        ..Fixture::default()
     };
-    let store = Store::open(dir.path(), setup.clone());
-    let device = Device::filled(&setup, &ids(30));
+    let store = Store::open(dir.path(), fixture.clone());
+    let device = Device::filled(&fixture, &ids(30));
     for &block in &ids(30) {
         eventually("room is made", || store.dump(&device, &[block]).is_ok());
     }
@@ -162,11 +162,11 @@ fn lookups_do_not_trust_a_root_of_a_newer_format() {
     let dir = directory();
     let newer = marker(1 << 30).replace("\"format\":1", "\"format\":2");
     std::fs::write(dir.path().join("ucm-root.json"), newer).unwrap();
-    let setup = Setup {
+    let fixture = Fixture {
         lookup_only: true,
-        ..Setup::default()
+        ..Fixture::default()
     };
-    let store = Store::open(dir.path(), setup);
+    let store = Store::open(dir.path(), fixture);
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
     assert_eq!((store.stat("healthy"), store.missed("unhealthy")), (0, 1));
     assert!(store.said()[0].contains("newer"));
@@ -175,14 +175,14 @@ fn lookups_do_not_trust_a_root_of_a_newer_format() {
 #[test]
 fn a_write_that_may_have_happened_counts() {
     let (dir, clock, gate) = (directory(), ManualClock::new(), Gate::new());
-    let setup = Setup::default();
+    let fixture = Fixture::default();
     let store = Store::with_clock(
         dir.path(),
-        setup.clone(),
+        fixture.clone(),
         Arc::clone(&clock) as Arc<dyn Clock>,
     );
     store.fault(of_records(OpKind::Publish, Fault::HangAfter(gate.clone())));
-    let device = Device::filled(&setup, &ids(1));
+    let device = Device::filled(&fixture, &ids(1));
     let task = store.engine.dump(device.rows(&ids(1))).unwrap();
     gate.await_waiting(1);
     clock.advance(Deadlines::default().dump);
@@ -197,12 +197,12 @@ fn a_write_that_may_have_happened_counts() {
 fn a_count_that_fails_says_why_nothing_is_stored() {
     let dir = directory();
     let fail = Rule::on(OpKind::List, Fault::Errno(13));
-    let setup = Setup {
+    let fixture = Fixture {
         capacity: Some(8 * 8192),
-        ..Setup::default()
+        ..Fixture::default()
     };
-    let store = Store::open_faulty(dir.path(), setup.clone(), vec![fail]);
-    let device = Device::filled(&setup, &ids(1));
+    let store = Store::open_faulty(dir.path(), fixture.clone(), vec![fail]);
+    let device = Device::filled(&fixture, &ids(1));
     eventually("the count failed", || {
         let error = store.dump(&device, &ids(1)).unwrap_err().remove(0).1;
         assert_eq!(error.kind(), ErrorKind::NoSpace);
@@ -214,10 +214,10 @@ fn a_count_that_fails_says_why_nothing_is_stored() {
 
 #[test]
 fn a_prefix_counts_only_what_was_looked_at() {
-    let (dir, setup) = (directory(), Setup::default());
-    let store = Store::open(dir.path(), setup.clone());
+    let (dir, fixture) = (directory(), Fixture::default());
+    let store = Store::open(dir.path(), fixture.clone());
     store
-        .dump(&Device::filled(&setup, &ids(3)), &ids(3))
+        .dump(&Device::filled(&fixture, &ids(3)), &ids(3))
         .unwrap();
     assert_eq!(store.engine.lookup_on_prefix(&ids(10)).unwrap(), 3);
     assert_eq!((store.missed("absent"), store.stat("lookup_hits")), (1, 3));
@@ -234,14 +234,14 @@ fn what_is_made_has_the_configured_permissions() {
         },
     );
     for (name, modes) in [("usual", Modes::default()), ("opened", modes)] {
-        let setup = Setup {
+        let fixture = Fixture {
             modes,
-            ..Setup::default()
+            ..Fixture::default()
         };
         let root = dir.path().join(name);
-        let store = Store::open(&root, setup.clone());
+        let store = Store::open(&root, fixture.clone());
         store
-            .dump(&Device::filled(&setup, &ids(1)), &ids(1))
+            .dump(&Device::filled(&fixture, &ids(1)), &ids(1))
             .unwrap();
         drop(store);
         let (mut files, mut dirs) = (Vec::new(), vec![root]);

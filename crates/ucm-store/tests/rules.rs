@@ -12,7 +12,8 @@ use ucm_store::engine::{Deadlines, Until};
 use ucm_testkit::{Fault, Gate, OpKind, Rule};
 
 use crate::common::{
-    Device, Layout, Setup, Store, directory, eventually, id, ids, media, of_records, on, only_over,
+    Device, Fixture, Layout, Store, directory, eventually, id, ids, media, of_records, on,
+    only_over,
 };
 
 fn kinds(ended: Result<(), Vec<(usize, ucm_core::Error)>>) -> Vec<(usize, ErrorKind)> {
@@ -29,13 +30,13 @@ fn staged_comes_before_published_and_only_published_is_a_hit() {
         NothingKept,
         "a memory has what was dumped, and it is a hit there"
     );
-    let (dir, setup) = (directory(), Setup::default());
-    let store = Store::open(dir.path(), setup.clone());
+    let (dir, fixture) = (directory(), Fixture::default());
+    let store = Store::open(dir.path(), fixture.clone());
     let gate = store.hang(Layout::of_this_run().writing());
-    let mut device = Device::filled(&setup, &ids(2));
+    let mut device = Device::filled(&fixture, &ids(2));
     let task = store.engine.dump(device.rows(&ids(2))).unwrap();
     assert!(task.wait(store.engine.clock(), Until::Staged, None));
-    device = Device::blank(&setup, &ids(2)); // device memory is reused
+    device = Device::blank(&fixture, &ids(2)); // device memory is reused
     assert!(!task.check(store.engine.clock(), Until::Published));
     assert_eq!(store.engine.lookup(&ids(2)).unwrap(), [false, false]);
     gate.open();
@@ -49,12 +50,12 @@ fn staged_comes_before_published_and_only_published_is_a_hit() {
 #[test]
 fn a_dump_without_a_slot_is_refused_at_once_and_loads_keep_their_share() {
     let dir = directory();
-    let setup = Setup {
+    let fixture = Fixture {
         slots: 4,
-        ..Setup::default()
+        ..Fixture::default()
     };
-    let store = Store::open(dir.path(), setup.clone());
-    let device = Device::filled(&setup, &ids(9));
+    let store = Store::open(dir.path(), fixture.clone());
+    let device = Device::filled(&fixture, &ids(9));
     store.dump(&device, &[id(8)]).unwrap();
     assert_eq!(store.engine.free_dump_slots(), 3);
     let refused = store.engine.dump(device.rows(&ids(4))).err().unwrap();
@@ -76,7 +77,7 @@ fn a_dump_without_a_slot_is_refused_at_once_and_loads_keep_their_share() {
             .kind(),
         ErrorKind::Busy
     );
-    let target = Device::blank(&setup, &[id(8)]);
+    let target = Device::blank(&fixture, &[id(8)]);
     store.load(&target, &[id(8)]).unwrap();
     assert!(target.is_right(id(8)));
     gate.open();
@@ -88,18 +89,18 @@ fn a_dump_without_a_slot_is_refused_at_once_and_loads_keep_their_share() {
 fn a_load_larger_than_the_arena_streams_through_it() {
     for medium in media() {
         let dir = directory();
-        let setup = Setup {
+        let fixture = Fixture {
             medium,
             slots: 4,
-            ..Setup::default()
+            ..Fixture::default()
         };
-        let store = Store::open(dir.path(), setup.clone());
+        let store = Store::open(dir.path(), fixture.clone());
         let all = ids(40);
-        let device = Device::filled(&setup, &all);
+        let device = Device::filled(&fixture, &all);
         for ids in all.chunks(3) {
             store.dump(&device, ids).unwrap();
         }
-        let target = Device::blank(&setup, &all);
+        let target = Device::blank(&fixture, &all);
         store.load(&target, &all).unwrap();
         assert!(all.iter().all(|&id| target.is_right(id)));
     }
@@ -108,15 +109,15 @@ fn a_load_larger_than_the_arena_streams_through_it() {
 #[test]
 fn loads_of_one_block_share_a_read() {
     only_over!(FilesUnkept, "it counts the reads of a block file");
-    let (dir, setup) = (directory(), Setup::default());
-    let store = Store::open(dir.path(), setup.clone());
+    let (dir, fixture) = (directory(), Fixture::default());
+    let store = Store::open(dir.path(), fixture.clone());
     store
-        .dump(&Device::filled(&setup, &ids(1)), &ids(1))
+        .dump(&Device::filled(&fixture, &ids(1)), &ids(1))
         .unwrap();
     let gate = store.hang(OpKind::Read);
     let (one, other) = (
-        Device::blank(&setup, &ids(1)),
-        Device::blank(&setup, &ids(1)),
+        Device::blank(&fixture, &ids(1)),
+        Device::blank(&fixture, &ids(1)),
     );
     let tasks = [
         store.engine.load(one.rows(&ids(1)), None),
@@ -136,18 +137,18 @@ fn loads_of_one_block_share_a_read() {
 #[test]
 fn a_load_after_a_read_that_found_nothing_gets_its_own() {
     only_over!(FilesUnkept, "it hangs the read of a block file");
-    let (dir, setup) = (directory(), Setup::default());
-    let store = Store::open(dir.path(), setup.clone());
+    let (dir, fixture) = (directory(), Fixture::default());
+    let store = Store::open(dir.path(), fixture.clone());
     let gate = store.gate();
     store.fault(of_records(OpKind::Read, Fault::HangAfter(gate.clone())));
     let (early, late) = (
-        Device::blank(&setup, &ids(1)),
-        Device::blank(&setup, &ids(1)),
+        Device::blank(&fixture, &ids(1)),
+        Device::blank(&fixture, &ids(1)),
     );
     let before = store.engine.load(early.rows(&ids(1)), None).unwrap();
     gate.await_waiting(1); // it has found nothing, and has not reported it yet
     store
-        .dump(&Device::filled(&setup, &ids(1)), &ids(1))
+        .dump(&Device::filled(&fixture, &ids(1)), &ids(1))
         .unwrap();
     let after = store.engine.load(late.rows(&ids(1)), None).unwrap();
     assert_eq!(store.stat("loads_joined"), 1);
@@ -165,18 +166,18 @@ fn a_load_after_a_read_that_found_nothing_gets_its_own() {
 #[test]
 fn nothing_reaches_the_device_after_the_deadline() {
     only_over!(NothingKept, "a memory has what it loads");
-    let (dir, setup, gate) = (directory(), Setup::default(), Gate::new());
+    let (dir, fixture, gate) = (directory(), Fixture::default(), Gate::new());
     let clock = ManualClock::new();
     let store = Store::with_clock(
         dir.path(),
-        setup.clone(),
+        fixture.clone(),
         Arc::clone(&clock) as Arc<dyn Clock>,
     );
     store
-        .dump(&Device::filled(&setup, &ids(3)), &ids(3))
+        .dump(&Device::filled(&fixture, &ids(3)), &ids(3))
         .unwrap();
     store.fault(of_records(OpKind::Read, Fault::HangAfter(gate.clone())));
-    let device = Device::blank(&setup, &ids(3));
+    let device = Device::blank(&fixture, &ids(3));
     let task = store
         .engine
         .load(device.rows(&ids(3)), Some(Duration::from_secs(2)))
@@ -204,14 +205,14 @@ fn nothing_reaches_the_device_after_the_deadline() {
 #[test]
 fn the_first_failure_ends_the_reads_behind_it() {
     only_over!(FilesUnkept, "it lets the read of one block file hang");
-    let (dir, setup, gate) = (directory(), Setup::default(), Gate::new());
-    let store = Store::open(dir.path(), setup.clone());
+    let (dir, fixture, gate) = (directory(), Fixture::default(), Gate::new());
+    let store = Store::open(dir.path(), fixture.clone());
     store
-        .dump(&Device::filled(&setup, &ids(1)), &ids(1))
+        .dump(&Device::filled(&fixture, &ids(1)), &ids(1))
         .unwrap();
     let name = format!("{}.bin", id(0));
     store.fault(Rule::on(OpKind::Read, Fault::HangAfter(gate.clone())).path(name));
-    let device = Device::blank(&setup, &ids(2));
+    let device = Device::blank(&fixture, &ids(2));
     let ended = store.load(&device, &[id(1), id(0)]);
     assert_eq!(
         kinds(ended),
@@ -229,13 +230,13 @@ fn the_first_failure_ends_the_reads_behind_it() {
 fn a_block_is_published_by_its_last_shard_whichever_caller_brings_it() {
     for medium in media() {
         let dir = directory();
-        let setup = Setup {
+        let fixture = Fixture {
             medium,
             layers_per_shard: 1,
-            ..Setup::default()
+            ..Fixture::default()
         };
-        let store = Store::open(dir.path(), setup.clone());
-        let device = Device::filled(&setup, &ids(1));
+        let store = Store::open(dir.path(), fixture.clone());
+        let device = Device::filled(&fixture, &ids(1));
         for shard in [2, 0] {
             let task = store.engine.dump(vec![device.row(id(0), shard)]).unwrap();
             store.outcome(&task).unwrap();
@@ -259,17 +260,17 @@ fn a_block_is_published_by_its_last_shard_whichever_caller_brings_it() {
 fn an_incomplete_block_is_dropped_at_its_deadline() {
     for medium in media() {
         let (dir, clock) = (directory(), ManualClock::new());
-        let setup = Setup {
+        let fixture = Fixture {
             medium,
             layers_per_shard: 1,
-            ..Setup::default()
+            ..Fixture::default()
         };
         let store = Store::with_clock(
             dir.path(),
-            setup.clone(),
+            fixture.clone(),
             Arc::clone(&clock) as Arc<dyn Clock>,
         );
-        let device = Device::filled(&setup, &ids(1));
+        let device = Device::filled(&fixture, &ids(1));
         let task = store.engine.dump(vec![device.row(id(0), 0)]).unwrap();
         store.outcome(&task).unwrap();
         assert_eq!(store.stat("blocks_in_flight"), 1);
@@ -287,10 +288,10 @@ fn an_incomplete_block_is_dropped_at_its_deadline() {
 
 #[test]
 fn dumps_of_one_block_join_and_all_learn_the_end() {
-    let (dir, setup) = (directory(), Setup::default());
-    let store = Store::open(dir.path(), setup.clone());
+    let (dir, fixture) = (directory(), Fixture::default());
+    let store = Store::open(dir.path(), fixture.clone());
     let gate = store.hang(Layout::of_this_run().writing());
-    let device = Device::filled(&setup, &ids(1));
+    let device = Device::filled(&fixture, &ids(1));
     let first = store.engine.dump(device.rows(&ids(1))).unwrap();
     gate.await_waiting(1);
     let second = store.engine.dump(device.rows(&ids(1))).unwrap();
@@ -314,10 +315,10 @@ fn a_failed_publish_is_reported_and_is_no_hit() {
         NothingKept,
         "a memory has what was dumped, and it is a hit there"
     );
-    let (dir, setup) = (directory(), Setup::default());
-    let store = Store::open(dir.path(), setup.clone());
+    let (dir, fixture) = (directory(), Fixture::default());
+    let store = Store::open(dir.path(), fixture.clone());
     store.fault(of_records(Layout::of_this_run().writing(), Fault::Errno(28)).times(1));
-    let device = Device::filled(&setup, &ids(1));
+    let device = Device::filled(&fixture, &ids(1));
     assert_eq!(
         kinds(store.dump(&device, &ids(1))),
         [(0, ErrorKind::NoSpace)]
@@ -335,15 +336,15 @@ fn a_hung_dump_is_written_off_and_its_slot_stays_away_until_the_call_returns() {
         NothingKept,
         "a memory has what was dumped, and it is a hit there"
     );
-    let (dir, setup) = (directory(), Setup::default());
+    let (dir, fixture) = (directory(), Fixture::default());
     let clock = ManualClock::new();
     let store = Store::with_clock(
         dir.path(),
-        setup.clone(),
+        fixture.clone(),
         Arc::clone(&clock) as Arc<dyn Clock>,
     );
     let gate = store.hang(Layout::of_this_run().writing());
-    let device = Device::filled(&setup, &ids(1));
+    let device = Device::filled(&fixture, &ids(1));
     let task = store.engine.dump(device.rows(&ids(1))).unwrap();
     gate.await_waiting(1);
     clock.advance(Deadlines::default().dump);

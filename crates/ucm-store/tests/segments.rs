@@ -15,7 +15,7 @@ use ucm_testkit::{Fault, OpKind, Rule};
 
 use crate::common::segments::{begin, change, finds, is_over, loads, patient, places, quick};
 use crate::common::shared::{LONG, in_time, keep, on};
-use crate::common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
+use crate::common::{Device, Fixture, Layout, Store, directory, eventually, id, ids};
 
 #[test]
 fn dumped_blocks_are_found_by_stores_that_open_the_root_or_had_it_open() {
@@ -89,15 +89,15 @@ fn a_segment_with_a_damaged_footer_is_stored_again_by_its_writer() {
 #[test]
 fn footers_that_are_read_again_and_are_right_change_nothing() {
     let (dir, clock) = (directory(), ManualClock::new());
-    let setup = Setup {
+    let fixture = Fixture {
         layout: Layout::merging(Merging {
             look: LONG, // merging reads them too
             ..Merging::default()
         }),
         ..quick()
     };
-    let store = on(&clock, dir.path(), &setup);
-    let device = Device::filled(&setup, &ids(20));
+    let store = on(&clock, dir.path(), &fixture);
+    let device = Device::filled(&fixture, &ids(20));
     for block in ids(20) {
         store.dump(&device, &[block]).unwrap();
     }
@@ -211,11 +211,11 @@ fn a_damaged_segment_gives_exact_hits_or_misses() {
         .collect();
     for at in places {
         change(&file, |bytes| bytes[at] ^= 0x10);
-        let setup = Setup {
+        let fixture = Fixture {
             lookup_only: false,
             ..quick()
         };
-        let reader = Store::open(dir.path(), setup);
+        let reader = Store::open(dir.path(), fixture);
         for &block in &blocks {
             let found = finds(&reader, &[block])[0];
             let loaded = loads(&reader, &[block]);
@@ -278,11 +278,11 @@ fn a_store_for_lookups_finds_segments_and_writes_nothing() {
     store
         .dump(&Device::filled(&quick(), &ids(2)), &ids(2))
         .unwrap();
-    let setup = Setup {
+    let fixture = Fixture {
         lookup_only: true,
         ..quick()
     };
-    let reader = Store::open(dir.path(), setup);
+    let reader = Store::open(dir.path(), fixture);
     assert_eq!(finds(&reader, &ids(3)), [true, true, false]);
     assert_eq!(reader.engine.lookup_on_prefix(&ids(3)).unwrap(), 2);
     store
@@ -343,7 +343,7 @@ fn what_was_found_is_read_while_its_segment_gets_its_name() {
     let dir = directory();
     let store = Store::open(dir.path(), quick());
     let blocks: Vec<BlockId> = (0..200u8).map(|n| BlockId([n; 16])).collect();
-    let device = Device::filled(&store.setup, &blocks);
+    let device = Device::filled(&store.fixture, &blocks);
     std::thread::scope(|scope| {
         scope.spawn(|| {
             for block in &blocks {
@@ -389,7 +389,7 @@ fn closing_ends_reads_that_wait_for_a_look_around() {
     let store = on(&clock, dir.path(), &quick());
     let gate = store.hang(OpKind::List);
     store.faults.forget();
-    let device = Device::blank(&store.setup, &ids(2));
+    let device = Device::blank(&store.fixture, &ids(2));
     let first = store.engine.load(device.rows(&ids(1)), None).unwrap();
     eventually("it is looked for", || store.faults.count(OpKind::List) > 0);
     let second = store.engine.load(device.rows(&[id(1)]), None).unwrap();
@@ -412,7 +412,7 @@ fn stores_that_write_read_and_lose_segments_at_once_never_give_wrong_bytes() {
     let dir = directory();
     let stores: Vec<Store> = (0..2).map(|_| Store::open(dir.path(), quick())).collect();
     let blocks = ids(30);
-    let device = Device::filled(&stores[0].setup, &blocks);
+    let device = Device::filled(&stores[0].fixture, &blocks);
     std::thread::scope(|scope| {
         for (number, store) in stores.iter().enumerate() {
             let (blocks, device) = (&blocks, &device);

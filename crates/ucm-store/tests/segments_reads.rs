@@ -15,22 +15,22 @@ use ucm_testkit::{Fault, OpKind, Rule};
 
 use crate::common::segments::{self, change, loads, write};
 use crate::common::shared::{in_time, on};
-use crate::common::{Above, Device, Setup, Store, directory, eventually, ids};
+use crate::common::{Above, Device, Fixture, Store, directory, eventually, ids};
 
-/// Bytes of a record of the usual setup.
+/// Bytes of a record of the usual fixture.
 const RECORD: usize = 8192;
 
 /// Sealed at a flush; as many slots as loads of all blocks take.
-fn patient() -> Setup {
-    Setup {
+fn patient() -> Fixture {
+    Fixture {
         slots: 40,
         ..segments::patient()
     }
 }
 
 /// The same, sealed as soon as nothing is being written.
-fn quick() -> Setup {
-    Setup {
+fn quick() -> Fixture {
+    Fixture {
         slots: 40,
         ..segments::quick()
     }
@@ -103,7 +103,7 @@ fn the_open_segment_is_read_so_too_and_no_descriptor_of_it_is_kept() {
 
 #[test]
 fn a_long_prefix_is_read_by_all_threads() {
-    let setup = Setup {
+    let fixture = Fixture {
         tensors: vec![32 << 10],
         layers: 2,
         layers_per_shard: 2,
@@ -111,8 +111,8 @@ fn a_long_prefix_is_read_by_all_threads() {
         ..patient()
     };
     let (dir, blocks) = (directory(), ids(32));
-    write(dir.path(), &setup, &blocks);
-    let reader = Store::open(dir.path(), setup);
+    write(dir.path(), &fixture, &blocks);
+    let reader = Store::open(dir.path(), fixture);
     reader.faults.forget();
     assert!(loads(&reader, &blocks));
     // 32 records of 68 KiB for four threads.
@@ -127,8 +127,8 @@ fn below_a_memory_tier_neighbours_are_read_together() {
         Above::Memory(64, WritePolicy::Through),
         Above::Map(64, WritePolicy::Through),
     ] {
-        let setup = Setup { above, ..patient() };
-        let reader = Store::open(dir.path(), setup);
+        let fixture = Fixture { above, ..patient() };
+        let reader = Store::open(dir.path(), fixture);
         reader.faults.forget();
         assert!(loads(&reader, &blocks));
         assert_eq!(asked(&reader), 1, "{above:?}");
@@ -145,7 +145,7 @@ fn a_load_larger_than_the_arena_streams_through_it() {
     write(dir.path(), &patient(), &blocks);
     let reader = Store::open(
         dir.path(),
-        Setup {
+        Fixture {
             slots: 5,
             ..patient()
         },
@@ -334,7 +334,7 @@ fn descriptors_are_bounded_whatever_is_read() {
     // whose time stands: none is closed for want of readers
     let store = on(&ManualClock::new(), dir.path(), &quick());
     let blocks: Vec<BlockId> = (0..140u8).map(|n| BlockId([n; 16])).collect();
-    let device = Device::filled(&store.setup, &blocks);
+    let device = Device::filled(&store.fixture, &blocks);
     for block in &blocks {
         store.dump(&device, &[*block]).unwrap();
     }
@@ -354,7 +354,7 @@ fn readers_of_whole_prefixes_see_exact_bytes_while_segments_come_and_go() {
     let store = Store::open(dir.path(), quick());
     let reader = Store::open(dir.path(), quick());
     let blocks = ids(30);
-    let device = Device::filled(&store.setup, &blocks);
+    let device = Device::filled(&store.fixture, &blocks);
     std::thread::scope(|scope| {
         scope.spawn(|| {
             for turn in 0..30 {

@@ -14,7 +14,7 @@ use ucm_testkit::{Fault, OpKind, Rule, Tail};
 
 use crate::common::segments::{begin, finds, is_over, loads, patient, quick};
 use crate::common::shared::{LONG, on};
-use crate::common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
+use crate::common::{Device, Fixture, Layout, Store, directory, eventually, id, ids};
 
 #[test]
 fn the_open_segment_is_read_by_its_writer_alone() {
@@ -26,15 +26,15 @@ fn the_open_segment_is_read_by_its_writer_alone() {
     assert!(store.segments().is_empty());
     let mut sorted = blocks.clone();
     sorted.sort();
-    let mut gained = Vec::new();
+    let mut added = Vec::new();
     eventually("they are reported", || {
         let early = store.backend.features().locally_visible();
-        assert!(early.lost.is_empty());
-        gained.extend(early.gained);
-        gained.len() == 3
+        assert!(early.removed.is_empty());
+        added.extend(early.added);
+        added.len() == 3
     });
-    gained.sort();
-    assert_eq!(gained, sorted);
+    added.sort();
+    assert_eq!(added, sorted);
     assert!(loads(&store, &blocks));
     let other = Store::open(dir.path(), patient());
     assert_eq!(finds(&other, &blocks), [false; 3]);
@@ -92,11 +92,11 @@ fn flushes_within_a_moment_make_one_segment() {
 fn a_refresh_finds_what_was_published_before_the_next_listing_is_due() {
     let (dir, clock) = (directory(), ManualClock::new());
     let theirs = ManualClock::new(); // it stands, so that no listing is due
-    let setup = Setup {
+    let fixture = Fixture {
         lookup_only: true,
         ..quick()
     };
-    let scheduler = on(&theirs, dir.path(), &setup);
+    let scheduler = on(&theirs, dir.path(), &fixture);
     let soon = theirs.now().after(Duration::from_secs(1));
     eventually("it waits for its next listing", || {
         theirs.next_deadline() == Some(soon)
@@ -113,12 +113,12 @@ fn a_refresh_finds_what_was_published_before_the_next_listing_is_due() {
 #[test]
 fn the_log_names_the_size_of_segments_where_they_are_written_alone() {
     let dir = directory();
-    let lookups = Setup {
+    let lookups = Fixture {
         lookup_only: true,
         ..quick()
     };
-    let opened = |setup: Setup| {
-        let store = Store::open(dir.path(), setup);
+    let opened = |fixture: Fixture| {
+        let store = Store::open(dir.path(), fixture);
         let said = store.said();
         said.into_iter().find(|line| line.contains("segments"))
     };
@@ -131,12 +131,12 @@ fn the_log_names_the_size_of_segments_where_they_are_written_alone() {
 #[test]
 fn a_segment_is_sealed_when_its_oldest_record_is_old_enough() {
     let (dir, clock) = (directory(), ManualClock::new());
-    let setup = Setup {
+    let fixture = Fixture {
         layout: Layout::Segment(SegmentConfig::default()),
-        ..Setup::default()
+        ..Fixture::default()
     };
-    let store = on(&clock, dir.path(), &setup);
-    let device = Device::filled(&setup, &ids(2));
+    let store = on(&clock, dir.path(), &fixture);
+    let device = Device::filled(&fixture, &ids(2));
     let first = begin(&store, &device, &ids(1));
     clock.advance(Duration::from_millis(600));
     let second = begin(&store, &device, &ids(2)[1..]);
@@ -156,17 +156,17 @@ fn a_segment_is_sealed_when_its_oldest_record_is_old_enough() {
 #[test]
 fn a_segment_that_is_full_is_sealed_at_once() {
     let dir = directory();
-    let setup = Setup {
+    let fixture = Fixture {
         layout: Layout::Segment(SegmentConfig {
             size: 4096 * 6, // head, two records of two pages, footer
             age: LONG,
             ..SegmentConfig::default()
         }),
         workers: 2, // one of them writes: nothing is open beside
-        ..Setup::default()
+        ..Fixture::default()
     };
-    let store = Store::open(dir.path(), setup.clone());
-    let device = Device::filled(&setup, &ids(6));
+    let store = Store::open(dir.path(), fixture.clone());
+    let device = Device::filled(&fixture, &ids(6));
     let task = begin(&store, &device, &ids(6));
     eventually("two segments are sealed", || store.segments().len() == 2);
     assert!(!is_over(&store, &task), "the last two wait for more");
@@ -225,7 +225,7 @@ fn no_failure_of_a_seal_reports_a_dump_as_stored_that_is_not() {
             there || finds(&store, &ids(1)) == [false],
             "{kind:?} {fault:?}"
         );
-        assert!(store.backend.features().locally_visible().gained.is_empty());
+        assert!(store.backend.features().locally_visible().added.is_empty());
         let later = Store::open(dir.path(), quick());
         assert_eq!(finds(&later, &ids(1)), [there], "{kind:?} {fault:?}");
         eventually("it is stored again", || {
@@ -320,7 +320,7 @@ fn a_seal_that_hangs_costs_its_dumps_their_deadline_and_no_more() {
     eventually("the seal was begun", || {
         store.faults.count(OpKind::Finish) == 1
     });
-    clock.advance(store.setup.deadlines.dump + Duration::from_secs(1));
+    clock.advance(store.fixture.deadlines.dump + Duration::from_secs(1));
     eventually("the dump ends", || is_over(&store, &task));
     assert!(!task.failures().is_empty());
     eventually("it is not found any more", || {
@@ -336,16 +336,16 @@ fn a_seal_that_hangs_costs_its_dumps_their_deadline_and_no_more() {
 #[test]
 fn a_segment_that_cannot_be_opened_costs_its_dumps_their_deadline_and_no_more() {
     let (dir, clock) = (directory(), ManualClock::new());
-    let mut setup = quick();
-    setup.deadlines.dump = Duration::from_secs(1); // less than the opening itself has
-    let store = on(&clock, dir.path(), &setup);
+    let mut fixture = quick();
+    fixture.deadlines.dump = Duration::from_secs(1); // less than the opening itself has
+    let store = on(&clock, dir.path(), &fixture);
     let gate = store.hang(OpKind::Create);
-    let device = Device::filled(&setup, &ids(2));
+    let device = Device::filled(&fixture, &ids(2));
     let task = store.engine.dump(device.rows(&ids(2))).unwrap();
     eventually("the opening was begun", || {
         store.faults.count(OpKind::Create) == 1
     });
-    clock.advance(setup.deadlines.dump);
+    clock.advance(fixture.deadlines.dump);
     eventually("the dump ends", || is_over(&store, &task));
     assert_eq!(task.failures().len(), 2);
     gate.open();
@@ -363,7 +363,7 @@ fn a_segment_that_cannot_be_opened_costs_its_dumps_their_deadline_and_no_more() 
 fn what_is_published_is_early_until_others_must_have_found_it() {
     let (dir, clock) = (directory(), ManualClock::new());
     let store = on(&clock, dir.path(), &quick());
-    let lookups = Setup {
+    let lookups = Fixture {
         lookup_only: true,
         ..quick()
     };
@@ -382,10 +382,10 @@ fn what_is_published_is_early_until_others_must_have_found_it() {
     store.dump(&device, &ids(2)).unwrap();
     assert_eq!(finds(&scheduler, &ids(2)), [false; 2]);
     let mut early = store.backend.features().locally_visible();
-    early.gained.sort();
+    early.added.sort();
     let mut sorted = ids(2);
     sorted.sort();
-    assert_eq!((early.gained, early.lost.len()), (sorted.clone(), 0));
+    assert_eq!((early.added, early.removed.len()), (sorted.clone(), 0));
     clock.advance(Duration::from_secs(30));
     assert_eq!(
         store.backend.features().locally_visible(),
@@ -393,16 +393,16 @@ fn what_is_published_is_early_until_others_must_have_found_it() {
     );
     clock.advance(Duration::from_secs(6));
     let mut early = store.backend.features().locally_visible();
-    early.lost.sort();
-    assert_eq!((early.lost, early.gained.len()), (sorted, 0));
+    early.removed.sort();
+    assert_eq!((early.removed, early.added.len()), (sorted, 0));
     // What gets no name, or is not there any more, ends at once.
     store.dump(&device, &[id(2)]).unwrap();
-    assert_eq!(store.backend.features().locally_visible().gained, [id(2)]);
+    assert_eq!(store.backend.features().locally_visible().added, [id(2)]);
     let all = store.places();
     let place = all.iter().find(|place| place.id == id(2)).unwrap();
     std::fs::remove_file(&place.file).unwrap();
     assert!(!loads(&store, &[id(2)]));
-    assert_eq!(store.backend.features().locally_visible().lost, [id(2)]);
+    assert_eq!(store.backend.features().locally_visible().removed, [id(2)]);
     store.fault(Rule::on(OpKind::Finish, Fault::Errno(5)).times(1));
     assert!(store.dump(&device, &[id(3)]).is_err());
     assert_eq!(
@@ -414,16 +414,16 @@ fn what_is_published_is_early_until_others_must_have_found_it() {
 #[test]
 fn a_block_that_the_index_has_no_room_for_is_not_said_to_be_stored() {
     let dir = directory();
-    let setup = Setup {
+    let fixture = Fixture {
         layout: Layout::Segment(SegmentConfig {
             age: Duration::ZERO,
             most_blocks: 2,
             ..SegmentConfig::default()
         }),
-        ..Setup::default()
+        ..Fixture::default()
     };
-    let store = Store::open(dir.path(), setup.clone());
-    let device = Device::filled(&setup, &ids(3));
+    let store = Store::open(dir.path(), fixture.clone());
+    let device = Device::filled(&fixture, &ids(3));
     store.dump(&device, &ids(2)).unwrap();
     let refused = store.dump(&device, &[id(2)]).unwrap_err();
     assert_eq!(refused[0].1.kind(), ErrorKind::NoSpace);
@@ -432,7 +432,7 @@ fn a_block_that_the_index_has_no_room_for_is_not_said_to_be_stored() {
             .backend
             .features()
             .locally_visible()
-            .gained
+            .added
             .contains(&id(2))
     );
     assert_eq!(
@@ -448,7 +448,7 @@ fn no_age_keeps_a_segment_open_until_its_dumps_are_too_late() {
     let store = on(&clock, dir.path(), &patient());
     let task = begin(&store, &Device::filled(&patient(), &ids(2)), &ids(2));
     // and it stands still from now on, however long the seal takes
-    clock.advance(store.setup.deadlines.dump / 10 * 9);
+    clock.advance(store.fixture.deadlines.dump / 10 * 9);
     eventually("its seal is begun", || {
         store.faults.count(OpKind::Finish) > 0
     });

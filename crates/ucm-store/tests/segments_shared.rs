@@ -14,24 +14,24 @@ use ucm_testkit::{Fault, Gate, OpKind, Rule};
 use crate::common::merging::gone;
 use crate::common::segments::{await_taken_over, change, die_at_seal, finds, loads, quick};
 use crate::common::shared::{LONG, elsewhere, in_time, on};
-use crate::common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
+use crate::common::{Device, Fixture, Layout, Store, directory, eventually, id, ids};
 
 /// Leaves the private segment of a writer that died at its seal, with these blocks in it.
-fn die(root: &Path, setup: &Setup, blocks: &[BlockId]) -> std::path::PathBuf {
-    let setup = Setup {
+fn die(root: &Path, fixture: &Fixture, blocks: &[BlockId]) -> std::path::PathBuf {
+    let fixture = Fixture {
         layout: Layout::Segment(ucm_media::segment::SegmentConfig {
             age: Duration::from_secs(3600),
             ..ucm_media::segment::SegmentConfig::default()
         }),
-        ..setup.clone()
+        ..fixture.clone()
     };
-    die_at_seal(root, &setup, &Device::filled(&setup, blocks), blocks)
+    die_at_seal(root, &fixture, &Device::filled(&fixture, blocks), blocks)
 }
 
 #[test]
 fn whole_records_of_a_dead_writer_are_taken_over() {
     let dir = directory();
-    let dead = Setup {
+    let dead = Fixture {
         process: gone(),
         ..quick()
     };
@@ -91,7 +91,7 @@ fn the_private_segment_of_a_living_writer_is_left_alone() {
 #[test]
 fn what_is_not_a_segment_of_ours_is_never_taken_up() {
     let dir = directory();
-    let dead = Setup {
+    let dead = Fixture {
         process: gone(),
         ..quick()
     };
@@ -132,7 +132,7 @@ fn a_recovery_that_fails_is_tried_again_by_the_next() {
         (OpKind::Finish, 1),
     ] {
         let dir = directory();
-        let dead = Setup {
+        let dead = Fixture {
             process: gone(),
             ..quick()
         };
@@ -150,7 +150,7 @@ fn a_recovery_that_fails_is_tried_again_by_the_next() {
 #[test]
 fn an_opening_keeps_its_time_and_the_recovery_goes_on_behind_it() {
     let (dir, clock, gate) = (directory(), ManualClock::new(), Gate::new());
-    let dead = Setup {
+    let dead = Fixture {
         process: gone(),
         ..quick()
     };
@@ -184,7 +184,7 @@ fn a_read_waits_for_a_look_around_and_not_for_a_recovery() {
     // whose time stands still: it recovers nothing
     let writer = on(&ManualClock::new(), dir.path(), &quick());
     let reader = on(&clock, dir.path(), &quick());
-    let dead = Setup {
+    let dead = Fixture {
         process: gone(),
         ..quick()
     };
@@ -225,7 +225,7 @@ fn a_read_waits_for_a_look_around_and_not_for_many_dead_writers() {
     // whose time stands still: it recovers nothing
     let writer = on(&ManualClock::new(), dir.path(), &quick());
     let reader = on(&clock, dir.path(), &quick());
-    let dead = Setup {
+    let dead = Fixture {
         process: gone(),
         ..quick()
     };
@@ -318,18 +318,18 @@ fn a_segment_whose_end_cannot_be_read_is_said() {
 fn the_limit_holds_over_segments_and_files_of_one_root() {
     let dir = directory();
     let limit = 40 * 8192;
-    let setup = |layout| Setup {
+    let fixture = |layout| Fixture {
         layout,
         capacity: Some(limit),
-        ..Setup::default()
+        ..Fixture::default()
     };
     let stores = [
-        Store::open(dir.path(), setup(Layout::File)),
-        Store::open(dir.path(), setup(Layout::segments())),
-        Store::open(dir.path(), setup(Layout::segments())),
+        Store::open(dir.path(), fixture(Layout::File)),
+        Store::open(dir.path(), fixture(Layout::segments())),
+        Store::open(dir.path(), fixture(Layout::segments())),
     ];
     let all: Vec<BlockId> = (0..90u8).map(|n| BlockId([n; 16])).collect();
-    let device = Device::filled(&stores[0].setup, &all);
+    let device = Device::filled(&stores[0].fixture, &all);
     let published = || -> u64 {
         stores
             .iter()
@@ -351,7 +351,7 @@ fn the_limit_holds_over_segments_and_files_of_one_root() {
         .map(|store| store.stat("records_removed"))
         .sum();
     assert!(removed > 0);
-    let reader = Store::open(dir.path(), setup(Layout::segments()));
+    let reader = Store::open(dir.path(), fixture(Layout::segments()));
     eventually("found records are there, once no process removes", || {
         let found = all
             .iter()
@@ -365,15 +365,15 @@ fn the_limit_holds_over_segments_and_files_of_one_root() {
 #[test]
 fn old_segments_expire_whole() {
     let dir = directory();
-    let setup = Setup {
+    let fixture = Fixture {
         rules: ucm_media::quota::Rules {
             expire_after: Some(Duration::from_secs(3600)),
             ..quick().rules
         },
         ..quick()
     };
-    let store = Store::open(dir.path(), setup.clone());
-    let device = Device::filled(&setup, &ids(2));
+    let store = Store::open(dir.path(), fixture.clone());
+    let device = Device::filled(&fixture, &ids(2));
     store.dump(&device, &ids(1)).unwrap();
     store.dump(&device, &ids(2)[1..]).unwrap();
     let old = store
@@ -388,7 +388,7 @@ fn old_segments_expire_whole() {
     file.set_modified(SystemTime::now() - Duration::from_secs(7200))
         .unwrap();
     drop(store);
-    let store = Store::open(dir.path(), setup);
+    let store = Store::open(dir.path(), fixture);
     eventually("the old segment is removed", || !old.file.exists());
     eventually("and known to be", || {
         finds(&store, &ids(2)) == [false, true]

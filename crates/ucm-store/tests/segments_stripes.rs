@@ -16,7 +16,7 @@ use ucm_testkit::{Fault, Gate, OpKind, Rule};
 
 use crate::common::segments::Place;
 use crate::common::shared::LONG;
-use crate::common::{Above, Device, Layout, Setup, Store, directory, eventually, ids};
+use crate::common::{Above, Device, Fixture, Layout, Store, directory, eventually, ids};
 
 /// Bytes of a block; with its header a record is a little longer.
 const BLOCK: u64 = 512 << 10;
@@ -25,8 +25,8 @@ const RUN: usize = 8;
 
 /// Records of half a MiB, in segments that stay open for this long or until a caller waits, and
 /// threads to write two at once.
-fn large(slots: u64, age: Duration) -> Setup {
-    Setup {
+fn large(slots: u64, age: Duration) -> Fixture {
+    Fixture {
         above: Above::Nothing,
         compressed: false,
         tensors: vec![BLOCK],
@@ -39,7 +39,7 @@ fn large(slots: u64, age: Duration) -> Setup {
             age,
             ..SegmentConfig::default()
         }),
-        ..Setup::default()
+        ..Fixture::default()
     }
 }
 
@@ -51,7 +51,7 @@ fn begin(store: &Store, device: &Device, blocks: &[BlockId]) -> Task {
 }
 
 fn assert_loads(store: &Store, blocks: &[BlockId]) {
-    let blank = Device::blank(&store.setup, blocks);
+    let blank = Device::blank(&store.fixture, blocks);
     store.load(&blank, blocks).unwrap();
     assert!(blocks.iter().all(|&block| blank.is_right(block)));
 }
@@ -72,10 +72,10 @@ fn by_file(places: Vec<Place>) -> BTreeMap<PathBuf, Vec<Place>> {
 
 #[test]
 fn a_file_is_written_by_one_thread_and_others_are_opened_beside_it() {
-    let (dir, setup) = (directory(), large(64, LONG));
-    let store = Store::open(dir.path(), setup.clone());
+    let (dir, fixture) = (directory(), large(64, LONG));
+    let store = Store::open(dir.path(), fixture.clone());
     let blocks = ids(5 * RUN as u8);
-    let device = Device::filled(&setup, &blocks);
+    let device = Device::filled(&fixture, &blocks);
     let gate = store.hang(OpKind::WriteAt);
     let tasks: Vec<_> = blocks
         .chunks(RUN)
@@ -102,7 +102,7 @@ fn a_file_is_written_by_one_thread_and_others_are_opened_beside_it() {
     assert!(files.len() >= 2);
     assert_eq!(files.values().map(Vec::len).sum::<usize>(), blocks.len());
     assert_loads(&store, &blocks);
-    let later = Store::open(dir.path(), setup);
+    let later = Store::open(dir.path(), fixture);
     assert_eq!(
         later.engine.lookup(&blocks).unwrap(),
         vec![true; blocks.len()]
@@ -111,13 +111,13 @@ fn a_file_is_written_by_one_thread_and_others_are_opened_beside_it() {
 
 #[test]
 fn a_thread_opens_a_segment_of_its_own_while_another_opens_one() {
-    let (dir, mut setup) = (directory(), large(64, LONG));
-    if let Layout::Segment(segments) = &mut setup.layout {
+    let (dir, mut fixture) = (directory(), large(64, LONG));
+    if let Layout::Segment(segments) = &mut fixture.layout {
         segments.size = 32 << 20; // the first grant is for several
     }
-    let store = Store::open(dir.path(), setup.clone());
+    let store = Store::open(dir.path(), fixture.clone());
     let blocks = ids(3 * RUN as u8);
-    let device = Device::filled(&setup, &blocks);
+    let device = Device::filled(&fixture, &blocks);
     store.dump(&device, &blocks[..RUN]).unwrap(); // from now on there is granted room
     let gate = store.hang(OpKind::Create);
     let task = begin(&store, &device, &blocks[RUN..]);
@@ -131,13 +131,13 @@ fn a_thread_opens_a_segment_of_its_own_while_another_opens_one() {
 #[test]
 fn all_that_are_open_are_no_more_than_a_share_of_the_limit() {
     let dir = directory();
-    let setup = Setup {
+    let fixture = Fixture {
         capacity: Some(8 << 30), // a 64th of it is one segment
         ..large(64, LONG)
     };
-    let store = Store::open(dir.path(), setup.clone());
+    let store = Store::open(dir.path(), fixture.clone());
     let blocks = ids(4 * RUN as u8);
-    let device = Device::filled(&setup, &blocks);
+    let device = Device::filled(&fixture, &blocks);
     let gate = store.hang(OpKind::WriteAt);
     let task = begin(&store, &device, &blocks);
     gate.await_waiting(1);
@@ -157,15 +157,15 @@ fn all_that_are_open_are_no_more_than_a_share_of_the_limit() {
 
 #[test]
 fn closing_waits_for_what_is_in_turn_and_leaves_nothing_private() {
-    let (dir, setup) = (directory(), large(64, LONG));
-    let store = Store::open(dir.path(), setup.clone());
+    let (dir, fixture) = (directory(), large(64, LONG));
+    let store = Store::open(dir.path(), fixture.clone());
     let blocks = ids(4 * RUN as u8);
-    let device = Device::filled(&setup, &blocks);
+    let device = Device::filled(&fixture, &blocks);
     let task = begin(&store, &device, &blocks);
     store.engine.close();
     store.outcome(&task).unwrap();
     assert!(store.privates().is_empty());
-    let later = Store::open(dir.path(), setup);
+    let later = Store::open(dir.path(), fixture);
     assert_eq!(
         later.engine.lookup(&blocks).unwrap(),
         vec![true; blocks.len()]
@@ -174,10 +174,10 @@ fn closing_waits_for_what_is_in_turn_and_leaves_nothing_private() {
 
 #[test]
 fn writes_that_fail_at_once_cost_only_themselves_however_many_wait() {
-    let (dir, setup) = (directory(), large(64, LONG));
-    let store = Store::open(dir.path(), setup.clone());
+    let (dir, fixture) = (directory(), large(64, LONG));
+    let store = Store::open(dir.path(), fixture.clone());
     let blocks = ids(6 * RUN as u8);
-    let device = Device::filled(&setup, &blocks);
+    let device = Device::filled(&fixture, &blocks);
     let gate = store.gate();
     let first = Rule::on(OpKind::WriteAt, Fault::HangBefore(gate.clone()));
     store.fault(first.times(1));
@@ -192,14 +192,14 @@ fn writes_that_fail_at_once_cost_only_themselves_however_many_wait() {
 
 #[test]
 fn a_wait_for_a_dump_is_shorter_than_the_age_of_segments_that_its_records_had_yet_to_find() {
-    let (dir, setup, clock) = (directory(), large(64, LONG), ManualClock::new());
+    let (dir, fixture, clock) = (directory(), large(64, LONG), ManualClock::new());
     let store = Store::with_clock(
         dir.path(),
-        setup.clone(),
+        fixture.clone(),
         Arc::clone(&clock) as Arc<dyn Clock>,
     );
     let blocks = ids(RUN as u8);
-    let device = Device::filled(&setup, &blocks);
+    let device = Device::filled(&fixture, &blocks);
     // A segment is opened while all others wait for it. Then both threads hang at a write, and the
     // rest has no place yet when one of the two ends and the dump is flushed.
     let (opening, first, second) = (store.gate(), store.gate(), store.gate());

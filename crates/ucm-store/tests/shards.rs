@@ -13,7 +13,7 @@ use ucm_testkit::{Fault, Gate, OpKind, Rule};
 
 use crate::common::segments::{change, is_over};
 use crate::common::{
-    Above, Device, Layout, Setup, SlowDevice, Store, content, directory, eventually, id, ids,
+    Above, Device, Fixture, Layout, SlowDevice, Store, content, directory, eventually, id, ids,
 };
 
 /// Bytes of a layer, and layers of a block. An operation brings four layers, the first one the
@@ -24,28 +24,28 @@ const STEP: usize = 4;
 
 const LAYOUTS: [fn() -> Layout; 2] = [|| Layout::File, Layout::segments];
 
-fn setup(layout: Layout) -> Setup {
-    Setup {
+fn fixture(layout: Layout) -> Fixture {
+    Fixture {
         tensors: vec![LAYER as u64],
         layers: LAYERS as u32,
         layers_per_shard: 1,
         above: Above::Nothing,
         layout,
-        ..Setup::default()
+        ..Fixture::default()
     }
 }
 
 /// A store with blocks on its medium.
 fn stored(
-    setup: &Setup,
+    fixture: &Fixture,
     blocks: &[BlockId],
     clock: &std::sync::Arc<ManualClock>,
 ) -> (tempfile::TempDir, Store) {
     let dir = directory();
-    let store = Store::with_clock(&dir.path().join("root"), setup.clone(), clock.clone());
+    let store = Store::with_clock(&dir.path().join("root"), fixture.clone(), clock.clone());
     for &block in blocks {
         store
-            .dump(&Device::filled(setup, &[block]), &[block])
+            .dump(&Device::filled(fixture, &[block]), &[block])
             .unwrap();
         store.forget(block);
     }
@@ -84,11 +84,11 @@ fn first(layers: usize) -> Vec<usize> {
 }
 
 /// Whether the device has these layers of a block, and nothing else of it.
-fn holds(device: &mut Device, setup: &Setup, block: BlockId, layers: &[usize]) -> bool {
+fn holds(device: &mut Device, fixture: &Fixture, block: BlockId, layers: &[usize]) -> bool {
     let mut expected = vec![0xee; LAYER * LAYERS];
     for &layer in layers {
         let range = LAYER * layer..LAYER * (layer + 1);
-        expected[range.clone()].copy_from_slice(&content(setup, block)[range]);
+        expected[range.clone()].copy_from_slice(&content(fixture, block)[range]);
     }
     let mut same = false;
     device.change(block, |bytes| same = *bytes == expected);
@@ -116,16 +116,16 @@ fn kinds(failed: &[(usize, ucm_core::Error)]) -> Vec<(usize, ErrorKind)> {
 #[test]
 fn layers_arrive_before_the_rest_of_their_block() {
     for layout in LAYOUTS {
-        let setup = setup(layout());
-        let (_dir, store) = stored(&setup, &ids(1), &ManualClock::new());
+        let fixture = fixture(layout());
+        let (_dir, store) = stored(&fixture, &ids(1), &ManualClock::new());
         let gates = [hang(&store, 2), hang(&store, 2), hang(&store, 2)];
-        let mut device = Device::blank(&setup, &ids(1));
+        let mut device = Device::blank(&fixture, &ids(1));
         let task = begin(&store, &device, &ids(1), 0..LAYERS);
         let clock = store.engine.clock();
         for (step, gate) in (1..).zip(&gates) {
             gate.await_waiting(1);
             assert_eq!(done(&task, LAYERS), first(step * STEP));
-            assert!(holds(&mut device, &setup, id(0), &first(step * STEP)));
+            assert!(holds(&mut device, &fixture, id(0), &first(step * STEP)));
             assert!(task.wait_shard(clock, step * STEP - 1, None));
             assert!(!task.wait_shard(clock, step * STEP, Some(MonotonicTime(0))));
             assert!(!is_over(&store, &task));
@@ -148,10 +148,10 @@ fn layers_arrive_before_the_rest_of_their_block() {
 #[test]
 fn a_bad_layer_after_reported_ones_fails_the_block() {
     for layout in LAYOUTS {
-        let setup = setup(layout());
-        let (_dir, store) = stored(&setup, &ids(1), &ManualClock::new());
+        let fixture = fixture(layout());
+        let (_dir, store) = stored(&fixture, &ids(1), &ManualClock::new());
         damage(&store, id(0), LAYERS - 1);
-        let mut device = Device::blank(&setup, &ids(1));
+        let mut device = Device::blank(&fixture, &ids(1));
         let task = begin(&store, &device, &ids(1), 0..LAYERS);
         let failed = store.outcome(&task).unwrap_err();
         assert_eq!(
@@ -167,7 +167,7 @@ fn a_bad_layer_after_reported_ones_fails_the_block() {
             "what has arrived stays"
         );
         assert!(!task.wait_shard(store.engine.clock(), LAYERS - 1, None));
-        assert!(holds(&mut device, &setup, id(0), &first(LAYERS - STEP)));
+        assert!(holds(&mut device, &fixture, id(0), &first(LAYERS - STEP)));
         assert_eq!(
             (store.stat("second_reads"), store.stat("records_refused")),
             (1, 1)
@@ -183,10 +183,10 @@ fn a_bad_layer_after_reported_ones_fails_the_block() {
 #[test]
 fn damage_on_the_way_is_read_again_and_the_rest_arrives() {
     for layout in LAYOUTS {
-        let setup = setup(layout());
-        let (_dir, store) = stored(&setup, &ids(1), &ManualClock::new());
+        let fixture = fixture(layout());
+        let (_dir, store) = stored(&fixture, &ids(1), &ManualClock::new());
         store.fault(Rule::on(OpKind::Read, Fault::Flip(vec![5])).lane(0).nth(3));
-        let device = Device::blank(&setup, &ids(1));
+        let device = Device::blank(&fixture, &ids(1));
         let task = begin(&store, &device, &ids(1), 0..LAYERS);
         store.outcome(&task).unwrap();
         assert!(device.is_right(id(0)));
@@ -198,9 +198,9 @@ fn damage_on_the_way_is_read_again_and_the_rest_arrives() {
 }
 
 /// A record of the same block with other bytes, as another engine's numerics would make them.
-fn another(setup: &Setup, block: BlockId) -> Vec<u8> {
-    let (_dir, store) = stored(setup, &[], &ManualClock::new());
-    let mut device = Device::filled(setup, &[block]);
+fn another(fixture: &Fixture, block: BlockId) -> Vec<u8> {
+    let (_dir, store) = stored(fixture, &[], &ManualClock::new());
+    let mut device = Device::filled(fixture, &[block]);
     device.change(block, |bytes| {
         bytes.iter_mut().for_each(|byte| *byte ^= 0x55)
     });
@@ -212,11 +212,11 @@ fn another(setup: &Setup, block: BlockId) -> Vec<u8> {
 
 #[test]
 fn the_layers_of_a_block_do_not_come_from_two_records() {
-    let setup = setup(Layout::File);
-    let other = another(&setup, id(0));
-    let (_dir, store) = stored(&setup, &ids(1), &ManualClock::new());
+    let fixture = fixture(Layout::File);
+    let other = another(&fixture, id(0));
+    let (_dir, store) = stored(&fixture, &ids(1), &ManualClock::new());
     let gate = hang(&store, 2);
-    let mut device = Device::blank(&setup, &ids(1));
+    let mut device = Device::blank(&fixture, &ids(1));
     let task = begin(&store, &device, &ids(1), 0..LAYERS);
     gate.await_waiting(1);
     assert_eq!(done(&task, LAYERS), first(STEP));
@@ -233,13 +233,13 @@ fn the_layers_of_a_block_do_not_come_from_two_records() {
         (store.missed("busy"), store.stat("records_refused")),
         (1, 0)
     );
-    assert!(holds(&mut device, &setup, id(0), &first(STEP)));
+    assert!(holds(&mut device, &fixture, id(0), &first(STEP)));
     // It is sound, and the next load has all of it.
-    let mut device = Device::blank(&setup, &ids(1));
+    let mut device = Device::blank(&fixture, &ids(1));
     store
         .outcome(&begin(&store, &device, &ids(1), 0..LAYERS))
         .unwrap();
-    let right: Vec<u8> = content(&setup, id(0))
+    let right: Vec<u8> = content(&fixture, id(0))
         .iter()
         .map(|byte| byte ^ 0x55)
         .collect();
@@ -250,10 +250,10 @@ fn the_layers_of_a_block_do_not_come_from_two_records() {
 #[test]
 fn a_read_that_hangs_leaves_nothing_scattering_and_ends_with_its_block() {
     for layout in LAYOUTS {
-        let (setup, clock) = (setup(layout()), ManualClock::new());
-        let (_dir, store) = stored(&setup, &ids(1), &clock);
+        let (fixture, clock) = (fixture(layout()), ManualClock::new());
+        let (_dir, store) = stored(&fixture, &ids(1), &clock);
         let gate = hang(&store, 2);
-        let mut device = Device::blank(&setup, &ids(1));
+        let mut device = Device::blank(&fixture, &ids(1));
         let task = begin(&store, &device, &ids(1), 0..LAYERS);
         gate.await_waiting(1);
         clock.advance(Duration::from_secs(100));
@@ -274,7 +274,7 @@ fn a_read_that_hangs_leaves_nothing_scattering_and_ends_with_its_block() {
         gate.open();
         slots_come_back(&store);
         assert!(
-            holds(&mut device, &setup, id(0), &first(STEP)),
+            holds(&mut device, &fixture, id(0), &first(STEP)),
             "no late bytes"
         );
     }
@@ -283,10 +283,10 @@ fn a_read_that_hangs_leaves_nothing_scattering_and_ends_with_its_block() {
 #[test]
 fn what_joins_a_read_gets_its_layers_when_they_are_there() {
     for layout in LAYOUTS {
-        let setup = setup(layout());
-        let (_dir, store) = stored(&setup, &ids(1), &ManualClock::new());
+        let fixture = fixture(layout());
+        let (_dir, store) = stored(&fixture, &ids(1), &ManualClock::new());
         let (second, last) = (hang(&store, 2), hang(&store, 3));
-        let mut devices: Vec<_> = (0..4).map(|_| Device::blank(&setup, &ids(1))).collect();
+        let mut devices: Vec<_> = (0..4).map(|_| Device::blank(&fixture, &ids(1))).collect();
         let whole = begin(&store, &devices[0], &ids(1), 0..LAYERS);
         second.await_waiting(1);
         let begin = |n: usize, layer| begin(&store, &devices[n], &ids(1), layer..layer + 1);
@@ -304,7 +304,7 @@ fn what_joins_a_read_gets_its_layers_when_they_are_there() {
         }
         let layers = [first(LAYERS), vec![1], vec![6], vec![15]];
         for (device, layers) in devices.iter_mut().zip(layers) {
-            assert!(holds(device, &setup, id(0), &layers));
+            assert!(holds(device, &fixture, id(0), &layers));
         }
         assert_eq!(store.stat("blocks_loaded"), 4);
         slots_come_back(&store);
@@ -314,10 +314,10 @@ fn what_joins_a_read_gets_its_layers_when_they_are_there() {
 #[test]
 fn what_joins_and_has_more_time_gets_a_read_of_its_own() {
     for layout in LAYOUTS {
-        let (setup, clock) = (setup(layout()), ManualClock::new());
-        let (_dir, store) = stored(&setup, &ids(1), &clock);
+        let (fixture, clock) = (fixture(layout()), ManualClock::new());
+        let (_dir, store) = stored(&fixture, &ids(1), &clock);
         let (second, third) = (hang(&store, 2), hang(&store, 2));
-        let mut devices = [0, 1].map(|_| Device::blank(&setup, &ids(1)));
+        let mut devices = [0, 1].map(|_| Device::blank(&fixture, &ids(1)));
         let load = |n: usize, seconds| {
             let rows: &Device = &devices[n];
             let time = Some(Duration::from_secs(seconds));
@@ -338,34 +338,34 @@ fn what_joins_and_has_more_time_gets_a_read_of_its_own() {
         store.outcome(&long).unwrap();
         third.open();
         slots_come_back(&store);
-        assert!(holds(&mut devices[0], &setup, id(0), &first(2 * STEP)));
+        assert!(holds(&mut devices[0], &fixture, id(0), &first(2 * STEP)));
         assert!(devices[1].is_right(id(0)));
     }
 }
 
 #[test]
 fn few_layers_of_a_file_are_read_by_themselves() {
-    let setup = setup(Layout::File);
-    let (_dir, store) = stored(&setup, &ids(1), &ManualClock::new());
+    let fixture = fixture(Layout::File);
+    let (_dir, store) = stored(&fixture, &ids(1), &ManualClock::new());
     damage(&store, id(0), 3);
-    let mut device = Device::blank(&setup, &ids(1));
+    let mut device = Device::blank(&fixture, &ids(1));
     for (layer, loads) in [(9, true), (3, false)] {
         let task = begin(&store, &device, &ids(1), layer..layer + 1);
         assert_eq!(store.outcome(&task).is_ok(), loads);
     }
-    assert!(holds(&mut device, &setup, id(0), &[9]));
+    assert!(holds(&mut device, &fixture, id(0), &[9]));
     assert_eq!(store.stat("records_refused"), 1);
 }
 
 #[test]
 fn what_was_cancelled_gets_no_further_layers() {
     for layout in LAYOUTS {
-        let setup = setup(layout());
-        let (_dir, store) = stored(&setup, &ids(2), &ManualClock::new());
+        let fixture = fixture(layout());
+        let (_dir, store) = stored(&fixture, &ids(2), &ManualClock::new());
         store.edit(id(0), |record| record[100] ^= 1);
         let (bad, good) = (store.gate(), store.gate());
         store.hang_record(id(0), &bad);
-        let mut device = Device::blank(&setup, &ids(2));
+        let mut device = Device::blank(&fixture, &ids(2));
         let name = Rule::on(OpKind::Read, Fault::HangBefore(good.clone())).lane(0);
         store.fault(name.nth(2));
         let task = begin(&store, &device, &ids(2), 0..LAYERS);
@@ -379,28 +379,28 @@ fn what_was_cancelled_gets_no_further_layers() {
         );
         good.open();
         slots_come_back(&store);
-        assert!(device.is_blank(id(0)) && holds(&mut device, &setup, id(1), &first(STEP)));
+        assert!(device.is_blank(id(0)) && holds(&mut device, &fixture, id(1), &first(STEP)));
     }
 }
 
 #[test]
 fn a_copy_to_the_device_that_fails_is_the_end_of_its_block() {
     let device = SlowDevice::failing(1);
-    let setup = Setup {
+    let fixture = Fixture {
         device: Some(device.clone()),
-        ..setup(Layout::File)
+        ..fixture(Layout::File)
     };
     let (dir, clock) = (directory(), ManualClock::new());
-    let writer = Setup {
+    let writer = Fixture {
         device: None,
-        ..setup.clone()
+        ..fixture.clone()
     };
     let root = dir.path().join("root");
     Store::open(&root, writer)
-        .dump(&Device::filled(&setup, &ids(1)), &ids(1))
+        .dump(&Device::filled(&fixture, &ids(1)), &ids(1))
         .unwrap();
-    let store = Store::with_clock(&root, setup.clone(), clock);
-    let target = Device::blank(&setup, &ids(1));
+    let store = Store::with_clock(&root, fixture.clone(), clock);
+    let target = Device::blank(&fixture, &ids(1));
     let task = begin(&store, &target, &ids(1), 0..LAYERS);
     device.await_hanging(1);
     device.go();
@@ -411,11 +411,11 @@ fn a_copy_to_the_device_that_fails_is_the_end_of_its_block() {
 
 /// Two roots, one above the other, with one block in both.
 fn two_roots(clock: &std::sync::Arc<ManualClock>) -> (tempfile::TempDir, Store) {
-    let setup = Setup {
+    let fixture = Fixture {
         above: Above::File,
-        ..setup(Layout::File)
+        ..fixture(Layout::File)
     };
-    let (dir, store) = stored(&setup, &ids(1), clock);
+    let (dir, store) = stored(&fixture, &ids(1), clock);
     eventually("both have it", || store.upper_file(id(0)).exists());
     (dir, store)
 }
@@ -426,7 +426,7 @@ fn layers_of_one_block_never_come_from_two_tiers() {
     change(&store.upper_file(id(0)), |record| {
         record[4096 + 9 * LAYER] ^= 1
     });
-    let mut device = Device::blank(&store.setup, &ids(1));
+    let mut device = Device::blank(&store.fixture, &ids(1));
     let task = begin(&store, &device, &ids(1), 0..LAYERS);
     let failed = store.outcome(&task).unwrap_err();
     assert!(
@@ -439,7 +439,7 @@ fn layers_of_one_block_never_come_from_two_tiers() {
         (&task.served()[..4], done(&task, LAYERS)),
         (&[0; 4][..], first(2 * STEP))
     );
-    assert!(holds(&mut device, &store.setup, id(0), &first(2 * STEP)));
+    assert!(holds(&mut device, &store.fixture, id(0), &first(2 * STEP)));
     assert_eq!(
         (store.tier(0, "copies_refused"), store.stat("refused_now")),
         (1, 0)
@@ -466,7 +466,7 @@ fn what_has_nothing_yet_is_asked_of_the_next_tier() {
             .lane(0)
             .nth(3),
     );
-    let devices = [0, 1].map(|_| Device::blank(&store.setup, &ids(1)));
+    let devices = [0, 1].map(|_| Device::blank(&store.fixture, &ids(1)));
     let begun = begin(&store, &devices[0], &ids(1), 0..LAYERS);
     gate.await_waiting(1);
     let late = begin(&store, &devices[1], &ids(1), 9..LAYERS);
@@ -490,10 +490,10 @@ fn a_tier_that_hangs_after_some_layers_ends_their_block() {
             .lane(0)
             .nth(2),
     );
-    let mut device = Device::blank(&store.setup, &ids(1));
+    let mut device = Device::blank(&store.fixture, &ids(1));
     let task = begin(&store, &device, &ids(1), 0..LAYERS);
     gate.await_waiting(1);
-    clock.advance(store.setup.deadlines.load / 5 * 3); // more than its half of the time
+    clock.advance(store.fixture.deadlines.load / 5 * 3); // more than its half of the time
     let failed = store.outcome(&task).unwrap_err();
     assert!(
         failed.len() == LAYERS
@@ -504,7 +504,7 @@ fn a_tier_that_hangs_after_some_layers_ends_their_block() {
     gate.open();
     slots_come_back(&store);
     assert!(
-        holds(&mut device, &store.setup, id(0), &first(STEP)),
+        holds(&mut device, &store.fixture, id(0), &first(STEP)),
         "no late bytes"
     );
     assert_eq!(store.tier(1, "blocks_read"), 0);
@@ -513,20 +513,20 @@ fn a_tier_that_hangs_after_some_layers_ends_their_block() {
 #[test]
 fn below_memory_layers_arrive_as_they_are_read_and_the_block_is_kept_above() {
     for layout in LAYOUTS {
-        let setup = Setup {
+        let fixture = Fixture {
             above: Above::Memory(16, WritePolicy::Through),
-            ..setup(layout())
+            ..fixture(layout())
         };
-        let (_dir, store) = stored(&setup, &ids(1), &ManualClock::new());
+        let (_dir, store) = stored(&fixture, &ids(1), &ManualClock::new());
         let gate = hang(&store, 2);
-        let device = Device::blank(&setup, &ids(1));
+        let device = Device::blank(&fixture, &ids(1));
         let task = begin(&store, &device, &ids(1), 0..LAYERS);
         gate.await_waiting(1);
         assert_eq!(done(&task, LAYERS), first(STEP));
         gate.open();
         store.outcome(&task).unwrap();
         eventually("it is above", || store.tier(0, "promotions") == 1);
-        let again = Device::blank(&setup, &ids(1));
+        let again = Device::blank(&fixture, &ids(1));
         let task = begin(&store, &again, &ids(1), 0..LAYERS);
         store.outcome(&task).unwrap();
         assert_eq!(
@@ -539,10 +539,10 @@ fn below_memory_layers_arrive_as_they_are_read_and_the_block_is_kept_above() {
 
 #[test]
 fn a_block_is_verified_whole_while_a_load_gets_its_layers() {
-    let setup = setup(Layout::File);
-    let (_dir, store) = stored(&setup, &ids(1), &ManualClock::new());
+    let fixture = fixture(Layout::File);
+    let (_dir, store) = stored(&fixture, &ids(1), &ManualClock::new());
     let gate = hang(&store, 2);
-    let device = Device::blank(&setup, &ids(1));
+    let device = Device::blank(&fixture, &ids(1));
     let task = begin(&store, &device, &ids(1), 0..LAYERS);
     gate.await_waiting(1);
     let verified = store.engine.verify(&ids(1), None).unwrap();
@@ -558,10 +558,10 @@ fn a_block_is_verified_whole_while_a_load_gets_its_layers() {
 
 #[test]
 fn a_dump_reports_no_shards_and_a_wait_for_one_ends() {
-    let setup = setup(Layout::File);
+    let fixture = fixture(Layout::File);
     let clock = ManualClock::new();
-    let (_dir, store) = stored(&setup, &[], &clock);
-    let device = Device::filled(&setup, &ids(1));
+    let (_dir, store) = stored(&fixture, &[], &clock);
+    let device = Device::filled(&fixture, &ids(1));
     let task = store.engine.dump(device.rows(&ids(1))).unwrap();
     assert!(!task.wait_shard(store.engine.clock(), 0, None));
     assert!(task.check(store.engine.clock(), Until::Published) && clock.now() == MonotonicTime(0));

@@ -14,15 +14,15 @@ use crate::common::sides::{
     CODES, MEAN, columns, default, dump, dump_alone, each_way, has_all, loads, plain, sided, sides,
 };
 use crate::common::{
-    Above, Device, Layout, Medium, Setup, Store, directory, eventually, id, ids, media, on,
+    Above, Device, Fixture, Layout, Medium, Store, directory, eventually, id, ids, media, on,
 };
 
 #[test]
 fn they_come_back_on_every_medium_by_block_and_by_layer() {
     for medium in media() {
-        for setup in each_way(&sided(on(medium))) {
+        for fixture in each_way(&sided(on(medium))) {
             let dir = directory();
-            let store = Store::open(dir.path(), setup);
+            let store = Store::open(dir.path(), fixture);
             dump(&store, &ids(4));
             assert!(has_all(&store, &ids(4)), "{medium:?}");
             assert_eq!(
@@ -45,19 +45,19 @@ fn they_come_back_on_every_medium_by_block_and_by_layer() {
 
 #[test]
 fn they_come_back_in_every_layout_under_every_codec_and_tier() {
-    for setup in columns() {
+    for fixture in columns() {
         let dir = directory();
         let root = dir.path().join("root");
         let what = format!(
             "{:?} {:?} {:?}",
-            setup.layout, setup.compressed, setup.above
+            fixture.layout, fixture.compressed, fixture.above
         );
-        let store = Store::open(&root, setup.clone());
+        let store = Store::open(&root, fixture.clone());
         dump(&store, &ids(4));
         dump_alone(&store, &[id(7)], &[MEAN, CODES]);
         assert!(has_all(&store, &[ids(4), vec![id(7)]].concat()), "{what}");
         drop(store);
-        let store = Store::open(&root, setup); // the memory is empty now
+        let store = Store::open(&root, fixture); // the memory is empty now
         assert!(has_all(&store, &[ids(4), vec![id(7)]].concat()), "{what}");
         assert_eq!(store.stat("blocks_loaded"), 0);
         assert!(loads(&store, &ids(4)), "{what}");
@@ -77,7 +77,7 @@ fn they_come_back_in_every_layout_under_every_codec_and_tier() {
 fn only_the_header_and_the_side_shard_are_read() {
     const BLOCKS: u8 = 12;
     const KV: u64 = 256 << 10;
-    let large = Setup {
+    let large = Fixture {
         tensors: vec![KV / 2 / 4, KV / 2 / 4],
         layers: 4,
         layers_per_shard: 4,
@@ -88,35 +88,35 @@ fn only_the_header_and_the_side_shard_are_read() {
     };
     let memory = Medium::Memory(32, Policy::Lru);
     let columns = [
-        Setup {
+        Fixture {
             layout: Layout::File,
             ..large.clone()
         },
-        Setup {
+        Fixture {
             layout: patient().layout,
             ..large.clone()
         },
-        Setup {
+        Fixture {
             medium: memory,
             ..large.clone()
         },
-        Setup {
+        Fixture {
             compressed: true,
             layout: Layout::segments(),
             ..large.clone()
         },
     ];
-    for setup in columns {
+    for fixture in columns {
         let dir = directory();
         let what = format!(
             "{:?} {:?} {:?}",
-            setup.medium, setup.layout, setup.compressed
+            fixture.medium, fixture.layout, fixture.compressed
         );
-        let store = Store::open(dir.path(), setup.clone());
+        let store = Store::open(dir.path(), fixture.clone());
         dump(&store, &ids(BLOCKS));
         // Another process, which has nothing in its memory; one that reads the first one's, where
         // that is all there is.
-        let reader = Store::open(dir.path(), setup);
+        let reader = Store::open(dir.path(), fixture);
         eventually("the other's memory is found", || {
             reader
                 .engine
@@ -151,14 +151,14 @@ fn bytes_that_reach_the_medium_are_those_that_are_counted() {
     // By the twin of the system calls: a read of this many bytes that fails if more are read.
     for layout in [Layout::File, patient().layout] {
         let dir = directory();
-        let setup = Setup {
+        let fixture = Fixture {
             layout,
             above: Above::Nothing,
             compressed: false,
             tensors: vec![64 << 10],
             ..default()
         };
-        let store = Store::open(dir.path(), setup);
+        let store = Store::open(dir.path(), fixture);
         dump(&store, &ids(3));
         store.faults.forget();
         assert_eq!(sides(&store, &ids(3), MEAN), [true; 3]);
@@ -183,13 +183,13 @@ fn bytes_that_reach_the_medium_are_those_that_are_counted() {
 #[test]
 fn a_row_without_its_share_leaves_the_block_without() {
     let dir = directory();
-    let setup = Setup {
+    let fixture = Fixture {
         layers_per_shard: 1,
         above: Above::Nothing,
         ..default()
     };
-    let store = Store::open(dir.path(), setup.clone());
-    let device = Device::filled(&setup, &ids(2));
+    let store = Store::open(dir.path(), fixture.clone());
+    let device = Device::filled(&fixture, &ids(2));
     let mut rows = device.rows(&ids(2));
     rows.iter_mut()
         .filter(|row| row.id == id(0) && row.shard == 2)
@@ -203,9 +203,9 @@ fn a_row_without_its_share_leaves_the_block_without() {
 #[test]
 fn dumps_at_once_and_in_parts_agree() {
     let dir = directory();
-    for setup in each_way(&default()) {
-        let store = Store::open(dir.path(), setup.clone());
-        let device = Device::filled(&setup, &ids(8));
+    for fixture in each_way(&default()) {
+        let store = Store::open(dir.path(), fixture.clone());
+        let device = Device::filled(&fixture, &ids(8));
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| {
@@ -245,12 +245,12 @@ fn dumps_at_once_and_in_parts_agree() {
 #[test]
 fn more_than_there_are_slots_stream_through_a_few() {
     let dir = directory();
-    let setup = Setup {
+    let fixture = Fixture {
         slots: 4,
         above: Above::Nothing,
         ..default()
     };
-    let store = Store::open(dir.path(), setup.clone());
+    let store = Store::open(dir.path(), fixture.clone());
     for block in ids(40) {
         dump(&store, &[block]);
     }
@@ -271,12 +271,12 @@ fn more_than_there_are_slots_stream_through_a_few() {
 #[test]
 fn what_a_store_cannot_keep_is_refused_by_name() {
     let dir = directory();
-    let setup = Setup {
+    let fixture = Fixture {
         sides: vec![(MEAN, 96), (CODES, 100)],
         layers_per_shard: 1,
-        ..Setup::default()
+        ..Fixture::default()
     };
-    let odd = Store::try_open(dir.path(), setup)
+    let odd = Store::try_open(dir.path(), fixture)
         .map(|_| ())
         .unwrap_err()
         .to_string();
@@ -305,13 +305,13 @@ fn what_a_store_cannot_keep_is_refused_by_name() {
         wrong.to_string().contains("mean-k") && wrong.to_string().contains("expected=192"),
         "{wrong}"
     );
-    let mut rows = Device::filled(&store.setup, &ids(1)).rows(&ids(1));
+    let mut rows = Device::filled(&store.fixture, &ids(1)).rows(&ids(1));
     rows[0].sides = RowSides::Beside(vec![0; 95].into());
     let wrong = store.engine.dump(rows).map(|_| ()).unwrap_err();
     assert!(wrong.to_string().contains("expected=6096"), "{wrong}");
     drop(store);
     let store = Store::open(dir.path(), plain(default()));
-    let mut rows = Device::filled(&store.setup, &ids(1)).rows(&ids(1));
+    let mut rows = Device::filled(&store.fixture, &ids(1)).rows(&ids(1));
     rows[0].sides = RowSides::Beside(vec![0; 96].into());
     assert!(
         store
@@ -322,7 +322,7 @@ fn what_a_store_cannot_keep_is_refused_by_name() {
             .to_string()
             .contains("without side shards")
     );
-    let reader = Setup {
+    let reader = Fixture {
         lookup_only: true,
         ..default()
     };

@@ -15,13 +15,13 @@ use crate::common::sides::{
     CODES, CUTS, MEAN, alone, assert_cut, default, dump, dump_alone, has_all, loads, of_one_root,
     sided, sides,
 };
-use crate::common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids};
+use crate::common::{Above, Device, Fixture, Layout, Store, directory, eventually, id, ids};
 
 #[test]
 fn damage_in_a_side_shard_is_a_miss_of_that_one_alone() {
-    for setup in of_one_root() {
+    for fixture in of_one_root() {
         let (dir, block) = (directory(), id(3));
-        let store = Store::open(&dir.path().join("root"), setup);
+        let store = Store::open(&dir.path().join("root"), fixture);
         dump(&store, &ids(5));
         for name in [MEAN, CODES] {
             let last = if name == CODES { 1 } else { 2 * 4096 + 4000 }; // the last page of each
@@ -38,7 +38,7 @@ fn damage_in_a_side_shard_is_a_miss_of_that_one_alone() {
                 sides(&store, &ids(5), CODES),
                 left,
                 "{name} {:?}",
-                store.setup.layout
+                store.fixture.layout
             );
         }
         assert_eq!(
@@ -69,17 +69,17 @@ fn damage_in_a_side_shard_is_a_miss_of_that_one_alone() {
 
 #[test]
 fn damage_in_the_kv_is_none_of_the_side_shards() {
-    for setup in of_one_root() {
+    for fixture in of_one_root() {
         let (dir, block) = (directory(), id(2));
-        let store = Store::open(&dir.path().join("root"), setup);
+        let store = Store::open(&dir.path().join("root"), fixture);
         dump(&store, &ids(4));
         store.edit(block, |record| record[4096 + 5] ^= 1);
         assert!(has_all(&store, &ids(4)));
         assert!(
             !loads(&store, &[block]),
             "{:?} {:?}",
-            store.setup.layout,
-            store.setup.above
+            store.fixture.layout,
+            store.fixture.above
         );
         assert_eq!(store.stat("sides_refused"), 0);
         dump(&store, &[block]);
@@ -92,7 +92,7 @@ fn what_is_read_wrong_once_is_read_once_more() {
     let dir = directory();
     let store = Store::open(
         dir.path(),
-        Setup {
+        Fixture {
             above: Above::Nothing,
             ..default()
         },
@@ -101,7 +101,7 @@ fn what_is_read_wrong_once_is_read_once_more() {
     drop(store);
     let store = Store::open(
         dir.path(),
-        Setup {
+        Fixture {
             above: Above::Nothing,
             ..default()
         },
@@ -116,13 +116,13 @@ fn what_is_read_wrong_once_is_read_once_more() {
 #[test]
 fn a_torn_file_is_a_block_without_side_shards_or_none() {
     let dir = directory();
-    let setup = Setup {
+    let fixture = Fixture {
         layout: Layout::File,
         compressed: false,
         above: Above::Nothing,
         ..default()
     };
-    let store = Store::open(dir.path(), setup);
+    let store = Store::open(dir.path(), fixture);
     dump(&store, &ids(3));
     let whole = std::fs::metadata(store.file(id(0))).unwrap().len();
     for (block, len) in [
@@ -157,25 +157,25 @@ fn a_torn_file_is_a_block_without_side_shards_or_none() {
 fn a_segment_that_ends_inside_a_header_has_no_side_shard() {
     for len in CUTS {
         let dir = directory();
-        let setup = Setup {
+        let fixture = Fixture {
             above: Above::Nothing,
             ..sided(quick())
         };
-        assert_cut(&Store::open(dir.path(), setup), len);
+        assert_cut(&Store::open(dir.path(), fixture), len);
     }
 }
 
 #[test]
 fn a_read_that_hangs_costs_its_deadline_and_nothing_else() {
     let dir = directory();
-    let setup = Setup {
+    let fixture = Fixture {
         above: Above::Nothing,
         ..default()
     };
-    let store = Store::open(dir.path(), setup.clone());
+    let store = Store::open(dir.path(), fixture.clone());
     dump(&store, &ids(3));
     drop(store);
-    let store = Store::open(dir.path(), setup);
+    let store = Store::open(dir.path(), fixture);
     let gate = store.gate();
     store.hang_record(id(1), &gate);
     let until = Some(Duration::from_millis(300));
@@ -198,16 +198,16 @@ fn a_read_that_hangs_costs_its_deadline_and_nothing_else() {
 #[test]
 fn closing_ends_what_waits() {
     let dir = directory();
-    let setup = Setup {
+    let fixture = Fixture {
         above: Above::Nothing,
         slots: 4, // one of them is for side shards
         deadlines: ucm_store::engine::Deadlines {
             shutdown: Duration::from_millis(200),
-            ..Setup::default().deadlines
+            ..Fixture::default().deadlines
         },
         ..default()
     };
-    let store = Store::open(dir.path(), setup);
+    let store = Store::open(dir.path(), fixture);
     dump(&store, &ids(3));
     let gate = store.gate();
     store.hang_record(id(0), &gate);
@@ -227,13 +227,13 @@ fn closing_ends_what_waits() {
 
 #[test]
 fn a_side_shard_that_lies_alone_is_refused_and_replaced_like_any_record() {
-    for setup in [
-        Setup {
+    for fixture in [
+        Fixture {
             layout: Layout::File,
             compressed: false,
             ..default()
         },
-        Setup {
+        Fixture {
             layout: Layout::segments(),
             ..default()
         },
@@ -241,9 +241,9 @@ fn a_side_shard_that_lies_alone_is_refused_and_replaced_like_any_record() {
         let (dir, block) = (directory(), id(5));
         let store = Store::open(
             dir.path(),
-            Setup {
+            Fixture {
                 above: Above::Nothing,
-                ..setup
+                ..fixture
             },
         );
         dump_alone(&store, &[block], &[MEAN]);
@@ -265,14 +265,14 @@ fn a_block_with_the_id_of_anothers_side_shard_is_refused() {
     let gate = ucm_testkit::Gate::new();
     let store = Store::open(
         dir.path(),
-        Setup {
+        Fixture {
             above: Above::Nothing,
             ..default()
         },
     );
     store.fault(
         Rule::on(
-            store.setup.layout.writing(),
+            store.fixture.layout.writing(),
             Fault::HangBefore(gate.clone()),
         )
         .times(1),
@@ -283,7 +283,7 @@ fn a_block_with_the_id_of_anothers_side_shard_is_refused() {
         .dump_sides(&[id(0)], &[(MEAN, &bytes)])
         .unwrap();
     let twin = alone(id(0), MEAN);
-    let device = Device::filled(&store.setup, &[twin]);
+    let device = Device::filled(&store.fixture, &[twin]);
     let mixed = store.engine.dump(device.rows(&[twin])).unwrap();
     assert!(mixed.wait(store.engine.clock(), Until::Staged, None));
     gate.open();

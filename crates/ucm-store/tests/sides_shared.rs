@@ -17,31 +17,31 @@ use crate::common::sides::{
     CODES, MEAN, alone, begin, columns, come, default, dump, dump_alone, has_all, loads, plain,
     sided, sides,
 };
-use crate::common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids};
+use crate::common::{Above, Device, Fixture, Layout, Store, directory, eventually, id, ids};
 
 #[test]
 fn a_block_that_was_stored_without_is_never_written_again() {
-    for setup in columns() {
+    for fixture in columns() {
         let dir = directory();
         let root = dir.path().join("root");
-        let store = Store::open(&root, plain(setup.clone()));
+        let store = Store::open(&root, plain(fixture.clone()));
         dump(&store, &ids(4));
         let before: Vec<_> = ids(4)
             .into_iter()
             .map(|block| store.record(block))
             .collect();
         drop(store);
-        let store = Store::open(&root, setup.clone());
+        let store = Store::open(&root, fixture.clone());
         assert_eq!(store.engine.lookup(&ids(4)).unwrap(), [true; 4]);
         assert_eq!(sides(&store, &ids(4), MEAN), [false; 4]);
         dump(&store, &ids(4)); // with them this time
         assert_eq!(store.stat("blocks_present"), 4);
         // what stands above may have had no copy yet, and has one with them now
-        let alone = setup.above == Above::Nothing;
+        let alone = fixture.above == Above::Nothing;
         assert!(!alone || sides(&store, &ids(4), MEAN) == [false; 4]);
         assert!(loads(&store, &ids(4)));
         dump_alone(&store, &ids(4), &[MEAN, CODES]);
-        assert!(has_all(&store, &ids(4)), "{:?}", setup.above);
+        assert!(has_all(&store, &ids(4)), "{:?}", fixture.above);
         let after: Vec<_> = ids(4)
             .into_iter()
             .map(|block| store.record(block))
@@ -53,23 +53,23 @@ fn a_block_that_was_stored_without_is_never_written_again() {
             (8, 4)
         );
         drop(store);
-        let store = Store::open(&root, setup);
+        let store = Store::open(&root, fixture);
         assert!(has_all(&store, &ids(4)) && loads(&store, &ids(4)));
     }
 }
 
 #[test]
 fn a_store_without_side_shards_reads_the_blocks_of_one_that_has_them() {
-    for setup in columns()
+    for fixture in columns()
         .into_iter()
-        .filter(|setup| setup.above == Above::Nothing)
+        .filter(|fixture| fixture.above == Above::Nothing)
     {
         let dir = directory();
         let root = dir.path().join("root");
         // before anybody wrote records of another length
-        let first = Store::open(&root, plain(setup.clone()));
+        let first = Store::open(&root, plain(fixture.clone()));
         dump(&first, &[id(9)]);
-        let writer = Store::open(&root, setup.clone());
+        let writer = Store::open(&root, fixture.clone());
         dump(&writer, &ids(4));
         dump_alone(&writer, &[id(9)], &[MEAN]);
         let before: Vec<_> = ids(4)
@@ -79,8 +79,8 @@ fn a_store_without_side_shards_reads_the_blocks_of_one_that_has_them() {
         assert!(
             loads(&first, &ids(4)),
             "{:?} {:?}",
-            setup.layout,
-            setup.above
+            fixture.layout,
+            fixture.above
         );
         eventually("their lengths are known", || {
             first.engine.lookup(&ids(4)).unwrap() == [true; 4]
@@ -90,19 +90,19 @@ fn a_store_without_side_shards_reads_the_blocks_of_one_that_has_them() {
             first.stat("blocks_present"),
             4,
             "{:?} {:?}",
-            setup.layout,
-            setup.above
+            fixture.layout,
+            fixture.above
         );
-        let other = Setup {
+        let other = Fixture {
             sides: vec![("other", 9000), (CODES, 6000)],
-            ..setup.clone()
+            ..fixture.clone()
         };
         let other = Store::open(&root, other);
         assert!(
             loads(&other, &ids(4)),
             "{:?} {:?}",
-            setup.layout,
-            setup.above
+            fixture.layout,
+            fixture.above
         );
         assert_eq!(
             sides(&other, &ids(4), CODES),
@@ -127,16 +127,16 @@ fn the_same_name_in_another_length_is_another_side_shard() {
     let dir = directory();
     let store = Store::open(
         dir.path(),
-        Setup {
+        Fixture {
             above: Above::Nothing,
             ..default()
         },
     );
     dump(&store, &ids(2));
-    let longer = Setup {
+    let longer = Fixture {
         sides: vec![(MEAN, 99)],
         above: Above::Nothing,
-        ..Setup::default()
+        ..Fixture::default()
     };
     let longer = Store::open(dir.path(), longer);
     let task = begin(&longer.engine, &ids(2), MEAN);
@@ -147,13 +147,13 @@ fn the_same_name_in_another_length_is_another_side_shard() {
 #[test]
 fn touching_a_block_touches_its_side_shards() {
     let dir = directory();
-    let setup = Setup {
+    let fixture = Fixture {
         layout: Layout::File,
         compressed: false,
         above: Above::Nothing,
         ..default()
     };
-    let store = Store::open(dir.path(), setup);
+    let store = Store::open(dir.path(), fixture);
     dump(&store, &[id(0)]);
     dump_alone(&store, &[id(0), id(1)], &[MEAN]);
     let files = [id(0), alone(id(0), MEAN), alone(id(1), MEAN)].map(|id| store.file(id));
@@ -169,7 +169,7 @@ fn touching_a_block_touches_its_side_shards() {
     drop(store);
     let store = Store::open(
         dir.path(),
-        Setup {
+        Fixture {
             layout: Layout::File,
             compressed: false,
             above: Above::Nothing,
@@ -204,9 +204,9 @@ fn touching_a_block_touches_its_side_shards() {
 #[test]
 fn merging_keeps_side_shards_and_those_that_lie_alone() {
     for compressed in [false, true] {
-        let with = |setup: Setup| match compressed {
-            false => sided(setup),
-            true => sided(setup).compressed(),
+        let with = |fixture: Fixture| match compressed {
+            false => sided(fixture),
+            true => sided(fixture).compressed(),
         };
         // A store without side shards merges them too: it knows their lengths.
         for merger in [
@@ -215,7 +215,7 @@ fn merging_keeps_side_shards_and_those_that_lie_alone() {
         ] {
             let dir = directory();
             let store = Store::open(dir.path(), with(filling()));
-            let device = Device::filled(&store.setup, &ids(6));
+            let device = Device::filled(&store.fixture, &ids(6));
             for block in ids(6) {
                 seal(&store, &device, &[block]);
             }
@@ -261,7 +261,7 @@ fn merging_keeps_side_shards_and_those_that_lie_alone() {
 fn what_a_dead_writer_left_is_taken_over_with_its_side_shards() {
     for reader in [sided(quick()), plain(quick())] {
         let dir = directory();
-        let dead = sided(Setup {
+        let dead = sided(Fixture {
             above: Above::Nothing,
             process: gone(),
             ..patient()
@@ -281,19 +281,19 @@ fn what_a_dead_writer_left_is_taken_over_with_its_side_shards() {
 #[test]
 fn memory_gives_what_it_has_beside_the_kv_to_the_tier_below() {
     let dir = directory();
-    let setup = Setup {
+    let fixture = Fixture {
         above: Above::Memory(16, WritePolicy::Back),
         ..default()
     };
     let root = dir.path().join("root");
-    let store = Store::open(&root, setup.clone());
+    let store = Store::open(&root, fixture.clone());
     dump(&store, &ids(5));
     dump_alone(&store, &[id(7), id(8)], &[MEAN]);
     assert_eq!(store.tier(1, "blocks_written"), 0);
     store.engine.close();
     assert_eq!(store.tier(1, "blocks_written"), 7);
     drop(store);
-    let store = Store::open(&root, setup);
+    let store = Store::open(&root, fixture);
     assert!(has_all(&store, &ids(5)) && loads(&store, &ids(5)));
     assert_eq!(
         sides(&store, &[id(6), id(7), id(8)], MEAN),
@@ -304,11 +304,11 @@ fn memory_gives_what_it_has_beside_the_kv_to_the_tier_below() {
 #[test]
 fn a_record_of_its_own_takes_no_place_in_a_memory_above() {
     let dir = directory();
-    let setup = Setup {
+    let fixture = Fixture {
         above: Above::Memory(16, WritePolicy::Through),
         ..default()
     };
-    let store = Store::open(&dir.path().join("root"), setup);
+    let store = Store::open(&dir.path().join("root"), fixture);
     dump(&store, &ids(2));
     dump_alone(&store, &ids(9), &[MEAN]);
     let memory = store.memory.as_ref().unwrap();

@@ -15,7 +15,7 @@ use crate::common::only_over;
 use crate::common::shared::{
     LONG, RECORD, attempt, documents, elsewhere, in_time, on, small, stored,
 };
-use crate::common::{Device, Setup, Store, directory, eventually, id, ids};
+use crate::common::{Device, Fixture, Store, directory, eventually, id, ids};
 
 /// A process that has ended.
 fn dead() -> Process {
@@ -34,9 +34,9 @@ fn collectors(stores: &[&Store]) -> usize {
 
 #[test]
 fn of_many_writers_one_is_collector_and_all_write() {
-    let (dir, setup) = (directory(), small(512));
+    let (dir, fixture) = (directory(), small(512));
     let stores: Vec<Store> = std::thread::scope(|scope| {
-        let open = || Store::open(dir.path(), setup.clone());
+        let open = || Store::open(dir.path(), fixture.clone());
         let opening: Vec<_> = (0..4).map(|_| scope.spawn(open)).collect();
         opening
             .into_iter()
@@ -46,7 +46,7 @@ fn of_many_writers_one_is_collector_and_all_write() {
     let all: Vec<&Store> = stores.iter().collect();
     eventually("one is collector", || collectors(&all) == 1);
     for (n, store) in (0..).zip(&stores) {
-        let device = Device::filled(&setup, &[id(n)]);
+        let device = Device::filled(&fixture, &[id(n)]);
         eventually("it was granted something", || {
             store.dump(&device, &[id(n)]).is_ok()
         });
@@ -58,9 +58,9 @@ fn of_many_writers_one_is_collector_and_all_write() {
 #[test]
 fn a_collector_that_leaves_is_followed_at_once_and_its_grants_are_known() {
     only_over!(Files, "it counts records by the length of their files");
-    let (dir, setup) = (directory(), small(64));
-    let first = Store::open(dir.path(), setup.clone());
-    let second = Store::open(dir.path(), setup.clone());
+    let (dir, fixture) = (directory(), small(64));
+    let first = Store::open(dir.path(), fixture.clone());
+    let second = Store::open(dir.path(), fixture.clone());
     assert_eq!(
         (
             first.stat("storage_collector"),
@@ -68,7 +68,7 @@ fn a_collector_that_leaves_is_followed_at_once_and_its_grants_are_known() {
         ),
         (1, 0)
     );
-    let device = Device::filled(&setup, &ids(4));
+    let device = Device::filled(&fixture, &ids(4));
     first.dump(&device, &ids(3)).unwrap();
     drop(first);
     eventually("the other one follows", || {
@@ -80,7 +80,7 @@ fn a_collector_that_leaves_is_followed_at_once_and_its_grants_are_known() {
         (4..=5).contains(&(second.stat("storage_used_bytes") / RECORD))
     });
     drop(second);
-    let third = Store::open(dir.path(), setup);
+    let third = Store::open(dir.path(), fixture);
     assert_eq!(third.stat("storage_collector"), 1);
     let beats = documents(dir.path(), "collector");
     assert_eq!(beats.len(), 1, "earlier terms are removed: {beats:?}");
@@ -88,35 +88,35 @@ fn a_collector_that_leaves_is_followed_at_once_and_its_grants_are_known() {
 
 #[test]
 fn a_collector_whose_process_died_on_this_host_is_followed_at_once() {
-    let (dir, setup) = (directory(), small(64));
+    let (dir, fixture) = (directory(), small(64));
     let clock = ManualClock::new();
     let gone = on(
         &clock,
         dir.path(),
-        &Setup {
+        &Fixture {
             process: dead(),
-            ..setup.clone()
+            ..fixture.clone()
         },
     );
     // Its last report fails: it dies.
     gone.fault(Rule::on(OpKind::Publish, Fault::Errno(5)).path("/space/"));
     drop(gone);
     assert_eq!(documents(dir.path(), "collector")[0]["resigned"], false);
-    let next = on(&clock, dir.path(), &setup);
+    let next = on(&clock, dir.path(), &fixture);
     assert_eq!(next.stat("storage_collector"), 1, "no time has passed");
-    let device = Device::filled(&setup, &ids(1));
+    let device = Device::filled(&fixture, &ids(1));
     next.dump(&device, &ids(1)).unwrap();
 }
 
 #[test]
 fn a_collector_of_another_host_is_followed_when_it_does_not_move_and_the_limit_holds() {
     only_over!(Files, "it adds up the files of blocks");
-    let (dir, setup) = (directory(), small(64));
+    let (dir, fixture) = (directory(), small(64));
     let clock = ManualClock::new();
-    let stalled = on(&clock, dir.path(), &elsewhere(&setup));
-    let device = Device::filled(&setup, &ids(60));
+    let stalled = on(&clock, dir.path(), &elsewhere(&fixture));
+    let device = Device::filled(&fixture, &ids(60));
     stalled.dump(&device, &[id(0)]).unwrap();
-    let next = on(&clock, dir.path(), &setup);
+    let next = on(&clock, dir.path(), &fixture);
     assert_eq!(next.stat("storage_collector"), 0);
     stalled.fault(Rule::on(OpKind::Publish, Fault::Errno(5)).path("/space/"));
     in_time(&clock, LONG, "it takes over", || {
@@ -146,12 +146,12 @@ fn a_collector_of_another_host_is_followed_when_it_does_not_move_and_the_limit_h
 
 #[test]
 fn a_writer_whose_grant_is_spent_refuses_and_does_not_hang() {
-    let (dir, setup) = (directory(), small(512));
+    let (dir, fixture) = (directory(), small(512));
     let clock = ManualClock::new();
-    let collector = on(&clock, dir.path(), &setup);
-    let writer = on(&clock, dir.path(), &setup);
+    let collector = on(&clock, dir.path(), &fixture);
+    let writer = on(&clock, dir.path(), &fixture);
     let all: Vec<_> = (0..=255).map(id).collect();
-    let device = Device::filled(&setup, &all);
+    let device = Device::filled(&fixture, &all);
     eventually("it was granted something", || {
         attempt(&writer, &clock, &device, all[0]).is_ok()
     });
@@ -179,11 +179,11 @@ fn what_a_silent_writer_was_granted_is_free_again_and_it_comes_back_as_another()
         Files,
         "it removes the file of a block to have it stored again"
     );
-    let (dir, setup) = (directory(), small(64));
+    let (dir, fixture) = (directory(), small(64));
     let clock = ManualClock::new();
-    let collector = on(&clock, dir.path(), &setup);
-    let silent = on(&clock, dir.path(), &elsewhere(&setup));
-    let device = Device::filled(&setup, &ids(3));
+    let collector = on(&clock, dir.path(), &fixture);
+    let silent = on(&clock, dir.path(), &elsewhere(&fixture));
+    let device = Device::filled(&fixture, &ids(3));
     eventually("it was granted something", || {
         clock.advance(Duration::from_millis(100));
         attempt(&silent, &clock, &device, id(0)).is_ok()
@@ -218,9 +218,9 @@ fn what_a_silent_writer_was_granted_is_free_again_and_it_comes_back_as_another()
 
 #[test]
 fn an_emptied_directory_is_made_again() {
-    let (dir, setup) = (directory(), small(64));
-    let first = Store::open(dir.path(), setup.clone());
-    let second = Store::open(dir.path(), setup.clone());
+    let (dir, fixture) = (directory(), small(64));
+    let first = Store::open(dir.path(), fixture.clone());
+    let second = Store::open(dir.path(), fixture.clone());
     eventually("it is emptied, though they write into it", || {
         std::fs::remove_dir_all(dir.path().join("space")).is_ok()
     });
@@ -228,7 +228,7 @@ fn an_emptied_directory_is_made_again() {
     eventually("one is collector", || {
         collectors(&all) == 1 && documents(dir.path(), "grants").len() == 1
     });
-    let device = Device::filled(&setup, &ids(2));
+    let device = Device::filled(&fixture, &ids(2));
     eventually("both write", || {
         first.dump(&device, &[id(0)]).is_ok() && second.dump(&device, &[id(1)]).is_ok()
     });
@@ -269,12 +269,12 @@ proptest! {
 
     #[test]
     fn whatever_happens_the_limit_holds(acts in prop::collection::vec(act(), 1..40)) {
-        let (dir, setup) = (directory(), small(24));
+        let (dir, fixture) = (directory(), small(24));
         let clock = ManualClock::new();
         let process = |n: u8| Process { host: format!("host {n}"), ..Process::this() };
         let open = |n: u8| Store::with_clock_now(
             dir.path(),
-            Setup { process: process(n), ..setup.clone() },
+            Fixture { process: process(n), ..fixture.clone() },
             Arc::clone(&clock) as Arc<dyn Clock>,
         );
         let mut stores: Vec<Store> = (0..3).map(open).collect();
@@ -283,7 +283,7 @@ proptest! {
                 Act::Dump(who, ns) => {
                     let store = &stores[usize::from(*who)];
                     for &n in ns {
-                        let device = Device::filled(&setup, &[id(n)]);
+                        let device = Device::filled(&fixture, &[id(n)]);
                         let _ = attempt(store, &clock, &device, id(n));
                         let bytes = stored(dir.path());
                         prop_assert!(bytes <= 24 * RECORD, "{bytes}");

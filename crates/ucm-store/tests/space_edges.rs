@@ -20,7 +20,7 @@ use crate::common::only_over;
 use crate::common::shared::{
     LONG, RECORD, attempt, documents, elsewhere, in_time, keep, on, small, stored,
 };
-use crate::common::{Device, Setup, Store, directory, eventually, id, identity, ids};
+use crate::common::{Device, Fixture, Store, directory, eventually, id, identity, ids};
 
 /// All files below a directory.
 fn files(dir: &Path) -> Vec<PathBuf> {
@@ -55,7 +55,7 @@ fn the_space_of_another_root_is_left_alone() {
     let Some(mut place) = Place::new(4096) else {
         return;
     };
-    let setup = small(64);
+    let fixture = small(64);
     place.tmpfs("theirs", 4096);
     let clock = ManualClock::new();
     let their_root = place.path("theirs");
@@ -63,7 +63,7 @@ fn the_space_of_another_root_is_left_alone() {
     clock.advance(Duration::from_secs(1));
     turns(&theirs, &clock); // its documents are there
     place.bind("root", "share");
-    let ours = on(&clock, &place.path("share"), &setup);
+    let ours = on(&clock, &place.path("share"), &fixture);
     place.unmount("share");
     place.bind("theirs", "share");
     // A document is written as a private file first.
@@ -86,11 +86,11 @@ fn a_root_that_comes_back_with_more_in_it_is_counted_before_anything_is_granted(
     let Some(mut place) = Place::new(4096) else {
         return;
     };
-    let setup = small(24);
+    let fixture = small(24);
     place.bind("root", "share");
     let (share, clock) = (place.path("share"), ManualClock::new());
-    let store = on(&clock, &share, &setup);
-    let device = Device::filled(&setup, &ids(60));
+    let store = on(&clock, &share, &fixture);
+    let device = Device::filled(&fixture, &ids(60));
     keep(&store, &clock, &device, id(0));
     place.unmount("share");
     place.tmpfs("share", 4096);
@@ -110,9 +110,9 @@ fn a_root_that_comes_back_with_more_in_it_is_counted_before_anything_is_granted(
 
 #[test]
 fn a_damaged_record_that_an_older_version_kept_counts_until_it_is_removed() {
-    let (dir, setup, clock) = (directory(), small(64), ManualClock::new());
-    let store = on(&clock, dir.path(), &setup);
-    let device = Device::filled(&setup, &ids(1));
+    let (dir, fixture, clock) = (directory(), small(64), ManualClock::new());
+    let store = on(&clock, dir.path(), &fixture);
+    let device = Device::filled(&fixture, &ids(1));
     let quarantine = store.namespace().join("quarantine");
     std::fs::create_dir(&quarantine).unwrap();
     let kept = quarantine.join(format!("{}.bad_header.1700000000.bin", id(1)));
@@ -139,14 +139,14 @@ fn a_damaged_record_that_an_older_version_kept_counts_until_it_is_removed() {
 
 #[test]
 fn records_that_an_older_version_moves_while_room_is_made_still_count() {
-    let (dir, setup, clock) = (directory(), small(64), ManualClock::new());
-    let store = on(&clock, dir.path(), &setup);
-    let device = Device::filled(&setup, &ids(20));
+    let (dir, fixture, clock) = (directory(), small(64), ManualClock::new());
+    let store = on(&clock, dir.path(), &fixture);
+    let device = Device::filled(&fixture, &ids(20));
     for block in ids(20) {
         keep(&store, &clock, &device, block);
     }
     drop(store);
-    let store = on(&clock, dir.path(), &setup);
+    let store = on(&clock, dir.path(), &fixture);
     assert_eq!(store.stat("storage_used_bytes"), 20 * RECORD);
     // A full medium has room made. At the same time an older version moves all records aside.
     let gate = Gate::new();
@@ -156,7 +156,7 @@ fn records_that_an_older_version_moves_while_room_is_made_still_count() {
             .path("/blocks/")
             .times(1),
     );
-    let more = Device::filled(&setup, &[id(40)]);
+    let more = Device::filled(&fixture, &[id(40)]);
     attempt(&store, &clock, &more, id(40)).unwrap_err();
     in_time(&clock, LONG, "room is made", || gate.waiting() > 0);
     let quarantine = dir
@@ -184,10 +184,10 @@ fn records_that_an_older_version_moves_while_room_is_made_still_count() {
 
 #[test]
 fn a_directory_that_only_looks_like_one_of_ours_has_no_say() {
-    let (dir, setup) = (directory(), Setup::default());
-    let store = Store::open(dir.path(), setup.clone());
+    let (dir, fixture) = (directory(), Fixture::default());
+    let store = Store::open(dir.path(), fixture.clone());
     store
-        .dump(&Device::filled(&setup, &ids(1)), &ids(1))
+        .dump(&Device::filled(&fixture, &ids(1)), &ids(1))
         .unwrap();
     let file = store.file(id(0));
     drop(store);
@@ -204,9 +204,9 @@ fn a_directory_that_only_looks_like_one_of_ours_has_no_say() {
         .unwrap();
     let rules = Rules {
         expire_after: Some(LONG),
-        ..setup.rules
+        ..fixture.rules
     };
-    let store = Store::open(dir.path(), Setup { rules, ..setup });
+    let store = Store::open(dir.path(), Fixture { rules, ..fixture });
     assert_eq!(store.stat("storage_used_bytes"), RECORD);
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [true]);
 }
@@ -218,7 +218,7 @@ fn a_floor_is_not_chased_while_the_medium_keeps_what_was_removed() {
     };
     let (root, clock) = (place.path("root"), ManualClock::new());
     let store = on(&clock, &root, &small(128));
-    let device = Device::filled(&store.setup, &ids(100));
+    let device = Device::filled(&store.fixture, &ids(100));
     for block in ids(100) {
         keep(&store, &clock, &device, block);
     }
@@ -237,7 +237,7 @@ fn a_floor_is_not_chased_while_the_medium_keeps_what_was_removed() {
     let store = on(
         &clock,
         &root,
-        &Setup {
+        &Fixture {
             rules: floor,
             ..small(128)
         },
@@ -270,16 +270,16 @@ fn rustix_free(path: &Path) -> u64 {
 
 #[test]
 fn a_write_is_answered_though_the_medium_does_not_say_how_much_is_free() {
-    let (dir, setup, clock) = (directory(), small(512), ManualClock::new());
-    let collector = on(&clock, dir.path(), &elsewhere(&setup));
-    let mut patient = setup.clone();
+    let (dir, fixture, clock) = (directory(), small(512), ManualClock::new());
+    let collector = on(&clock, dir.path(), &elsewhere(&fixture));
+    let mut patient = fixture.clone();
     patient.deadlines.dump = LONG; // it is the keeper that answers, and not the deadline
     let writer = Store::with_clock_now(dir.path(), patient, Arc::clone(&clock) as Arc<dyn Clock>);
     assert_eq!(collector.stat("storage_collector"), 1);
     collector.fault(Rule::on(OpKind::List, Fault::Errno(5)).path("/space"));
     let gate = writer.hang(OpKind::Space);
     in_time(&clock, LONG, "it hangs", || gate.waiting() > 0);
-    let device = Device::filled(&setup, &ids(200));
+    let device = Device::filled(&fixture, &ids(200));
     let task = writer.engine.dump(device.rows(&[id(0)])).unwrap();
     in_time(&clock, LONG, "it ends", || ended(&writer, &task));
     gate.open();
@@ -288,11 +288,11 @@ fn a_write_is_answered_though_the_medium_does_not_say_how_much_is_free() {
 
 #[test]
 fn a_count_that_was_given_up_with_the_office_is_no_trouble_for_a_writer() {
-    let (dir, setup, clock) = (directory(), small(64), ManualClock::new());
-    let first = on(&clock, dir.path(), &elsewhere(&setup));
-    let device = Device::filled(&setup, &ids(64));
+    let (dir, fixture, clock) = (directory(), small(64), ManualClock::new());
+    let first = on(&clock, dir.path(), &elsewhere(&fixture));
+    let device = Device::filled(&fixture, &ids(64));
     keep(&first, &clock, &device, id(0));
-    let next = on(&clock, dir.path(), &setup);
+    let next = on(&clock, dir.path(), &fixture);
     // The first one counts when it is followed.
     let gate = Gate::new();
     first.fault(Rule::on(OpKind::List, Fault::HangAfter(gate.clone())).path("/blocks"));
@@ -324,10 +324,10 @@ fn a_count_that_was_given_up_with_the_office_is_no_trouble_for_a_writer() {
 
 #[test]
 fn a_refused_dump_does_not_make_the_keeper_run() {
-    let (dir, setup, clock) = (directory(), small(512), ManualClock::new());
-    let collector = on(&clock, dir.path(), &elsewhere(&setup));
-    let writer = on(&clock, dir.path(), &setup);
-    let device = Device::filled(&setup, &ids(201));
+    let (dir, fixture, clock) = (directory(), small(512), ManualClock::new());
+    let collector = on(&clock, dir.path(), &elsewhere(&fixture));
+    let writer = on(&clock, dir.path(), &fixture);
+    let device = Device::filled(&fixture, &ids(201));
     keep(&writer, &clock, &device, id(200));
     collector.fault(Rule::on(OpKind::List, Fault::Errno(5)).path("/space"));
     let all: Vec<_> = ids(200);
@@ -347,9 +347,9 @@ fn a_refused_dump_does_not_make_the_keeper_run() {
 
 #[test]
 fn a_record_that_could_not_be_looked_at_is_not_written_over() {
-    let (dir, setup) = (directory(), Setup::default());
-    let store = Store::open(dir.path(), setup.clone());
-    let device = Device::filled(&setup, &ids(1));
+    let (dir, fixture) = (directory(), Fixture::default());
+    let store = Store::open(dir.path(), fixture.clone());
+    let device = Device::filled(&fixture, &ids(1));
     store.dump(&device, &ids(1)).unwrap();
     // A newer version, of another length.
     let mut newer = std::fs::read(store.file(id(0))).unwrap();
@@ -365,18 +365,18 @@ fn a_record_that_could_not_be_looked_at_is_not_written_over() {
 
 #[test]
 fn a_writer_that_was_forgotten_while_its_machine_slept_writes_nothing_before_it_is_known_again() {
-    let (dir, setup) = (directory(), small(64));
+    let (dir, fixture) = (directory(), small(64));
     let (clock, asleep) = (ManualClock::new(), ManualClock::new());
-    let collector = on(&clock, dir.path(), &setup);
+    let collector = on(&clock, dir.path(), &fixture);
     let sleeper = Store::with_clock_now(
         dir.path(),
-        Setup {
-            process: elsewhere(&setup).process,
-            ..setup.clone()
+        Fixture {
+            process: elsewhere(&fixture).process,
+            ..fixture.clone()
         },
         Arc::clone(&asleep) as Arc<dyn Clock>,
     );
-    let device = Device::filled(&setup, &ids(120));
+    let device = Device::filled(&fixture, &ids(120));
     eventually("it was granted something", || {
         clock.advance(Duration::from_millis(20));
         asleep.advance(Duration::from_millis(20));
@@ -426,14 +426,14 @@ fn a_writer_that_was_forgotten_while_its_machine_slept_writes_nothing_before_it_
 
 #[test]
 fn a_collector_that_left_is_forgotten_though_the_next_one_left_before_it_counted() {
-    let (dir, setup) = (directory(), small(64));
-    let first = Store::open(dir.path(), setup.clone());
+    let (dir, fixture) = (directory(), small(64));
+    let first = Store::open(dir.path(), fixture.clone());
     first
-        .dump(&Device::filled(&setup, &ids(1)), &ids(1))
+        .dump(&Device::filled(&fixture, &ids(1)), &ids(1))
         .unwrap();
     drop(first);
     let no_count = Rule::on(OpKind::List, Fault::Errno(5)).path("/blocks");
-    let second = Store::open_faulty(dir.path(), setup.clone(), vec![no_count]);
+    let second = Store::open_faulty(dir.path(), fixture.clone(), vec![no_count]);
     eventually("it follows and reports the term that it took over", || {
         let grants = documents(dir.path(), "grants").pop().unwrap_or_default();
         second.stat("storage_collector") == 1
@@ -442,7 +442,7 @@ fn a_collector_that_left_is_forgotten_though_the_next_one_left_before_it_counted
                 .is_some_and(|all| all.len() == 2)
     });
     drop(second);
-    let _third = Store::open(dir.path(), setup);
+    let _third = Store::open(dir.path(), fixture);
     eventually("only the third is left in the book", || {
         let grants = documents(dir.path(), "grants").pop().unwrap_or_default();
         grants["writers"]
@@ -453,15 +453,15 @@ fn a_collector_that_left_is_forgotten_though_the_next_one_left_before_it_counted
 
 #[test]
 fn what_another_host_writes_is_not_dead_because_its_clock_or_ours_is_wrong() {
-    let (dir, setup, clock) = (directory(), small(64), ManualClock::new());
-    let store = on(&clock, dir.path(), &setup);
+    let (dir, fixture, clock) = (directory(), small(64), ManualClock::new());
+    let store = on(&clock, dir.path(), &fixture);
     let tmp = dir.path().join(identity("w").namespace()).join("tmp");
     let theirs = tmp.join("0123456789abcdef-0123456789abcdef.tmp");
     std::fs::write(&theirs, [1; 1000]).unwrap();
     drop(store);
     let ahead = ManualClock::new();
     ahead.set_wall_ns(4_000_000_000_000_000_000); // a hundred years or so
-    let store = on(&ahead, dir.path(), &setup);
+    let store = on(&ahead, dir.path(), &fixture);
     assert_eq!(store.stat("storage_used_bytes"), 1000);
     assert!(theirs.exists());
 }
@@ -474,7 +474,7 @@ fn records_written_during_a_count_are_counted_once_when_writes_end() {
     let mut twin = id(0); // in the same directory
     twin.0[1] ^= 1;
     let blocks = [ids(5), vec![twin]].concat();
-    let device = Device::filled(&store.setup, &blocks);
+    let device = Device::filled(&store.fixture, &blocks);
     for &block in &blocks[..4] {
         keep(&store, &clock, &device, block);
     }

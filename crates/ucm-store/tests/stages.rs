@@ -11,23 +11,23 @@ use ucm_store::engine::Task;
 use ucm_store::stats::keep_stages;
 use ucm_testkit::OpKind;
 
-use crate::common::{Device, Layout, Setup, Store, directory, id, only_over};
+use crate::common::{Device, Fixture, Layout, Store, directory, id, only_over};
 
 /// A store and its clock.
-struct Fixture {
+struct Timed {
     store: Store,
-    setup: Setup,
+    fixture: Fixture,
     clock: Arc<ManualClock>,
 }
 
-impl Fixture {
+impl Timed {
     fn open(dir: &std::path::Path) -> Self {
-        let (setup, clock) = (Setup::default(), ManualClock::new());
+        let (fixture, clock) = (Fixture::default(), ManualClock::new());
         let shared = Arc::clone(&clock) as Arc<dyn Clock>;
-        let store = Store::with_clock(dir, setup.clone(), shared);
+        let store = Store::with_clock(dir, fixture.clone(), shared);
         Self {
             store,
-            setup,
+            fixture,
             clock,
         }
     }
@@ -46,7 +46,7 @@ impl Fixture {
 
     fn dump(&self, number: u8) -> Task {
         let block = [id(number)];
-        let device = Device::filled(&self.setup, &block);
+        let device = Device::filled(&self.fixture, &block);
         self.store.engine.dump(device.rows(&block)).unwrap()
     }
 }
@@ -55,21 +55,21 @@ impl Fixture {
 fn each_stage_has_its_begin_its_end_and_its_sum() {
     only_over!(OneMedium, "memory above is read and written first");
     let dir = directory();
-    let fixture = Fixture::open(dir.path());
-    let device = Device::blank(&fixture.setup, &[id(0)]);
-    let load = |fixture: &Fixture| {
+    let timed = Timed::open(dir.path());
+    let device = Device::blank(&timed.fixture, &[id(0)]);
+    let load = |timed: &Timed| {
         let rows = device.rows(&[id(0)]);
-        fixture.store.engine.load(rows, None).unwrap()
+        timed.store.engine.load(rows, None).unwrap()
     };
-    let before = fixture.dump(0);
-    fixture.store.outcome(&before).unwrap();
+    let before = timed.dump(0);
+    timed.store.outcome(&before).unwrap();
     assert!(before.stages().is_empty(), "no clock is read for them");
     keep_stages();
-    let task = fixture.slow(OpKind::Read, load);
+    let task = timed.slow(OpKind::Read, load);
     let stages: Vec<_> = task.stages().into_iter().collect();
     let (none, all) = ([0.005, 0.005, 0.0], [0.0, 0.005, 0.005]);
     assert_eq!(stages, [("read", all), ("scatter", none), ("verify", none)]);
-    let task = fixture.slow(Layout::of_this_run().writing(), |fixture| fixture.dump(1));
+    let task = timed.slow(Layout::of_this_run().writing(), |timed| timed.dump(1));
     let stages: Vec<_> = task.stages().into_iter().collect();
     assert_eq!(stages, [("copy", [0.0; 3]), ("write", all)]);
 }

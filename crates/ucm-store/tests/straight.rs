@@ -12,25 +12,25 @@ use ucm_media::segment::SegmentConfig;
 use ucm_store::engine::{Deadlines, Until};
 
 use crate::common::shared::LONG;
-use crate::common::{Device, Layout, Setup, Store, directory, eventually, ids};
+use crate::common::{Device, Fixture, Layout, Store, directory, eventually, ids};
 
 /// One thread of the tier for writes, and two that copy.
-fn two_that_copy() -> Setup {
-    Setup {
+fn two_that_copy() -> Fixture {
+    Fixture {
         slots: 32,
         workers: 2,
         copy_threads: 2,
-        ..Setup::default()
+        ..Fixture::default()
     }
 }
 
 #[test]
 fn the_thread_that_gathered_a_block_writes_it() {
-    let (dir, setup) = (directory(), two_that_copy());
-    let store = Store::open(dir.path(), setup.clone());
+    let (dir, fixture) = (directory(), two_that_copy());
+    let store = Store::open(dir.path(), fixture.clone());
     let gate = store.hang(Layout::of_this_run().writing());
     let blocks = ids(8);
-    let device = Device::filled(&setup, &blocks);
+    let device = Device::filled(&fixture, &blocks);
     let task = store.engine.dump(device.rows(&blocks)).unwrap();
     // The tier has one thread for writes; the other one is a thread that gathers.
     gate.await_waiting(2);
@@ -40,21 +40,21 @@ fn the_thread_that_gathered_a_block_writes_it() {
     );
     gate.open();
     store.outcome(&task).unwrap();
-    let target = Device::blank(&setup, &blocks);
+    let target = Device::blank(&fixture, &blocks);
     store.load(&target, &blocks).unwrap();
     assert!(blocks.iter().all(|&block| target.is_right(block)));
 }
 
 #[test]
 fn a_writing_that_hangs_is_the_tiers_and_gathering_goes_on() {
-    let (dir, clock, setup) = (directory(), ManualClock::new(), two_that_copy());
+    let (dir, clock, fixture) = (directory(), ManualClock::new(), two_that_copy());
     let store = Store::with_clock(
         dir.path(),
-        setup.clone(),
+        fixture.clone(),
         Arc::clone(&clock) as Arc<dyn Clock>,
     );
     let gate = store.hang(Layout::of_this_run().writing());
-    let device = Device::filled(&setup, &ids(12));
+    let device = Device::filled(&fixture, &ids(12));
     let first = store.engine.dump(device.rows(&ids(6))).unwrap();
     gate.await_waiting(2);
     assert!(first.wait(store.engine.clock(), Until::Staged, None));
@@ -85,17 +85,17 @@ fn a_writing_that_hangs_is_the_tiers_and_gathering_goes_on() {
 #[test]
 fn a_wait_for_blocks_ends_when_the_medium_has_them_and_waits_for_no_age() {
     let dir = directory();
-    let setup = Setup {
+    let fixture = Fixture {
         layout: Layout::Segment(SegmentConfig {
             age: LONG,
             ..SegmentConfig::default()
         }),
         ..two_that_copy()
     };
-    let store = Store::open(dir.path(), setup.clone());
-    let gate = store.hang(setup.layout.writing());
+    let store = Store::open(dir.path(), fixture.clone());
+    let gate = store.hang(fixture.layout.writing());
     let blocks = ids(16);
-    let device = Device::filled(&setup, &blocks);
+    let device = Device::filled(&fixture, &blocks);
     let task = store.engine.dump(device.rows(&blocks)).unwrap();
     gate.await_waiting(2);
     assert!(task.wait(store.engine.clock(), Until::Staged, None));

@@ -22,15 +22,15 @@ use crate::common::merging::{eager, there};
 use crate::common::segments::{finds, loads};
 use crate::common::shared::in_time;
 use crate::common::{
-    Above, Device, Layout, Medium, Setup, Store, directory, eventually, id, media, on, shape,
+    Above, Device, Fixture, Layout, Medium, Store, directory, eventually, id, media, on, shape,
 };
 
 /// No tenant.
-const NOBODY: u8 = 0;
+const NO_STORE: u8 = 0;
 
 /// Blocks whose record is longer than its header by far.
-fn of(medium: Medium) -> Setup {
-    Setup {
+fn of(medium: Medium) -> Fixture {
+    Fixture {
         above: Above::Nothing,
         tensors: vec![6144, 2048],
         compressed: false,
@@ -41,9 +41,9 @@ fn of(medium: Medium) -> Setup {
 }
 
 /// Files, segments, encrypted segments, and every other medium below memory that is here.
-fn columns() -> Vec<Setup> {
+fn columns() -> Vec<Fixture> {
     let layouts = [Layout::File, Layout::segments()];
-    let files = layouts.map(|layout| Setup {
+    let files = layouts.map(|layout| Fixture {
         layout,
         ..of(Medium::Posix)
     });
@@ -58,16 +58,16 @@ fn columns() -> Vec<Setup> {
         .collect()
 }
 
-fn what(setup: &Setup) -> String {
-    format!("{:?} {:?}", setup.medium, setup.layout)
+fn what(fixture: &Fixture) -> String {
+    format!("{:?} {:?}", fixture.medium, fixture.layout)
 }
 
 /// With a quota of this many blocks and a little more.
-fn bounded(setup: &Setup, blocks: u64) -> Setup {
-    let bytes = shape(setup).1.record_len() as u64 * blocks + 100;
-    Setup {
+fn bounded(fixture: &Fixture, blocks: u64) -> Fixture {
+    let bytes = shape(fixture).1.record_len() as u64 * blocks + 100;
+    Fixture {
         tenant_quota: NonZeroU64::new(bytes).map(Capacity::Bytes),
-        ..setup.clone()
+        ..fixture.clone()
     }
 }
 
@@ -88,7 +88,7 @@ fn dump(store: &Store, tenant: u8, blocks: &[BlockId]) {
     for block in blocks {
         let block = std::slice::from_ref(block);
         store
-            .dump(&Device::filled(&store.setup, block), block)
+            .dump(&Device::filled(&store.fixture, block), block)
             .unwrap();
     }
 }
@@ -111,10 +111,10 @@ fn removed(store: &Store) -> u64 {
 
 #[test]
 fn a_tenant_keeps_its_newest_and_others_lose_nothing() {
-    for setup in columns() {
-        let (dir, what) = (directory(), what(&setup));
-        let store = Store::open(dir.path(), bounded(&setup, 4));
-        dump(&store, NOBODY, &blocks(30..36));
+    for fixture in columns() {
+        let (dir, what) = (directory(), what(&fixture));
+        let store = Store::open(dir.path(), bounded(&fixture, 4));
+        dump(&store, NO_STORE, &blocks(30..36));
         dump(&store, 2, &blocks(20..24));
         for upto in 1..=9 {
             dump(&store, 1, &blocks(upto - 1..upto));
@@ -138,27 +138,27 @@ fn a_tenant_keeps_its_newest_and_others_lose_nothing() {
 
 #[test]
 fn what_was_there_before_counts() {
-    for setup in columns() {
-        let (dir, what) = (directory(), what(&setup));
-        let before = Store::open(dir.path(), setup.clone());
+    for fixture in columns() {
+        let (dir, what) = (directory(), what(&fixture));
+        let before = Store::open(dir.path(), fixture.clone());
         dump(&before, 1, &blocks(0..8));
         dump(&before, 2, &blocks(20..23));
-        dump(&before, NOBODY, &blocks(30..36));
+        dump(&before, NO_STORE, &blocks(30..36));
         drop(before);
-        if setup.medium == Medium::Kind("toy") {
+        if fixture.medium == Medium::Kind("toy") {
             // With the last of its threads that lets it go, which may be a moment later.
             eventually("it ends with its store", || {
-                let store = Store::open(dir.path(), setup.clone());
+                let store = Store::open(dir.path(), fixture.clone());
                 finds(&store, &blocks(0..8)) == [false; 8]
             });
             continue;
         }
-        let store = Store::open(dir.path(), setup.clone());
+        let store = Store::open(dir.path(), fixture.clone());
         eventually("all are there again", || {
             finds(&store, &blocks(0..8)) == [true; 8]
         });
         drop(store);
-        let store = Store::open(dir.path(), bounded(&setup, 3));
+        let store = Store::open(dir.path(), bounded(&fixture, 3));
         eventually(&format!("it is within its quota, {what}"), || {
             has_newest(&store, &blocks(0..8), 3)
         });
@@ -176,25 +176,25 @@ fn what_was_there_before_counts() {
 }
 
 /// A store whose clock the test moves.
-fn on_clock(dir: &Path, setup: Setup) -> (Store, Arc<ManualClock>) {
+fn on_clock(dir: &Path, fixture: Fixture) -> (Store, Arc<ManualClock>) {
     let clock = ManualClock::new();
-    let store = Store::with_clock(dir, setup, Arc::clone(&clock) as Arc<dyn Clock>);
+    let store = Store::with_clock(dir, fixture, Arc::clone(&clock) as Arc<dyn Clock>);
     (store, clock)
 }
 
 #[test]
 fn what_another_engine_writes_counts_at_the_next_scan() {
     for layout in [Layout::File, Layout::segments()] {
-        let (dir, setup) = (
+        let (dir, fixture) = (
             directory(),
-            Setup {
+            Fixture {
                 layout,
                 ..of(Medium::Posix)
             },
         );
-        let other = Store::open(dir.path(), setup.clone());
+        let other = Store::open(dir.path(), fixture.clone());
         dump(&other, 1, &blocks(0..2));
-        let (store, clock) = on_clock(dir.path(), bounded(&setup, 4));
+        let (store, clock) = on_clock(dir.path(), bounded(&fixture, 4));
         dump(&other, 1, &blocks(2..8));
         dump(&other, 2, &blocks(20..24));
         let scan = Duration::from_secs(200);
@@ -217,11 +217,11 @@ fn what_another_engine_writes_counts_at_the_next_scan() {
 fn a_removal_that_fails_is_tried_again() {
     for fault in [Fault::Errno(5), Fault::LostReply(5)] {
         let dir = directory();
-        let setup = Setup {
+        let fixture = Fixture {
             layout: Layout::File,
             ..of(Medium::Posix)
         };
-        let (store, clock) = on_clock(dir.path(), bounded(&setup, 2));
+        let (store, clock) = on_clock(dir.path(), bounded(&fixture, 2));
         store.fault(Rule::on(OpKind::Remove, fault.clone()).path("/blocks/"));
         for n in 0..4 {
             clock.advance(Duration::from_millis(1)); // or they would be of one age
@@ -250,11 +250,11 @@ fn a_removal_that_fails_is_tried_again() {
 #[test]
 fn a_removal_that_hangs_delays_nothing() {
     let dir = directory();
-    let setup = Setup {
+    let fixture = Fixture {
         layout: Layout::File,
         ..of(Medium::Posix)
     };
-    let (store, clock) = on_clock(dir.path(), bounded(&setup, 2));
+    let (store, clock) = on_clock(dir.path(), bounded(&fixture, 2));
     let gate = store.gate();
     store.fault(
         Rule::on(OpKind::Remove, Fault::HangBefore(gate.clone()))
@@ -277,18 +277,18 @@ fn a_removal_that_hangs_delays_nothing() {
 
 #[test]
 fn a_store_for_lookups_sees_the_same_and_removes_nothing() {
-    let (dir, setup) = (
+    let (dir, fixture) = (
         directory(),
-        Setup {
+        Fixture {
             layout: Layout::segments(),
             ..of(Medium::Posix)
         },
     );
-    let store = Store::open(dir.path(), setup.clone());
+    let store = Store::open(dir.path(), fixture.clone());
     dump(&store, 1, &blocks(0..6));
-    let looking = Setup {
+    let looking = Fixture {
         lookup_only: true,
-        ..bounded(&setup, 2)
+        ..bounded(&fixture, 2)
     };
     let reader = Store::open(dir.path(), looking);
     eventually("they are no hits", || has_newest(&reader, &blocks(0..6), 2));
@@ -299,15 +299,15 @@ fn a_store_for_lookups_sees_the_same_and_removes_nothing() {
 #[test]
 fn below_memory_the_quota_holds_and_memory_keeps_its_own() {
     for policy in [WritePolicy::Through, WritePolicy::Back] {
-        let (dir, setup) = (
+        let (dir, fixture) = (
             directory(),
-            Setup {
+            Fixture {
                 layout: Layout::File,
                 above: Above::Memory(if policy == WritePolicy::Back { 4 } else { 256 }, policy),
                 ..of(Medium::Posix)
             },
         );
-        let store = Store::open(dir.path(), bounded(&setup, 3));
+        let store = Store::open(dir.path(), bounded(&fixture, 3));
         // Of what memory gives up some may be dropped, so it is as many as it takes.
         dump(&store, 1, &blocks(0..16));
         // however long those who write and remove below get no turn
@@ -331,8 +331,8 @@ fn below_memory_the_quota_holds_and_memory_keeps_its_own() {
 
 #[test]
 fn a_share_is_one_of_what_the_level_may_hold() {
-    let setup = of(Medium::Posix);
-    let blocks_wanted = shape(&setup).1.record_len() as f64 * 3.5;
+    let fixture = of(Medium::Posix);
+    let blocks_wanted = shape(&fixture).1.record_len() as f64 * 3.5;
     let share = Some(Capacity::Percent(
         blocks_wanted * 100.0 / (1u64 << 30) as f64,
     ));
@@ -340,11 +340,11 @@ fn a_share_is_one_of_what_the_level_may_hold() {
         let dir = directory();
         let store = Store::open(
             dir.path(),
-            Setup {
+            Fixture {
                 layout,
                 tenant_quota: share,
                 capacity: Some(1 << 30),
-                ..setup.clone()
+                ..fixture.clone()
             },
         );
         dump(&store, 1, &blocks(0..8));
@@ -357,11 +357,11 @@ fn a_share_is_one_of_what_the_level_may_hold() {
 #[test]
 fn the_room_of_what_went_from_segments_is_given_back() {
     let dir = directory();
-    let setup = Setup {
+    let fixture = Fixture {
         layout: eager(Duration::ZERO).layout,
         ..of(Medium::Posix)
     };
-    let store = Store::open(dir.path(), bounded(&setup, 2));
+    let store = Store::open(dir.path(), bounded(&fixture, 2));
     dump(&store, 2, &blocks(20..22));
     dump(&store, 1, &blocks(0..12));
     eventually("it is within its quota", || {

@@ -15,7 +15,7 @@ use ucm_testkit::{Fault, OpKind};
 use crate::common::segments::change;
 use crate::common::shared::LONG;
 use crate::common::tiers::{dumped, load, lookup, of_blocks, open, reads, with_file, with_memory};
-use crate::common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
+use crate::common::{Device, Fixture, Layout, Store, directory, eventually, id, ids};
 
 #[test]
 fn a_dump_goes_through_to_the_file_and_stays_in_memory() {
@@ -32,7 +32,7 @@ fn a_dump_goes_through_to_the_file_and_stays_in_memory() {
         (3, 0)
     );
     let early = store.engine.locally_visible().unwrap();
-    assert_eq!(early.gained.len(), 3);
+    assert_eq!(early.added.len(), 3);
 }
 
 /// This many blocks were promoted: each once it was read, and a load of several may end before.
@@ -57,7 +57,7 @@ fn what_is_loaded_from_below_is_kept_above() {
 fn memory_that_has_no_room_stops_neither_dump_nor_load() {
     let (_dir, store) = open(&with_memory());
     store.map().busy(true);
-    let device = Device::filled(&store.setup, &ids(2));
+    let device = Device::filled(&store.fixture, &ids(2));
     store.dump(&device, &ids(2)).unwrap();
     load(&store, &ids(2));
     eventually("two dumps and two promotions were dropped", || {
@@ -101,7 +101,7 @@ fn a_lookup_tells_which_stage_has_what_and_a_load_which_one_brought_it() {
         (3, None),
         "nothing else differs"
     );
-    let device = Device::blank(&store.setup, &ids(4));
+    let device = Device::blank(&store.fixture, &ids(4));
     let task = store.engine.load(device.rows(&ids(4)), None).unwrap();
     store.outcome(&task).unwrap();
     assert_eq!(task.served()[..4], [2, 2, 0, 0]);
@@ -120,7 +120,7 @@ fn a_copy_refused_above_is_found_and_served_below() {
     let (_dir, store) = dumped(&with_memory(), 1);
     store.map().change(id(0), |record| record[4200] ^= 1);
     store.map().busy(true); // so that the sound one does not take its place
-    let device = Device::blank(&store.setup, &ids(1));
+    let device = Device::blank(&store.fixture, &ids(1));
     let task = store.engine.load(device.rows(&ids(1)), None).unwrap();
     store.outcome(&task).unwrap();
     assert_eq!(task.served()[..4], [0, 1, 0, 0]);
@@ -132,12 +132,12 @@ fn a_copy_refused_above_is_found_and_served_below() {
 
 #[test]
 fn a_medium_alone_is_stage_nought() {
-    let (_dir, store) = dumped(&Setup::default(), 2);
+    let (_dir, store) = dumped(&Fixture::default(), 2);
     assert_eq!(
         store.engine.locate_on_prefix(&ids(2)).unwrap(),
         (vec![0, 0], None)
     );
-    let device = Device::blank(&store.setup, &ids(2));
+    let device = Device::blank(&store.fixture, &ids(2));
     let task = store.engine.load(device.rows(&ids(2)), None).unwrap();
     store.outcome(&task).unwrap();
     assert_eq!(task.served()[..4], [2, 0, 0, 0]);
@@ -145,8 +145,8 @@ fn a_medium_alone_is_stage_nought() {
 
 #[test]
 fn a_damaged_copy_above_is_made_good_from_below() {
-    for setup in [with_memory(), with_file()] {
-        let (_dir, store) = dumped(&setup, 1);
+    for fixture in [with_memory(), with_file()] {
+        let (_dir, store) = dumped(&fixture, 1);
         let flip = |bytes: &mut [u8]| *bytes.last_mut().unwrap() ^= 1;
         if let Some(map) = &store.map {
             map.change(id(0), |record| flip(&mut record[..4200]));
@@ -179,13 +179,13 @@ fn damage_in_every_stage_is_a_refusal_and_the_next_dump_heals_all() {
     let mut bytes = std::fs::read(store.file(id(0))).unwrap();
     bytes[4200] ^= 1;
     std::fs::write(store.file(id(0)), bytes).unwrap();
-    let device = Device::blank(&store.setup, &ids(1));
+    let device = Device::blank(&store.fixture, &ids(1));
     let failed = store.load(&device, &ids(1)).unwrap_err();
     assert_eq!(failed[0].1.kind(), ErrorKind::Corrupt);
     assert!(device.is_blank(id(0)));
     assert_eq!(lookup(&store, &ids(1)), [false]);
     store
-        .dump(&Device::filled(&store.setup, &ids(1)), &ids(1))
+        .dump(&Device::filled(&store.fixture, &ids(1)), &ids(1))
         .unwrap();
     assert_eq!(lookup(&store, &ids(1)), [true]);
     load(&store, &ids(1));
@@ -197,7 +197,7 @@ fn damage_in_every_stage_is_a_refusal_and_the_next_dump_heals_all() {
 fn a_newer_version_below_memory_is_no_hit_and_is_left_alone() {
     for layout in [Layout::File, Layout::segments()] {
         let (_dir, store) = dumped(
-            &Setup {
+            &Fixture {
                 layout,
                 ..with_memory()
             },
@@ -212,10 +212,10 @@ fn a_newer_version_below_memory_is_no_hit_and_is_left_alone() {
         });
         let newer = std::fs::read(&file).unwrap();
         store.map().forget();
-        let target = Device::blank(&store.setup, &ids(1));
+        let target = Device::blank(&store.fixture, &ids(1));
         let failed = store.load(&target, &ids(1)).unwrap_err();
         assert_eq!(failed[0].1.kind(), ErrorKind::Foreign);
-        let dumped = store.dump(&Device::filled(&store.setup, &ids(1)), &ids(1));
+        let dumped = store.dump(&Device::filled(&store.fixture, &ids(1)), &ids(1));
         assert_eq!(
             dumped.unwrap_err()[0].1.kind(),
             ErrorKind::Foreign,
@@ -233,7 +233,7 @@ fn a_damaged_copy_above_with_nothing_below_is_a_refusal() {
     store.map().change(id(0), |record| record[4200] ^= 1);
     std::fs::remove_file(store.file(id(0))).unwrap();
     let failed = store
-        .load(&Device::blank(&store.setup, &ids(1)), &ids(1))
+        .load(&Device::blank(&store.fixture, &ids(1)), &ids(1))
         .unwrap_err();
     assert_eq!(failed[0].1.kind(), ErrorKind::Corrupt);
     assert_eq!(store.missed("bad_checksum"), 1);
@@ -262,15 +262,15 @@ fn an_upper_root_that_lost_a_record_or_errs_is_passed_by() {
 
 #[test]
 fn many_loads_of_a_lost_copy_stream_through_few_slots() {
-    let setup = Setup {
+    let fixture = Fixture {
         slots: 4,
         ..with_file()
     };
-    let (_dir, store) = open(&setup);
+    let (_dir, store) = open(&fixture);
     let all = ids(24);
     for block in &all {
         store
-            .dump(&Device::filled(&setup, &[*block]), &[*block])
+            .dump(&Device::filled(&fixture, &[*block]), &[*block])
             .unwrap();
         // One copy at a time: a copy that finds its tier busy is dropped.
         eventually("written above", || store.upper_file(*block).exists());
@@ -281,8 +281,8 @@ fn many_loads_of_a_lost_copy_stream_through_few_slots() {
 }
 
 /// Tiers whose breakers open at the first failure.
-fn brittle(setup: Setup) -> Setup {
-    Setup {
+fn brittle(fixture: Fixture) -> Fixture {
+    Fixture {
         breaker: BreakerConfig {
             threshold: 1,
             cool_down: Duration::from_secs(10),
@@ -290,17 +290,17 @@ fn brittle(setup: Setup) -> Setup {
             max_stuck: 64,
             ..BreakerConfig::default()
         },
-        ..setup
+        ..fixture
     }
 }
 
 #[test]
 fn a_dead_lower_stage_costs_once_and_memory_serves_on() {
-    let (dir, clock, setup) = (directory(), ManualClock::new(), brittle(with_memory()));
+    let (dir, clock, fixture) = (directory(), ManualClock::new(), brittle(with_memory()));
     let root = dir.path().join("root");
-    let store = Store::with_clock(&root, setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let store = Store::with_clock(&root, fixture.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
     store
-        .dump(&Device::filled(&setup, &ids(2)), &ids(2))
+        .dump(&Device::filled(&fixture, &ids(2)), &ids(2))
         .unwrap();
     let rule = store.faults.add(of_blocks(OpKind::Stat, Fault::Errno(5)));
     // Id 2 is nowhere: the lower tier is asked for it, once.
@@ -312,7 +312,7 @@ fn a_dead_lower_stage_costs_once_and_memory_serves_on() {
     assert_eq!(store.stat("healthy"), 1, "what memory has is served");
     load(&store, &ids(2));
     let failed = store
-        .dump(&Device::filled(&setup, &[id(7)]), &[id(7)])
+        .dump(&Device::filled(&fixture, &[id(7)]), &[id(7)])
         .unwrap_err();
     assert_eq!(
         failed[0].1.kind(),
@@ -326,7 +326,7 @@ fn a_dead_lower_stage_costs_once_and_memory_serves_on() {
     assert_eq!(lookup(&store, &ids(3)), [true, true, false]);
     assert_eq!(store.tier(1, "healthy"), 1);
     store
-        .dump(&Device::filled(&setup, &[id(8)]), &[id(8)])
+        .dump(&Device::filled(&fixture, &[id(8)]), &[id(8)])
         .unwrap();
     assert!(store.file(id(8)).exists());
     let said = store.said();
@@ -343,10 +343,10 @@ fn a_dead_lower_stage_costs_once_and_memory_serves_on() {
 #[test]
 fn a_hanging_lower_stage_hides_no_hit_of_memory() {
     let (_dir, store) = dumped(
-        &Setup {
+        &Fixture {
             deadlines: ucm_store::engine::Deadlines {
                 lookup: Duration::from_secs(2),
-                ..Setup::default().deadlines
+                ..Fixture::default().deadlines
             },
             ..brittle(with_memory())
         },
@@ -376,7 +376,7 @@ fn a_dead_upper_root_hides_nothing_of_the_lower() {
         assert_eq!(lookup(&store, &ids(3)), [true, true, false]);
         load(&store, &ids(2));
         store
-            .dump(&Device::filled(&store.setup, &[id(9)]), &[id(9)])
+            .dump(&Device::filled(&store.fixture, &[id(9)]), &[id(9)])
             .unwrap();
     }
     assert_eq!((store.tier(0, "healthy"), store.tier(1, "healthy")), (0, 1));
@@ -384,17 +384,17 @@ fn a_dead_upper_root_hides_nothing_of_the_lower() {
 
 #[test]
 fn a_load_that_hangs_above_is_read_below_in_its_time() {
-    let (dir, clock, setup) = (directory(), ManualClock::new(), brittle(with_file()));
+    let (dir, clock, fixture) = (directory(), ManualClock::new(), brittle(with_file()));
     let root = dir.path().join("root");
-    let store = Store::with_clock(&root, setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let store = Store::with_clock(&root, fixture.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
     store
-        .dump(&Device::filled(&setup, &ids(2)), &ids(2))
+        .dump(&Device::filled(&fixture, &ids(2)), &ids(2))
         .unwrap();
     eventually("copies are above", || store.tier(0, "blocks_written") == 2);
     let gate = store.gate();
     let upper = store.upper.as_ref().unwrap();
     upper.add(of_blocks(OpKind::Read, Fault::HangBefore(gate.clone())));
-    let device = Device::blank(&setup, &ids(2));
+    let device = Device::blank(&fixture, &ids(2));
     let task = store
         .engine
         .load(device.rows(&ids(2)), Some(Duration::from_secs(8)))
@@ -416,10 +416,10 @@ fn a_load_that_hangs_above_is_read_below_in_its_time() {
 
 #[test]
 fn a_load_that_joined_a_read_that_is_late_above_has_its_own_time_there() {
-    let (dir, clock, setup) = (directory(), ManualClock::new(), with_file());
+    let (dir, clock, fixture) = (directory(), ManualClock::new(), with_file());
     let root = dir.path().join("root");
-    let store = Store::with_clock(&root, setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
-    let device = Device::filled(&setup, &ids(1));
+    let store = Store::with_clock(&root, fixture.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let device = Device::filled(&fixture, &ids(1));
     store.dump(&device, &ids(1)).unwrap();
     eventually("a copy is above", || store.tier(0, "blocks_written") == 1);
     std::fs::remove_file(store.file(id(0))).unwrap();
@@ -441,7 +441,7 @@ fn a_load_that_joined_a_read_that_is_late_above_has_its_own_time_there() {
 fn a_full_lower_stage_is_reported_and_memory_serves() {
     let (_dir, store) = open(&with_memory());
     store.fault(of_blocks(OpKind::Publish, Fault::Errno(28)));
-    let device = Device::filled(&store.setup, &ids(1));
+    let device = Device::filled(&store.fixture, &ids(1));
     let failed = store.dump(&device, &ids(1)).unwrap_err();
     assert_eq!(failed[0].1.kind(), ErrorKind::NoSpace);
     assert!(!store.file(id(0)).exists());
@@ -451,14 +451,14 @@ fn a_full_lower_stage_is_reported_and_memory_serves() {
 
 #[test]
 fn a_lower_stage_that_is_not_there_at_first_is_used_when_it_is() {
-    let (dir, clock, mut setup) = (directory(), ManualClock::new(), brittle(with_memory()));
+    let (dir, clock, mut fixture) = (directory(), ManualClock::new(), brittle(with_memory()));
     // the clock below runs ahead of the look in the background, which is of many steps
-    setup.deadlines.probe = LONG;
+    fixture.deadlines.probe = LONG;
     let root = dir.path().join("root");
     std::fs::write(&root, "a file, not a directory").unwrap();
-    let store = Store::with_clock_now(&root, setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let store = Store::with_clock_now(&root, fixture.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
     assert_eq!((store.tier(0, "healthy"), store.tier(1, "healthy")), (1, 0));
-    let device = Device::filled(&setup, &ids(1));
+    let device = Device::filled(&fixture, &ids(1));
     assert!(store.dump(&device, &ids(1)).is_err());
     load(&store, &ids(1));
     std::fs::remove_file(&root).unwrap();

@@ -13,7 +13,7 @@ use ucm_store::tiers::{Priority, WritePolicy};
 use ucm_testkit::{Fault, OpKind, Rule};
 
 use crate::common::tiers::{dumped, load, lookup, of_blocks, open, reads, with_file, with_memory};
-use crate::common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids};
+use crate::common::{Above, Device, Fixture, Layout, Store, directory, eventually, id, ids};
 
 #[test]
 fn a_block_that_only_memory_has_goes_below_with_its_next_dump() {
@@ -22,13 +22,13 @@ fn a_block_that_only_memory_has_goes_below_with_its_next_dump() {
         Above::Memory(100, WritePolicy::Through),
     ];
     for (above, layout) in memories.into_iter().zip([Layout::File, Layout::segments()]) {
-        let setup = Setup {
+        let fixture = Fixture {
             above,
             layout,
-            ..Setup::default()
+            ..Fixture::default()
         };
-        let (_dir, store) = open(&setup);
-        let device = Device::filled(&setup, &ids(2));
+        let (_dir, store) = open(&fixture);
+        let device = Device::filled(&fixture, &ids(2));
         store.fault(Rule::on(layout.writing(), Fault::Errno(5)));
         let failed = store.dump(&device, &ids(2)).unwrap_err();
         assert_eq!((failed.len(), failed[0].1.kind()), (2, ErrorKind::Io));
@@ -37,10 +37,10 @@ fn a_block_that_only_memory_has_goes_below_with_its_next_dump() {
         store.faults.clear();
         store.dump(&device, &ids(2)).unwrap();
         // What another store finds that has no such memory.
-        let below = Setup {
+        let below = Fixture {
             above: Above::Nothing,
             lookup_only: true,
-            ..setup
+            ..fixture
         };
         let other = Store::open(&store.root, below);
         eventually("they are below", || lookup(&other, &ids(2)) == [true, true]);
@@ -49,14 +49,14 @@ fn a_block_that_only_memory_has_goes_below_with_its_next_dump() {
 
 #[test]
 fn what_is_written_back_goes_down_when_it_is_given_up() {
-    let setup = Setup {
+    let fixture = Fixture {
         above: Above::Map(2, WritePolicy::Back),
-        ..Setup::default()
+        ..Fixture::default()
     };
-    let (_dir, store) = open(&setup);
+    let (_dir, store) = open(&fixture);
     for block in ids(5) {
         store
-            .dump(&Device::filled(&setup, &[block]), &[block])
+            .dump(&Device::filled(&fixture, &[block]), &[block])
             .unwrap();
     }
     assert!(!store.file(id(4)).exists(), "the latest is in memory only");
@@ -73,24 +73,24 @@ fn what_is_written_back_goes_down_when_it_is_given_up() {
 #[test]
 fn a_block_dumped_again_on_its_way_down_stays_in_memory_though_the_move_fails() {
     let (dir, clock) = (directory(), ManualClock::new());
-    let setup = Setup {
+    let fixture = Fixture {
         above: Above::Memory(16, WritePolicy::Back),
-        ..Setup::default()
+        ..Fixture::default()
     };
     let root = dir.path().join("root");
-    let store = Store::with_clock(&root, setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let store = Store::with_clock(&root, fixture.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
     let gate = store.gate();
     store.fault(Rule::on(
-        setup.layout.writing(),
+        fixture.layout.writing(),
         Fault::HangBefore(gate.clone()),
     ));
-    let device = Device::filled(&setup, &ids(16));
+    let device = Device::filled(&fixture, &ids(16));
     for block in &ids(16) {
         store.dump(&device, &[*block]).unwrap();
     }
     gate.await_waiting(1);
     store.dump(&device, &ids(1)).unwrap(); // the oldest was the first to go
-    clock.advance(setup.deadlines.dump);
+    clock.advance(fixture.deadlines.dump);
     eventually("no move ended in time", || {
         store.tier(1, "copies_dropped") >= 1
             && store.memory.as_ref().unwrap().counts().returned == 1
@@ -102,19 +102,19 @@ fn a_block_dumped_again_on_its_way_down_stays_in_memory_though_the_move_fails() 
 
 #[test]
 fn shutdown_writes_back_what_only_memory_has() {
-    let (dir, setup) = (
+    let (dir, fixture) = (
         directory(),
-        Setup {
+        Fixture {
             above: Above::Map(100, WritePolicy::Back),
-            ..Setup::default()
+            ..Fixture::default()
         },
     );
     let root = dir.path().join("root");
-    let store = Store::with_clock(&root, setup.clone(), ManualClock::new());
+    let store = Store::with_clock(&root, fixture.clone(), ManualClock::new());
     let blocks = ids(20);
     for block in &blocks {
         store
-            .dump(&Device::filled(&setup, &[*block]), &[*block])
+            .dump(&Device::filled(&fixture, &[*block]), &[*block])
             .unwrap();
     }
     store.map().change(id(3), |record| record[4200] ^= 1);
@@ -129,7 +129,7 @@ fn shutdown_writes_back_what_only_memory_has() {
         "{said:?}"
     );
     drop(store);
-    let store = Store::open(&root, setup);
+    let store = Store::open(&root, fixture);
     let sound: Vec<BlockId> = blocks.into_iter().filter(|&block| block != id(3)).collect();
     load(&store, &sound);
 }
@@ -138,19 +138,19 @@ fn shutdown_writes_back_what_only_memory_has() {
 fn shutdown_writes_back_what_is_its_own_and_leaves_the_other_ranks_blocks_to_them() {
     let dir = directory();
     let root = dir.path().join("root");
-    let rank = |tensor_rank, policy| Setup {
+    let rank = |tensor_rank, policy| Fixture {
         above: Above::Memory(100, policy),
         part: Part {
             tensor_rank,
             ..Part::default()
         },
-        ..Setup::default()
+        ..Fixture::default()
     };
     let first = Store::with_clock(&root, rank(0, WritePolicy::Back), ManualClock::new());
     let second = Store::open(&root, rank(1, WritePolicy::Never));
     let (ours, theirs) = (ids(5), (5..12).map(id).collect::<Vec<_>>());
     for (store, blocks) in [(&first, &ours), (&second, &theirs)] {
-        let device = Device::filled(&store.setup, blocks);
+        let device = Device::filled(&store.fixture, blocks);
         store.dump(&device, blocks).unwrap();
     }
     let memory = first.memory.as_ref().unwrap();
@@ -170,16 +170,16 @@ fn shutdown_writes_back_what_is_its_own_and_leaves_the_other_ranks_blocks_to_the
 #[test]
 fn shutdown_says_what_there_was_no_time_for() {
     let dir = directory();
-    let setup = Setup {
+    let fixture = Fixture {
         above: Above::Map(100, WritePolicy::Back),
-        ..Setup::default()
+        ..Fixture::default()
     };
     let clock = ManualClock::new();
     let root = dir.path().join("root");
-    let store = Store::with_clock(&root, setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let store = Store::with_clock(&root, fixture.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
     for block in &ids(20) {
         store
-            .dump(&Device::filled(&setup, &[*block]), &[*block])
+            .dump(&Device::filled(&fixture, &[*block]), &[*block])
             .unwrap();
     }
     let gate = store.gate();
@@ -202,20 +202,20 @@ fn shutdown_says_what_there_was_no_time_for() {
 
 #[test]
 fn a_stage_that_is_never_written_is_only_read() {
-    let (dir, stored) = (directory(), Setup::default());
+    let (dir, stored) = (directory(), Fixture::default());
     let root = dir.path().join("root");
     let store = Store::open(&root, stored.clone());
     store
         .dump(&Device::filled(&stored, &ids(2)), &ids(2))
         .unwrap();
     drop(store);
-    let setup = Setup {
+    let fixture = Fixture {
         above: Above::Map(100, WritePolicy::Never),
-        ..Setup::default()
+        ..Fixture::default()
     };
-    let store = Store::open(&root, setup.clone());
+    let store = Store::open(&root, fixture.clone());
     store
-        .dump(&Device::filled(&setup, &ids(4)), &ids(4))
+        .dump(&Device::filled(&fixture, &ids(4)), &ids(4))
         .unwrap();
     assert!(!store.file(id(3)).exists() && store.map().has(id(3)));
     store.map().forget();
@@ -225,8 +225,8 @@ fn a_stage_that_is_never_written_is_only_read() {
 
 #[test]
 fn prefetch_brings_blocks_up_and_nothing_twice() {
-    for setup in [with_memory(), with_file()] {
-        let (_dir, store) = dumped(&setup, 6);
+    for fixture in [with_memory(), with_file()] {
+        let (_dir, store) = dumped(&fixture, 6);
         eventually("copies are above", || store.tier(0, "blocks_written") == 6);
         for block in ids(6) {
             match &store.map {
@@ -249,7 +249,7 @@ fn prefetch_lets_loads_go_first_and_can_be_cancelled() {
     store.map().forget();
     let gate = store.gate();
     store.fault(of_blocks(OpKind::Read, Fault::HangBefore(gate.clone())));
-    let device = Device::blank(&store.setup, &[id(0)]);
+    let device = Device::blank(&store.fixture, &[id(0)]);
     let task = store.engine.load(device.rows(&[id(0)]), None).unwrap();
     eventually("the load reads", || reads(&store, 8) == 1);
     let later = &ids(8)[1..];
@@ -272,7 +272,7 @@ fn prefetch_lets_loads_go_first_and_can_be_cancelled() {
 
 #[test]
 fn without_an_upper_stage_prefetch_does_nothing() {
-    let (_dir, store) = dumped(&Setup::default(), 2);
+    let (_dir, store) = dumped(&Fixture::default(), 2);
     assert_eq!(store.engine.prefetch(&ids(2), Priority::Urgent).unwrap(), 0);
     assert_eq!(store.engine.cancel_prefetch(&ids(2)).unwrap(), 0);
     assert_eq!(reads(&store, 2), 0);
@@ -280,16 +280,16 @@ fn without_an_upper_stage_prefetch_does_nothing() {
 
 #[test]
 fn a_store_for_lookups_prefetches_nothing() {
-    let memory = Setup {
+    let memory = Fixture {
         above: Above::Memory(100, WritePolicy::Through),
-        ..Setup::default()
+        ..Fixture::default()
     };
-    for setup in [memory, with_file()] {
-        let (_dir, store) = dumped(&setup, 2);
+    for fixture in [memory, with_file()] {
+        let (_dir, store) = dumped(&fixture, 2);
         drop(store.engine.lookup(&ids(2)).unwrap());
-        let asks = Setup {
+        let asks = Fixture {
             lookup_only: true,
-            ..setup
+            ..fixture
         };
         let asking = Store::open(&store.root, asks);
         assert_eq!(lookup(&asking, &ids(2)), [true, true]);
@@ -312,25 +312,29 @@ fn prefetch_keeps_nothing_that_is_damaged() {
     store.engine.prefetch(&ids(2), Priority::Normal).unwrap();
     eventually("the sound one is above", || store.map().has(id(1)));
     eventually("both were read", || reads(&store, 2) == 2);
-    let device = Device::blank(&store.setup, &ids(1));
+    let device = Device::blank(&store.fixture, &ids(1));
     assert!(store.load(&device, &ids(1)).is_err());
     assert!(!store.map().has(id(0)) && device.is_blank(id(0)));
 }
 
 #[test]
 fn segments_written_back_to_do_not_wait_for_their_age_while_memory_makes_room() {
-    let setup = Setup {
+    let fixture = Fixture {
         above: Above::Map(2, WritePolicy::Back),
         layout: Layout::Segment(SegmentConfig {
             age: Duration::from_secs(3600),
             ..SegmentConfig::default()
         }),
-        ..Setup::default()
+        ..Fixture::default()
     };
     let dir = directory();
     // Time stands still, so nothing is ever old enough.
-    let store = Store::with_clock(&dir.path().join("root"), setup.clone(), ManualClock::new());
-    let device = Device::filled(&setup, &ids(100));
+    let store = Store::with_clock(
+        &dir.path().join("root"),
+        fixture.clone(),
+        ManualClock::new(),
+    );
+    let device = Device::filled(&fixture, &ids(100));
     let mut blocks = ids(100).into_iter().cycle();
     eventually("they are published", || {
         let block = blocks.next().unwrap();

@@ -17,7 +17,7 @@ use ucm_infra::{Clock, ManualClock, MonotonicTime};
 use ucm_store::engine::{Deadlines, Pieces, Row, Task, Until};
 
 use crate::common::{
-    Device, Setup, SlowDevice, SoftCuda, Store, directory, eventually, id, ids, media, on,
+    Device, Fixture, SlowDevice, SoftCuda, Store, directory, eventually, id, ids, media, on,
 };
 
 /// An event that reports when a thread begins to wait for it.
@@ -83,12 +83,12 @@ fn recorded_by(store: &Store, task: &Task) -> Arc<dyn Event> {
 #[test]
 fn a_dump_reads_nothing_before_its_event_is_recorded() {
     for medium in media() {
-        let (dir, setup) = (directory(), on(medium));
-        let store = Store::open(dir.path(), setup.clone());
+        let (dir, fixture) = (directory(), on(medium));
+        let store = Store::open(dir.path(), fixture.clone());
         let (event, waiting) = Watched::of(&store);
         let (mut source, right) = (
-            Device::blank(&setup, &ids(1)),
-            crate::common::content(&setup, id(0)),
+            Device::blank(&fixture, &ids(1)),
+            crate::common::content(&fixture, id(0)),
         );
         let task = store
             .engine
@@ -102,17 +102,17 @@ fn a_dump_reads_nothing_before_its_event_is_recorded() {
         staged.wait(None).unwrap();
         assert!(task.check(store.engine.clock(), Until::Staged));
         store.outcome(&task).unwrap();
-        let target = Device::blank(&setup, &ids(1));
+        let target = Device::blank(&fixture, &ids(1));
         store.load(&target, &ids(1)).unwrap();
         assert!(target.is_right(id(0)));
         // One that is done holds nothing up.
-        let source = Device::filled(&setup, &[id(1)]);
+        let source = Device::filled(&fixture, &[id(1)]);
         let task = store
             .engine
             .dump(after(&event, source.rows(&[id(1)])))
             .unwrap();
         store.outcome(&task).unwrap();
-        let target = Device::blank(&setup, &[id(1)]);
+        let target = Device::blank(&fixture, &[id(1)]);
         store.load(&target, &[id(1)]).unwrap();
         assert!(target.is_right(id(1)));
     }
@@ -121,15 +121,17 @@ fn a_dump_reads_nothing_before_its_event_is_recorded() {
 #[test]
 fn a_load_writes_nothing_before_its_event_and_records_one_after_its_last_byte() {
     for medium in media() {
-        let (dir, setup) = (directory(), on(medium));
-        let store = Store::open(dir.path(), setup.clone());
+        let (dir, fixture) = (directory(), on(medium));
+        let store = Store::open(dir.path(), fixture.clone());
         // The one with an event is dumped last: neighbours in a segment are brought by one thread,
         // in their order there.
         for those in [ids(2), vec![id(2)]] {
-            store.dump(&Device::filled(&setup, &those), &those).unwrap();
+            store
+                .dump(&Device::filled(&fixture, &those), &those)
+                .unwrap();
         }
         let (event, waiting) = Watched::of(&store);
-        let target = Device::blank(&setup, &ids(3));
+        let target = Device::blank(&fixture, &ids(3));
         let mut rows = target.rows(&ids(2));
         rows.extend(after(&event, target.rows(&[id(2)])));
         // a busy machine may need more than a load's own
@@ -152,21 +154,21 @@ fn a_load_writes_nothing_before_its_event_and_records_one_after_its_last_byte() 
 /// Each row of a block waits for an event of its own. The order of the events makes no difference.
 #[test]
 fn a_block_is_copied_after_the_events_of_all_its_rows() {
-    let (dir, setup) = (
+    let (dir, fixture) = (
         directory(),
-        Setup {
+        Fixture {
             layers_per_shard: 1,
-            ..Setup::default()
+            ..Fixture::default()
         },
     );
-    let store = Store::open(dir.path(), setup.clone());
-    let shards = setup.layers as usize;
-    let share = crate::common::content(&setup, id(0)).len() / shards;
+    let store = Store::open(dir.path(), fixture.clone());
+    let shards = fixture.layers as usize;
+    let share = crate::common::content(&fixture, id(0)).len() / shards;
     for last in 0..shards {
         let block = [id(last as u8)];
-        let right = crate::common::content(&setup, block[0]);
+        let right = crate::common::content(&fixture, block[0]);
         for loads in [false, true] {
-            let mut device = Device::blank(&setup, &block);
+            let mut device = Device::blank(&fixture, &block);
             let mut rows = device.rows(&block);
             let (events, waiting): (Vec<_>, Vec<_>) =
                 (0..shards).map(|_| Watched::of(&store)).unzip();
@@ -198,7 +200,7 @@ fn a_block_is_copied_after_the_events_of_all_its_rows() {
             store.outcome(&task).unwrap();
             assert!(device.is_right(block[0]));
         }
-        let target = Device::blank(&setup, &block);
+        let target = Device::blank(&fixture, &block);
         store.load(&target, &block).unwrap();
         assert!(
             target.is_right(block[0]),
@@ -211,14 +213,14 @@ fn a_block_is_copied_after_the_events_of_all_its_rows() {
 /// load.
 #[test]
 fn copies_are_behind_all_that_the_callers_streams_do() {
-    let (dir, setup) = (
+    let (dir, fixture) = (
         directory(),
-        Setup {
+        Fixture {
             layers_per_shard: 1,
-            ..Setup::default()
+            ..Fixture::default()
         },
     );
-    let store = Store::open(dir.path(), setup.clone());
+    let store = Store::open(dir.path(), fixture.clone());
     let driver = SoftCuda::of_this_run().filter(|_| store.engine.device().name() != "host");
     let Some(driver) = driver else {
         return; // the host has no such streams: `make test` runs this over each vendor's names
@@ -226,11 +228,14 @@ fn copies_are_behind_all_that_the_callers_streams_do() {
     let streams = [driver.stream(), driver.stream()];
     for round in 0..8 {
         let block = [id(round)];
-        let right = crate::common::content(&setup, block[0]);
-        let share = right.len() / setup.layers as usize;
+        let right = crate::common::content(&fixture, block[0]);
+        let share = right.len() / fixture.layers as usize;
         let of_shard = |shard: usize| streams[shard % 2];
         driver.jitter(u64::from(round) + 1, 2000);
-        let (source, target) = (Device::blank(&setup, &block), Device::blank(&setup, &block));
+        let (source, target) = (
+            Device::blank(&fixture, &block),
+            Device::blank(&fixture, &block),
+        );
         let spare = driver.allocate(right.len());
         for (shard, bytes) in right.chunks(share).enumerate() {
             driver.write_later(
@@ -250,7 +255,7 @@ fn copies_are_behind_all_that_the_callers_streams_do() {
         };
         let task = store.engine.dump(behind(&source)).unwrap();
         store.outcome(&task).unwrap();
-        for shard in 0..setup.layers as usize {
+        for shard in 0..fixture.layers as usize {
             let at = (shard * share) as u64;
             driver.copy_later(
                 spare + at,
@@ -280,9 +285,9 @@ fn copies_are_behind_all_that_the_callers_streams_do() {
 
 #[test]
 fn a_load_that_fails_records_its_event_too() {
-    let (dir, setup) = (directory(), Setup::default());
-    let store = Store::open(dir.path(), setup.clone());
-    let target = Device::blank(&setup, &ids(1));
+    let (dir, fixture) = (directory(), Fixture::default());
+    let store = Store::open(dir.path(), fixture.clone());
+    let target = Device::blank(&fixture, &ids(1));
     let task = store.engine.load(target.rows(&ids(1)), None).unwrap();
     recorded_by(&store, &task).wait(None).unwrap();
     store.outcome(&task).unwrap_err();
@@ -291,15 +296,15 @@ fn a_load_that_fails_records_its_event_too() {
 
 #[test]
 fn an_event_that_does_not_come_ends_its_task_at_the_deadline_and_no_other() {
-    let (dir, clock, setup) = (directory(), ManualClock::new(), Setup::default());
+    let (dir, clock, fixture) = (directory(), ManualClock::new(), Fixture::default());
     let store = Store::with_clock(
         dir.path(),
-        setup.clone(),
+        fixture.clone(),
         Arc::clone(&clock) as Arc<dyn Clock>,
     );
-    let device = Device::filled(&setup, &ids(2));
+    let device = Device::filled(&fixture, &ids(2));
     store.dump(&device, &[id(1)]).unwrap();
-    let target = Device::blank(&setup, &[id(1)]);
+    let target = Device::blank(&fixture, &[id(1)]);
     let second = Duration::from_secs(1);
     for loads in [false, true] {
         let (event, waiting) = Watched::of(&store);
@@ -339,33 +344,33 @@ fn an_event_that_does_not_come_ends_its_task_at_the_deadline_and_no_other() {
 
 #[test]
 fn all_pieces_of_a_block_are_one_transfer() {
-    for layers_per_shard in [1, Setup::default().layers] {
+    for layers_per_shard in [1, Fixture::default().layers] {
         let counted = SlowDevice::new(0);
-        let setup = Setup {
+        let fixture = Fixture {
             layers_per_shard,
             device: Some(Arc::clone(&counted)),
-            ..Setup::default()
+            ..Fixture::default()
         };
         let dir = directory();
-        let store = Store::open(dir.path(), setup.clone());
+        let store = Store::open(dir.path(), fixture.clone());
         store
-            .dump(&Device::filled(&setup, &ids(2)), &ids(2))
+            .dump(&Device::filled(&fixture, &ids(2)), &ids(2))
             .unwrap();
-        let target = Device::blank(&setup, &ids(2));
+        let target = Device::blank(&fixture, &ids(2));
         store.load(&target, &ids(2)).unwrap();
         assert!(ids(2).into_iter().all(|id| target.is_right(id)));
-        let pieces = setup.tensors.len() * setup.layers as usize;
+        let pieces = fixture.tensors.len() * fixture.layers as usize;
         assert_eq!(counted.transfers(), [pieces; 4]);
     }
 }
 
 #[test]
 fn a_piece_that_is_not_as_long_as_its_tensor_fails_its_block_untouched() {
-    let (dir, setup) = (directory(), Setup::default());
-    let store = Store::open(dir.path(), setup.clone());
-    let device = Device::filled(&setup, &ids(2));
+    let (dir, fixture) = (directory(), Fixture::default());
+    let store = Store::open(dir.path(), fixture.clone());
+    let device = Device::filled(&fixture, &ids(2));
     store.dump(&device, &ids(2)).unwrap();
-    let target = Device::blank(&setup, &ids(2));
+    let target = Device::blank(&fixture, &ids(2));
     let mut rows = target.rows(&ids(2));
     let Pieces::Listed(spans) = &mut rows[0].pieces else {
         unreachable!("the rows of this block list their pieces");

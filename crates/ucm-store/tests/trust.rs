@@ -14,7 +14,7 @@ use ucm_store::engine::Pieces;
 use ucm_testkit::{Fault, OpKind, Rule};
 
 use crate::common::shared::LONG;
-use crate::common::{Device, Setup, Store, are_busy, directory, eventually, id, ids, only_over};
+use crate::common::{Device, Fixture, Store, are_busy, directory, eventually, id, ids, only_over};
 
 fn kind(ended: Result<(), Vec<(usize, ucm_core::Error)>>) -> ErrorKind {
     ended.unwrap_err()[0].1.kind()
@@ -28,9 +28,9 @@ fn edit(path: &Path, change: impl FnOnce(&mut Vec<u8>)) {
 
 #[test]
 fn a_refused_record_is_no_hit_until_a_dump_replaced_it() {
-    let (dir, setup) = (directory(), Setup::default());
-    let store = Store::open(dir.path(), setup.clone());
-    let device = Device::filled(&setup, &ids(1));
+    let (dir, fixture) = (directory(), Fixture::default());
+    let store = Store::open(dir.path(), fixture.clone());
+    let device = Device::filled(&fixture, &ids(1));
     store.dump(&device, &ids(1)).unwrap();
     store.edit(id(0), |bytes| bytes[4200] ^= 1);
     assert_eq!(
@@ -38,7 +38,7 @@ fn a_refused_record_is_no_hit_until_a_dump_replaced_it() {
         [true],
         "its length is right"
     );
-    let target = Device::blank(&setup, &ids(1));
+    let target = Device::blank(&fixture, &ids(1));
     assert_eq!(kind(store.load(&target, &ids(1))), ErrorKind::Corrupt);
     assert!(target.is_blank(id(0)));
     assert_eq!(
@@ -72,13 +72,13 @@ fn a_refused_record_is_no_hit_until_a_dump_replaced_it() {
 #[test]
 fn damage_on_the_way_is_not_blamed_on_the_record() {
     only_over!(NothingKept, "a memory has what it loads");
-    let (dir, setup) = (directory(), Setup::default());
-    let store = Store::open(dir.path(), setup.clone());
+    let (dir, fixture) = (directory(), Fixture::default());
+    let store = Store::open(dir.path(), fixture.clone());
     store
-        .dump(&Device::filled(&setup, &ids(1)), &ids(1))
+        .dump(&Device::filled(&fixture, &ids(1)), &ids(1))
         .unwrap();
     store.fault(Rule::on(OpKind::Read, Fault::Flip(vec![5000])).times(1));
-    let target = Device::blank(&setup, &ids(1));
+    let target = Device::blank(&fixture, &ids(1));
     store.load(&target, &ids(1)).unwrap();
     assert!(target.is_right(id(0)));
     assert_eq!(
@@ -90,12 +90,12 @@ fn damage_on_the_way_is_not_blamed_on_the_record() {
 #[test]
 fn a_record_that_cannot_be_read_is_written_anew_by_the_next_dump() {
     only_over!(NothingKept, "memory has a sound copy");
-    let (dir, setup) = (directory(), Setup::default());
-    let store = Store::open(dir.path(), setup.clone());
-    let device = Device::filled(&setup, &ids(2));
+    let (dir, fixture) = (directory(), Fixture::default());
+    let store = Store::open(dir.path(), fixture.clone());
+    let device = Device::filled(&fixture, &ids(2));
     store.dump(&device, &ids(2)).unwrap();
     store.fault(Rule::on(OpKind::Read, Fault::Errno(5)).times(1));
-    let target = Device::blank(&setup, &ids(2));
+    let target = Device::blank(&fixture, &ids(2));
     assert_eq!(kind(store.load(&target, &ids(1))), ErrorKind::Io);
     store.dump(&device, &ids(2)).unwrap();
     assert_eq!(
@@ -112,19 +112,19 @@ fn a_record_that_cannot_be_read_is_written_anew_by_the_next_dump() {
 #[test]
 fn what_one_rank_refused_another_replaces_and_then_both_read_it() {
     only_over!(NothingKept, "memory has a sound copy");
-    let (dir, setup) = (directory(), Setup::default());
+    let (dir, fixture) = (directory(), Fixture::default());
     let (writer, other) = (
-        Store::open(dir.path(), setup.clone()),
-        Store::open(dir.path(), setup.clone()),
+        Store::open(dir.path(), fixture.clone()),
+        Store::open(dir.path(), fixture.clone()),
     );
-    let device = Device::filled(&setup, &ids(1));
+    let device = Device::filled(&fixture, &ids(1));
     writer.dump(&device, &ids(1)).unwrap();
     other.fault(
         Rule::on(OpKind::Read, Fault::Flip(vec![5000]))
             .lane(LANE_LOAD)
             .times(2),
     );
-    let target = Device::blank(&setup, &ids(1));
+    let target = Device::blank(&fixture, &ids(1));
     assert_eq!(kind(other.load(&target, &ids(1))), ErrorKind::Corrupt);
     writer.dump(&device, &ids(1)).unwrap();
     assert_eq!(writer.stat("blocks_present"), 1, "it knows of nothing");
@@ -141,9 +141,9 @@ fn what_one_rank_refused_another_replaces_and_then_both_read_it() {
 
 #[test]
 fn a_newer_version_is_a_miss_and_is_left_alone() {
-    let (dir, setup) = (directory(), Setup::default());
-    let store = Store::open(dir.path(), setup.clone());
-    let device = Device::filled(&setup, &ids(1));
+    let (dir, fixture) = (directory(), Fixture::default());
+    let store = Store::open(dir.path(), fixture.clone());
+    let device = Device::filled(&fixture, &ids(1));
     store.dump(&device, &ids(1)).unwrap();
     let newer = store.edit(id(0), |bytes| {
         bytes[4..8].copy_from_slice(&2u32.to_le_bytes());
@@ -151,7 +151,7 @@ fn a_newer_version_is_a_miss_and_is_left_alone() {
         bytes[60..64].copy_from_slice(&crc.to_le_bytes());
     });
     assert_eq!(
-        kind(store.load(&Device::blank(&setup, &ids(1)), &ids(1))),
+        kind(store.load(&Device::blank(&fixture, &ids(1)), &ids(1))),
         ErrorKind::Foreign
     );
     assert_eq!(store.missed("newer_version"), 1);
@@ -168,9 +168,9 @@ fn a_newer_version_of_another_length_is_left_alone_too() {
         FilesUnkept,
         "a record in a segment cannot change its length"
     );
-    let (dir, setup) = (directory(), Setup::default());
-    let store = Store::open(dir.path(), setup.clone());
-    let device = Device::filled(&setup, &ids(2));
+    let (dir, fixture) = (directory(), Fixture::default());
+    let store = Store::open(dir.path(), fixture.clone());
+    let device = Device::filled(&fixture, &ids(2));
     store.dump(&device, &ids(2)).unwrap();
     for (n, more) in [(0, 4096), (1, -4096)] {
         let file = store.file(id(n));
@@ -184,7 +184,7 @@ fn a_newer_version_of_another_length_is_left_alone_too() {
         assert_eq!(store.engine.lookup(&[id(n)]).unwrap(), [false]);
         assert_eq!(kind(store.dump(&device, &[id(n)])), ErrorKind::Foreign);
         assert_eq!(std::fs::read(&file).unwrap(), newer, "never replaced");
-        let target = Device::blank(&setup, &[id(n)]);
+        let target = Device::blank(&fixture, &[id(n)]);
         assert_eq!(kind(store.load(&target, &[id(n)])), ErrorKind::Foreign);
         assert_eq!(kind(store.dump(&device, &[id(n)])), ErrorKind::Foreign);
         assert_eq!(
@@ -200,8 +200,8 @@ fn a_newer_version_of_another_length_is_left_alone_too() {
     // One that is no record is replaced.
     edit(&store.file(id(0)), |bytes| bytes[60] ^= 1);
     let (again, target) = (
-        Store::open(dir.path(), setup.clone()),
-        Device::blank(&setup, &[id(0)]),
+        Store::open(dir.path(), fixture.clone()),
+        Device::blank(&fixture, &[id(0)]),
     );
     again.dump(&device, &[id(0)]).unwrap();
     again.load(&target, &[id(0)]).unwrap();
@@ -212,18 +212,18 @@ fn a_newer_version_of_another_length_is_left_alone_too() {
 fn records_of_another_identity_or_part_are_refused() {
     only_over!(Files, "it puts block files of others in the place of ours");
     let dir = directory();
-    let ours = Setup::default();
+    let ours = Fixture::default();
     let store = Store::open(dir.path(), ours.clone());
-    for (setup, reason) in [
+    for (fixture, reason) in [
         (
-            Setup {
+            Fixture {
                 weights: "others",
                 ..ours.clone()
             },
             "foreign_identity",
         ),
         (
-            Setup {
+            Fixture {
                 part: Part {
                     group: 0,
                     pipeline_rank: 0,
@@ -234,7 +234,7 @@ fn records_of_another_identity_or_part_are_refused() {
             "foreign_part",
         ),
         (
-            Setup {
+            Fixture {
                 tensors: vec![64, 64],
                 ..ours.clone()
             },
@@ -243,9 +243,9 @@ fn records_of_another_identity_or_part_are_refused() {
     ] {
         store.forget(id(0));
         let theirs = directory();
-        let foreign = Store::open(theirs.path(), setup.clone());
+        let foreign = Store::open(theirs.path(), fixture.clone());
         foreign
-            .dump(&Device::filled(&setup, &ids(1)), &ids(1))
+            .dump(&Device::filled(&fixture, &ids(1)), &ids(1))
             .unwrap();
         std::fs::create_dir_all(store.file(id(0)).parent().unwrap()).unwrap();
         std::fs::copy(foreign.file(id(0)), store.file(id(0))).unwrap();
@@ -267,14 +267,14 @@ fn records_of_another_identity_or_part_are_refused() {
 #[test]
 fn identities_and_parts_do_not_meet_in_one_root() {
     let dir = directory();
-    let ours = Setup::default();
+    let ours = Fixture::default();
     let store = Store::open(dir.path(), ours.clone());
     store
         .dump(&Device::filled(&ours, &ids(2)), &ids(2))
         .unwrap();
     let other = Store::open(
         dir.path(),
-        Setup {
+        Fixture {
             weights: "others",
             ..ours.clone()
         },
@@ -289,7 +289,7 @@ fn identities_and_parts_do_not_meet_in_one_root() {
     );
     let lookups = Store::open(
         dir.path(),
-        Setup {
+        Fixture {
             lookup_only: true,
             ..ours.clone()
         },
@@ -327,16 +327,16 @@ fn a_sick_medium_is_left_alone_for_a_while_and_tried_again() {
         max_stuck: usize::MAX,
         ..BreakerConfig::default()
     };
-    let setup = Setup {
+    let fixture = Fixture {
         breaker,
-        ..Setup::default()
+        ..Fixture::default()
     };
     let store = Store::with_clock(
         dir.path(),
-        setup.clone(),
+        fixture.clone(),
         Arc::clone(&clock) as Arc<dyn Clock>,
     );
-    let device = Device::filled(&setup, &ids(1));
+    let device = Device::filled(&fixture, &ids(1));
     store.dump(&device, &ids(1)).unwrap();
     store.fault(Rule::on(OpKind::Stat, Fault::Errno(5)));
     for _ in 0..2 {
@@ -380,12 +380,12 @@ fn a_root_that_is_not_there_at_the_start_is_taken_up_later() {
     let (dir, clock) = (directory(), ManualClock::new());
     let root = dir.path().join("share");
     std::fs::write(&root, "in the way").unwrap();
-    let mut setup = Setup::default();
+    let mut fixture = Fixture::default();
     // the clock below runs ahead of the look in the background, which is of many steps
-    setup.deadlines.probe = LONG;
-    let store = Store::with_clock(&root, setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    fixture.deadlines.probe = LONG;
+    let store = Store::with_clock(&root, fixture.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
-    let device = Device::filled(&setup, &ids(1));
+    let device = Device::filled(&fixture, &ids(1));
     assert_eq!(
         store
             .engine
@@ -410,9 +410,9 @@ fn a_root_that_is_not_there_at_the_start_is_taken_up_later() {
 
 #[test]
 fn writing_stops_when_the_marker_is_removed() {
-    let (dir, setup) = (directory(), Setup::default());
-    let store = Store::open(dir.path(), setup.clone());
-    let device = Device::filled(&setup, &ids(2));
+    let (dir, fixture) = (directory(), Fixture::default());
+    let store = Store::open(dir.path(), fixture.clone());
+    let device = Device::filled(&fixture, &ids(2));
     store.dump(&device, &ids(1)).unwrap();
     std::fs::remove_file(dir.path().join("ucm-root.json")).unwrap();
     assert_eq!(kind(store.dump(&device, &[id(1)])), ErrorKind::Foreign);
@@ -436,18 +436,18 @@ fn the_limit_holds_and_the_oldest_use_goes_first() {
     only_over!(FilesUnkept, "its limit is a number of block files");
     let (dir, clock) = (directory(), ManualClock::new());
     let record = 8192;
-    let setup = Setup {
+    let fixture = Fixture {
         capacity: Some(20 * record),
-        ..Setup::default()
+        ..Fixture::default()
     };
     let store = Store::with_clock(
         dir.path(),
-        setup.clone(),
+        fixture.clone(),
         Arc::clone(&clock) as Arc<dyn Clock>,
     );
     assert_eq!(store.engine.record_len() as u64, record);
     let all = ids(60);
-    let device = Device::filled(&setup, &all);
+    let device = Device::filled(&fixture, &all);
     for (&block, minute) in all.iter().zip(1..) {
         // Full: refused while room is made, never beyond the limit.
         eventually("room is made", || match store.dump(&device, &[block]) {
@@ -476,7 +476,7 @@ fn the_limit_holds_and_the_oldest_use_goes_first() {
         store.stat("records_removed") >= 40 && store.stat("bytes_removed").is_multiple_of(record)
     );
     drop(store);
-    let again = Store::open(dir.path(), setup.clone());
+    let again = Store::open(dir.path(), fixture.clone());
     eventually("usage survives a restart", || {
         again.stat("storage_used_bytes") == bytes_below(dir.path())
     });
@@ -505,13 +505,13 @@ fn removal_takes_the_deepest_of_a_chain_first() {
     only_over!(Files, "its limit is a number of block files");
     let dir = directory();
     let record = 8192;
-    let setup = Setup {
+    let fixture = Fixture {
         capacity: Some(40 * record),
-        ..Setup::default()
+        ..Fixture::default()
     };
-    let store = Store::with_clock(dir.path(), setup.clone().unhurried(), Arc::new(OneMinute));
+    let store = Store::with_clock(dir.path(), fixture.clone().unhurried(), Arc::new(OneMinute));
     let chain = ids(30);
-    let device = Device::filled(&setup, &chain);
+    let device = Device::filled(&fixture, &chain);
     let hint = |(ordinal, &id): (usize, &BlockId)| {
         let hint = ucm_store::engine::Hint {
             parent: BlockId::default(),
@@ -531,9 +531,9 @@ fn removal_takes_the_deepest_of_a_chain_first() {
     drop(store);
     let small = Store::open(
         dir.path(),
-        Setup {
+        Fixture {
             capacity: Some(20 * record),
-            ..setup
+            ..fixture
         },
     );
     eventually("room is made", || {
@@ -551,9 +551,9 @@ fn removal_takes_the_deepest_of_a_chain_first() {
 
 #[test]
 fn use_after_close_and_wrong_rows_are_clear_errors() {
-    let (dir, setup) = (directory(), Setup::default());
-    let store = Store::open(dir.path(), setup.clone());
-    let device = Device::filled(&setup, &ids(1));
+    let (dir, fixture) = (directory(), Fixture::default());
+    let store = Store::open(dir.path(), fixture.clone());
+    let device = Device::filled(&fixture, &ids(1));
     let mut wrong = device.rows(&ids(1));
     wrong[0].shard = 1;
     assert_eq!(

@@ -8,16 +8,16 @@ use std::path::Path;
 use ucm_core::{BlockId, Part};
 
 use crate::common::{
-    Device, Layout, Medium, PartShape, Setup, Store, directory, eventually, id, media, on,
+    Device, Fixture, Layout, Medium, PartShape, Store, directory, eventually, id, media, on,
 };
 
 /// Layers of the blocks of two ranks.
 const LAYERS: [u32; 2] = [3, 1];
 
 /// Every medium that is here, files in both layouts.
-fn columns() -> Vec<Setup> {
+fn columns() -> Vec<Fixture> {
     let layouts = [Layout::File, Layout::segments()];
-    let files = layouts.map(|layout| Setup {
+    let files = layouts.map(|layout| Fixture {
         layout,
         compressed: false,
         ..on(Medium::Posix)
@@ -29,8 +29,8 @@ fn columns() -> Vec<Setup> {
 }
 
 /// A rank of a pipeline: its blocks have `layers` layers of a page each.
-fn rank(column: &Setup, number: u32, layers: u32) -> Setup {
-    Setup {
+fn rank(column: &Fixture, number: u32, layers: u32) -> Fixture {
+    Fixture {
         part: part(number),
         tensors: vec![4096],
         layers,
@@ -62,10 +62,10 @@ fn blocks(number: u32) -> Vec<BlockId> {
 }
 
 /// The stores of two ranks that have dumped their blocks.
-fn dumped(root: &Path, column: &Setup, layers: [u32; 2]) -> [Store; 2] {
+fn dumped(root: &Path, column: &Fixture, layers: [u32; 2]) -> [Store; 2] {
     [0, 1].map(|number| {
         let store = Store::open(root, rank(column, number, layers[number as usize]));
-        let device = Device::filled(&store.setup, &blocks(number));
+        let device = Device::filled(&store.fixture, &blocks(number));
         store.dump(&device, &blocks(number)).unwrap();
         store
     })
@@ -78,7 +78,7 @@ fn a_store_to_which_the_parts_are_named_finds_the_blocks_of_each() {
             let dir = directory();
             let root = dir.path().join("root");
             let _ranks = dumped(&root, &column, [first, second]);
-            let scheduler = Setup {
+            let scheduler = Fixture {
                 lookup_only: true,
                 other_parts: vec![other(second)],
                 ..rank(&column, 0, first)
@@ -109,7 +109,7 @@ fn a_store_to_which_no_part_is_named_learns_them_from_the_manifest() {
             let _ranks = dumped(&root, &column, layers);
             let reader = Store::open(
                 &root,
-                Setup {
+                Fixture {
                     lookup_only: true,
                     ..rank(&column, 0, layers[0])
                 },
@@ -124,10 +124,10 @@ fn a_store_to_which_no_part_is_named_learns_them_from_the_manifest() {
 
 #[test]
 fn a_record_of_another_part_is_refused_by_its_header_and_replaced() {
-    let column = Setup {
+    let column = Fixture {
         layout: Layout::File,
         compressed: false,
-        ..Setup::default()
+        ..Fixture::default()
     };
     let dir = directory();
     let root = dir.path().join("root");
@@ -135,18 +135,18 @@ fn a_record_of_another_part_is_refused_by_its_header_and_replaced() {
     // The length is that of the other part: the lookup counts it, and the load decides.
     std::fs::copy(second.file(blocks(1)[0]), first.file(blocks(0)[0])).unwrap();
     drop(first);
-    let first = Setup {
+    let first = Fixture {
         other_parts: vec![other(LAYERS[1])],
         ..rank(&column, 0, LAYERS[0])
     };
     let first = Store::open(&root, first);
     assert_eq!(first.engine.lookup_on_prefix(&blocks(0)).unwrap(), 4);
-    let device = Device::blank(&first.setup, &blocks(0));
+    let device = Device::blank(&first.fixture, &blocks(0));
     assert!(first.load(&device, &blocks(0)).is_err());
     assert_eq!(first.engine.lookup(&blocks(0)[..1]).unwrap(), [false]);
-    let device = Device::filled(&first.setup, &blocks(0));
+    let device = Device::filled(&first.fixture, &blocks(0));
     first.dump(&device, &blocks(0)).unwrap();
-    let device = Device::blank(&first.setup, &blocks(0));
+    let device = Device::blank(&first.fixture, &blocks(0));
     first.load(&device, &blocks(0)).unwrap();
     assert!(blocks(0).into_iter().all(|block| device.is_right(block)));
     // A length that is of no part is none of a record.

@@ -12,7 +12,7 @@ use ucm_store::engine::Until;
 use ucm_testkit::{Gate, OpKind};
 
 use crate::common::{
-    Device, Setup, Store, directory, eventually, id, ids, media, of_records, on, only_over,
+    Device, Fixture, Store, directory, eventually, id, ids, media, of_records, on, only_over,
 };
 
 fn verify(store: &Store, blocks: &[BlockId]) -> Result<(), Vec<(usize, ucm_core::Error)>> {
@@ -22,10 +22,10 @@ fn verify(store: &Store, blocks: &[BlockId]) -> Result<(), Vec<(usize, ucm_core:
 #[test]
 fn sound_blocks_are_verified_and_none_is_delivered() {
     for medium in media() {
-        let (dir, setup) = (directory(), on(medium));
-        let store = Store::open(dir.path(), setup.clone());
+        let (dir, fixture) = (directory(), on(medium));
+        let store = Store::open(dir.path(), fixture.clone());
         store
-            .dump(&Device::filled(&setup, &ids(9)), &ids(9))
+            .dump(&Device::filled(&fixture, &ids(9)), &ids(9))
             .unwrap();
         verify(&store, &ids(9)).unwrap();
         verify(&store, &[]).unwrap();
@@ -39,7 +39,7 @@ fn sound_blocks_are_verified_and_none_is_delivered() {
         eventually("the slots come back", || {
             store.stat("slots_free") == store.stat("slots")
         });
-        let target = Device::blank(&setup, &ids(9));
+        let target = Device::blank(&fixture, &ids(9));
         store.load(&target, &ids(9)).unwrap();
         assert!(ids(9).iter().all(|&id| target.is_right(id)));
         assert_eq!(
@@ -51,10 +51,10 @@ fn sound_blocks_are_verified_and_none_is_delivered() {
 
 #[test]
 fn more_blocks_than_slots_are_verified() {
-    let (dir, setup) = (directory(), Setup::default());
-    let store = Store::open(dir.path(), setup.clone());
+    let (dir, fixture) = (directory(), Fixture::default());
+    let store = Store::open(dir.path(), fixture.clone());
     for some in ids(40).chunks(8) {
-        store.dump(&Device::filled(&setup, some), some).unwrap();
+        store.dump(&Device::filled(&fixture, some), some).unwrap();
     }
     assert!(store.stat("slots") < 40);
     verify(&store, &ids(40)).unwrap();
@@ -63,15 +63,15 @@ fn more_blocks_than_slots_are_verified() {
 
 #[test]
 fn what_a_load_would_refuse_is_refused() {
-    let (dir, setup) = (directory(), Setup::default());
-    let store = Store::open(dir.path(), setup.clone());
-    let device = Device::filled(&setup, &ids(3));
+    let (dir, fixture) = (directory(), Fixture::default());
+    let store = Store::open(dir.path(), fixture.clone());
+    let device = Device::filled(&fixture, &ids(3));
     store.dump(&device, &ids(3)).unwrap();
     // The last byte of the last layer: all of the record is read and verified.
-    let content = setup.tensors.iter().sum::<u64>() as usize;
-    let last = crate::common::shape(&setup)
+    let content = fixture.tensors.iter().sum::<u64>() as usize;
+    let last = crate::common::shape(&fixture)
         .1
-        .layer_data(setup.layers - 1)
+        .layer_data(fixture.layers - 1)
         .start
         + content
         - 1;
@@ -91,8 +91,8 @@ fn what_a_load_would_refuse_is_refused() {
 #[test]
 fn an_absent_block_is_no_record() {
     for medium in media() {
-        let (dir, setup) = (directory(), on(medium));
-        let store = Store::open(dir.path(), setup);
+        let (dir, fixture) = (directory(), on(medium));
+        let store = Store::open(dir.path(), fixture);
         let failed = verify(&store, &ids(1)).unwrap_err();
         assert_eq!((failed.len(), failed[0].1.kind()), (1, ErrorKind::NotFound));
         assert_eq!(store.stat("blocks_failed"), 1);
@@ -102,15 +102,15 @@ fn an_absent_block_is_no_record() {
 #[test]
 fn it_is_over_at_its_deadline() {
     only_over!(OneMedium, "a memory has what is verified");
-    let (dir, setup, gate) = (directory(), Setup::default(), Gate::new());
+    let (dir, fixture, gate) = (directory(), Fixture::default(), Gate::new());
     let clock = ManualClock::new();
     let store = Store::with_clock(
         dir.path(),
-        setup.clone(),
+        fixture.clone(),
         Arc::clone(&clock) as Arc<dyn Clock>,
     );
     store
-        .dump(&Device::filled(&setup, &ids(3)), &ids(3))
+        .dump(&Device::filled(&fixture, &ids(3)), &ids(3))
         .unwrap();
     store.fault(of_records(
         OpKind::Read,
@@ -139,13 +139,13 @@ fn it_is_over_at_its_deadline() {
 #[test]
 fn it_shares_a_read_with_a_load() {
     only_over!(FilesAlone, "it counts the reads of a block file");
-    let (dir, setup) = (directory(), Setup::default());
-    let store = Store::open(dir.path(), setup.clone());
+    let (dir, fixture) = (directory(), Fixture::default());
+    let store = Store::open(dir.path(), fixture.clone());
     store
-        .dump(&Device::filled(&setup, &ids(1)), &ids(1))
+        .dump(&Device::filled(&fixture, &ids(1)), &ids(1))
         .unwrap();
     let gate = store.hang(OpKind::Read);
-    let device = Device::blank(&setup, &ids(1));
+    let device = Device::blank(&fixture, &ids(1));
     let first = store.engine.verify(&ids(1), None).unwrap();
     let second = store.engine.load(device.rows(&ids(1)), None).unwrap();
     gate.open();
@@ -164,8 +164,8 @@ fn it_shares_a_read_with_a_load() {
 
 #[test]
 fn what_cannot_be_asked_for_is_an_error() {
-    let (dir, setup) = (directory(), Setup::default());
-    let store = Store::open(dir.path(), setup.clone());
+    let (dir, fixture) = (directory(), Fixture::default());
+    let store = Store::open(dir.path(), fixture.clone());
     let kind = |blocks: &[BlockId]| {
         store
             .engine
@@ -179,9 +179,9 @@ fn what_cannot_be_asked_for_is_an_error() {
     );
     store.engine.close();
     assert_eq!(kind(&ids(1)), Some(ErrorKind::Closed));
-    let looks = Setup {
+    let looks = Fixture {
         lookup_only: true,
-        ..setup
+        ..fixture
     };
     let other = Store::open(dir.path(), looks);
     let refused = other.engine.verify(&ids(1), None).err().unwrap();

@@ -5,7 +5,7 @@
 
 use ucm_testkit::OpKind;
 
-use crate::common::{Device, Layout, Setup, Store, directory, ids};
+use crate::common::{Device, Fixture, Layout, Store, directory, ids};
 
 /// Most functions of ours on the way out and on the way back, closures counted.
 const MOST: [usize; 2] = [14, 14];
@@ -45,23 +45,23 @@ fn way(trace: &str) -> Vec<String> {
 
 #[test]
 fn the_way_of_a_block() {
-    let (dir, setup) = (
+    let (dir, fixture) = (
         directory(),
-        Setup {
+        Fixture {
             layout: Layout::segments(),
             copy_threads: 2, // of which one writes what it copied, as on a machine with cores
-            ..Setup::default()
+            ..Fixture::default()
         },
     );
     let blocks = ids(2);
-    let device = Device::filled(&setup, &blocks);
-    let store = Store::open(dir.path(), setup.clone());
+    let device = Device::filled(&fixture, &blocks);
+    let store = Store::open(dir.path(), fixture.clone());
     for (number, kind) in [OpKind::WriteAt, OpKind::Read].into_iter().enumerate() {
         store.faults.trace(kind);
         if kind == OpKind::WriteAt {
             store.dump(&device, &blocks).unwrap();
         } else {
-            let target = Device::blank(&setup, &blocks);
+            let target = Device::blank(&fixture, &blocks);
             store.load(&target, &blocks).unwrap();
         }
         let traces = store.faults.traces();

@@ -30,7 +30,7 @@ impl Backend for Nothing {
     }
 
     fn read(&self, _io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
-        let nothing = |_| Outcome::Came(Err(Error::new(ErrorKind::NotFound, "nothing is here")));
+        let nothing = |_| Outcome::Read(Err(Error::new(ErrorKind::NotFound, "nothing is here")));
         run.into_iter().map(nothing).collect()
     }
 

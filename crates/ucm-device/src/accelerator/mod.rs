@@ -38,7 +38,7 @@ use ucm_infra::{Clock, Completion, MonotonicTime, begin_thread};
 
 use crate::arena::{ArenaOptions, HostArena, LetGo};
 use crate::copy::{check_host_pairs, check_pieces, check_registered};
-use crate::device::{Device, Event, Landed, Stream};
+use crate::device::{Copied, Device, Event, Stream};
 use crate::memory::DeviceMemory;
 use crate::queued::{Copier, HostEvent, QueueOptions, QueuedStream};
 use crate::region::SharedRegion;
@@ -406,11 +406,11 @@ impl Shared {
 }
 
 impl Copier for AcceleratorCopier {
-    fn gather(&mut self, src: &[Piece], dst: &mut [u8], landed: &mut Landed<'_>) -> Result<()> {
+    fn gather(&mut self, src: &[Piece], dst: &mut [u8], copied: &mut Copied<'_>) -> Result<()> {
         check_pieces(src, dst.len())?;
         // SAFETY: the buffer is borrowed exclusively for the call.
         unsafe { self.transfer_buffer(Direction::ToHost, src, dst.as_mut_ptr(), dst.len()) }?;
-        landed(dst, src.len());
+        copied(dst, src.len());
         Ok(())
     }
 

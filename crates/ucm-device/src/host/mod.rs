@@ -12,7 +12,7 @@ use ucm_core::Result;
 
 use crate::arena::{ArenaOptions, HostArena};
 use crate::copy::{check_host_pairs, check_pieces, check_registered};
-use crate::device::{Device, Event, Landed, Stream};
+use crate::device::{Copied, Device, Event, Stream};
 use crate::memory::DeviceMemory;
 use crate::queued::{Copier, HostEvent, QueueOptions, QueuedStream};
 use crate::span::{DeviceSpan, HostSpan, Piece};
@@ -75,7 +75,7 @@ struct HostCopier;
 
 impl Copier for HostCopier {
     /// Copies device pieces into the host buffer and reports each at once.
-    fn gather(&mut self, src: &[Piece], dst: &mut [u8], landed: &mut Landed<'_>) -> Result<()> {
+    fn gather(&mut self, src: &[Piece], dst: &mut [u8], copied: &mut Copied<'_>) -> Result<()> {
         check_pieces(src, dst.len())?;
         for (piece, count) in src.iter().zip(1..) {
             let to = &mut dst[piece.at..piece.at + piece.span.len() as usize];
@@ -86,7 +86,7 @@ impl Copier for HostCopier {
                 let from = with_exposed_provenance::<u8>(piece.span.addr() as usize);
                 std::ptr::copy(from, to.as_mut_ptr(), to.len());
             }
-            landed(dst, count);
+            copied(dst, count);
         }
         Ok(())
     }

@@ -155,7 +155,7 @@ fn wrong_lengths_are_refused_before_the_first_byte_moves() {
         vec![wraps],
         end_to_end(0, &[null]),
     ] {
-        let mut none = |_: &mut [u8], landed| panic!("{landed} pieces were copied");
+        let mut none = |_: &mut [u8], copied| panic!("{copied} pieces were copied");
         assert_eq!(
             kind(stream.gather(&wrong, &mut host, &mut none)),
             ErrorKind::InvalidInput
@@ -281,7 +281,7 @@ fn what_landed_is_told_while_a_gather_goes_on() {
     let spans = [device.span(64, 32), device.span(0, 32), device.span(32, 32)];
     let pieces = end_to_end(8, &spans);
     let (mut host, mut told) = (vec![0; 128], 0);
-    let mut landed = |host: &mut [u8], count: usize| {
+    let mut copied = |host: &mut [u8], count: usize| {
         let bytes = |piece: &Piece| host[piece.at..piece.at + 32].to_vec();
         let there: Vec<u8> = pieces[..count].iter().flat_map(bytes).collect();
         assert_eq!(
@@ -291,7 +291,7 @@ fn what_landed_is_told_while_a_gather_goes_on() {
         host[0] += 1; // the callback may write beside the pieces
         told = count;
     };
-    stream().gather(&pieces, &mut host, &mut landed).unwrap();
+    stream().gather(&pieces, &mut host, &mut copied).unwrap();
     assert_eq!(told, 3, "finally all are copied");
     assert!(host[0] >= 1);
 }

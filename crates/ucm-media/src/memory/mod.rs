@@ -242,7 +242,7 @@ impl Backend for MemoryBackend {
 
     fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
         run.into_iter()
-            .map(|read| Outcome::Came(self.copy(io, read)))
+            .map(|read| Outcome::Read(self.copy(io, read)))
             .collect()
     }
 

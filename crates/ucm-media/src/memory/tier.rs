@@ -186,7 +186,7 @@ impl Tier {
         if let Some(before) = before {
             state.policy.removed(before);
         } else if state.telling {
-            state.changes.gained(id);
+            state.changes.added(id);
         }
         state.policy.inserted(slot, id, ordinal);
         if let Some(used) = state.used.get_mut(slot as usize) {
@@ -242,7 +242,7 @@ impl Tier {
         state.counts.evicted += 1;
         let Some(hook) = hook else {
             if state.telling {
-                state.changes.lost(id);
+                state.changes.removed(id);
             }
             return true;
         };
@@ -275,7 +275,7 @@ impl Tier {
         }
         let gone = region.remove(id, Some(slot));
         if gone.is_some() && state.telling {
-            state.changes.lost(id);
+            state.changes.removed(id);
         }
     }
 
@@ -353,7 +353,7 @@ impl Tier {
         };
         state.policy.removed(gone.slot());
         if state.telling {
-            state.changes.lost(id);
+            state.changes.removed(id);
         }
         state.counts.deleted += 1;
         true
@@ -382,9 +382,9 @@ impl Tier {
         state.telling = telling;
         for (id, ..) in self.region.iter().flat_map(|region| region.records()) {
             if telling {
-                state.changes.gained(id);
+                state.changes.added(id);
             } else {
-                state.changes.lost(id);
+                state.changes.removed(id);
             }
         }
     }

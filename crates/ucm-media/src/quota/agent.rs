@@ -186,7 +186,7 @@ impl QuotaAgent {
         let done = self.refresh(Turn { now, deadline });
         let mut quota = self.state.writer_quota.lock();
         let trouble = done.as_ref().err().or(self.counts.trouble.as_ref());
-        quota.told.trouble = trouble.cloned();
+        quota.report.trouble = trouble.cloned();
         let waits = quota.asking.waiting > 0;
         drop(quota);
         self.state.granted.notify();
@@ -270,7 +270,7 @@ impl QuotaAgent {
         };
         let (limit, writers) = match &self.published {
             Some(grants) => (grants.limit, grants.writers.len()),
-            None => (self.state.writer_quota.lock().told.limit, 1),
+            None => (self.state.writer_quota.lock().report.limit, 1),
         };
         let (writer, mut note) = self.state.my_note(now, ahead(limit, writers));
         let is_there = look.files.contains_key(&Name::Writer(writer));
@@ -303,9 +303,9 @@ impl QuotaAgent {
                 // or its document removed.
                 None => quota.granted = quota.granted.min(quota.reserved),
             }
-            quota.told.limit = grants.limit;
-            quota.told.counted = grants.counted.is_some();
-            (quota.told.others, quota.told.seen, quota.told.records) =
+            quota.report.limit = grants.limit;
+            quota.report.counted = grants.counted.is_some();
+            (quota.report.others, quota.report.seen, quota.report.records) =
                 (grants.used, quota.reserved, grants.records);
             drop(quota);
             self.published = Some(grants);
@@ -371,7 +371,7 @@ impl QuotaAgent {
         let mine = document.writers.get(&hex(quota.writer));
         quota.adopt(mine.map_or(0, |mine| mine.granted));
         quota.holds_until = self.heartbeat.at.after(HOLDS);
-        quota.told.counted |= self.counts.done;
+        quota.report.counted |= self.counts.done;
         drop(quota);
         self.state.show(&table);
         if std::mem::replace(&mut self.counts.reserved, table.reserved()) != self.counts.reserved {

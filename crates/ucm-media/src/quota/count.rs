@@ -137,7 +137,7 @@ impl Counter {
 
     fn count_and_remove(&self, why: Why) -> Result<Outcome> {
         let limit = self.files.tend(MonotonicTime::NEVER)?;
-        self.state.writer_quota.lock().told.limit = limit;
+        self.state.writer_quota.lock().report.limit = limit;
         let before = {
             let mut table = self.state.grant_table.lock();
             table.limit = limit;

@@ -87,7 +87,7 @@ impl QuotaAgent {
                 .read(&look, Name::Grants(before), turn.deadline)?;
         }
         let mut table = GrantTable::taken_over(left.as_ref());
-        table.limit = self.state.writer_quota.lock().told.limit;
+        table.limit = self.state.writer_quota.lock().report.limit;
         if let Some(heartbeat) = self.watched.heartbeat.take()
             && heartbeat.is_over()
             && let Ok(writer) = u64::from_str_radix(&heartbeat.writer, 16)

@@ -96,7 +96,7 @@ impl Quota {
             .clock(Arc::clone(&clock))
             .build()?;
         let mut quota = WriterQuota::new(ucm_infra::random_u64(), config.record_len);
-        quota.told.root = config.root.display().to_string();
+        quota.report.root = config.root.display().to_string();
         let files = SpaceFiles {
             config,
             io,
@@ -134,7 +134,7 @@ impl Quota {
         check: impl Fn(MonotonicTime) -> Result<()> + Send + Sync + 'static,
         tend: impl Fn(MonotonicTime) -> Result<u64> + Send + Sync + 'static,
     ) {
-        self.quota().told.limit = limit;
+        self.quota().report.limit = limit;
         let (check, tend) = (Box::new(check), Box::new(tend));
         // The same ones when a root is opened again.
         let _ = self.state.files.root.set(Root { check, tend });
@@ -170,7 +170,7 @@ impl Quota {
         let patience = self.quota().patience();
         let until = self.clock.now().after(patience).min(deadline);
         if !self.wait(bytes, until) {
-            self.quota().asking.in_vain = true;
+            self.quota().asking.unanswered = true;
         }
     }
 
@@ -184,8 +184,8 @@ impl Quota {
                 if quota.answers(bytes, now) {
                     return true;
                 }
-                let hopeless = |error: &Error| error.kind() != ErrorKind::Timeout; // not only slow
-                if now >= until || turned && quota.told.trouble.as_ref().is_some_and(hopeless) {
+                let lasting = |error: &Error| error.kind() != ErrorKind::Timeout; // not only slow
+                if now >= until || turned && quota.report.trouble.as_ref().is_some_and(lasting) {
                     return false;
                 }
                 quota.asking.waiting += 1;
@@ -271,9 +271,9 @@ impl Quota {
         let quota = self.quota();
         Usage {
             used: quota.used(),
-            capacity: quota.told.limit,
-            records: quota.told.records,
-            counted: quota.told.counted,
+            capacity: quota.report.limit,
+            records: quota.report.records,
+            counted: quota.report.counted,
             collector: self.state.term() > 0,
             paused: quota.barred(quota.unit, self.clock.now()).is_some(),
         }

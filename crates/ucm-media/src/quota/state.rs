@@ -67,7 +67,7 @@ impl SpaceState {
     /// Copies what the grant table knows into the writer quota, which reports the usage.
     pub(super) fn show(&self, table: &GrantTable) {
         let mut quota = self.writer_quota.lock();
-        (quota.told.others, quota.told.seen) = table.used_by_others(quota.writer);
-        quota.told.records = table.records;
+        (quota.report.others, quota.report.seen) = table.used_by_others(quota.writer);
+        quota.report.records = table.records;
     }
 }

@@ -52,7 +52,7 @@ pub(super) struct WriterQuota {
     pub(super) holds_until: MonotonicTime,
     /// Bytes of the largest write so far.
     pub(super) unit: u64,
-    pub(super) told: Told,
+    pub(super) report: CollectorReport,
     /// Records and bytes that it removed as the collector.
     pub(super) removed: (u64, u64),
     pub(super) free: Free,
@@ -68,14 +68,14 @@ pub(super) struct Asking {
     /// Threads that wait for one.
     pub(super) waiting: usize,
     /// No grant was given in time; until there is one, no write waits.
-    pub(super) in_vain: bool,
+    pub(super) unanswered: bool,
     /// When the quota agent was last notified.
     last: Option<MonotonicTime>,
 }
 
 /// The root, and the report of its collector.
 #[derive(Default)]
-pub(super) struct Told {
+pub(super) struct CollectorReport {
     /// Its path, for errors.
     pub(super) root: String,
     pub(super) limit: u64,
@@ -130,8 +130,8 @@ impl WriterQuota {
 
     /// Bytes below the root, by the last count and the own writes since.
     pub(super) fn used(&self) -> u64 {
-        let written = self.reserved.saturating_sub(self.told.seen);
-        self.told.others.saturating_add(written)
+        let written = self.reserved.saturating_sub(self.report.seen);
+        self.report.others.saturating_add(written)
     }
 
     /// Bytes of the grant that are left.
@@ -155,11 +155,11 @@ impl WriterQuota {
             return false;
         }
         // Writes in progress still count with the old id, and end within their deadlines.
-        self.told.others = self.used();
+        self.report.others = self.used();
         self.writer = id();
         self.free.bytes = self.free.bytes.map(|_| self.free.now(self.reserved));
         (self.reserved, self.pending, self.granted) = (0, 0, 0);
-        (self.told.seen, self.free.at) = (0, 0);
+        (self.report.seen, self.free.at) = (0, 0);
         self.holds_until = MonotonicTime::default();
         true
     }
@@ -199,7 +199,7 @@ impl WriterQuota {
                 .with("wanted", bytes)
                 .with("free", self.free.now(self.reserved))
                 .with("floor", self.free.floor)
-                .with("root", &self.told.root)
+                .with("root", &self.report.root)
         })
     }
 
@@ -215,7 +215,7 @@ impl WriterQuota {
         }
         if bytes <= self.left(now) {
             let reservation = self.take(bytes);
-            let low = self.is_half_free() || self.is_low(ahead(self.told.limit, 1), now);
+            let low = self.is_half_free() || self.is_low(ahead(self.report.limit, 1), now);
             return (Ok(Some(reservation)), low && self.may_ask(now));
         }
         self.unit = self.unit.max(bytes);
@@ -228,8 +228,8 @@ impl WriterQuota {
     /// Whether a write waits for its grant: it is the first one, or the limit has room for it, and
     /// no wait has failed since the last grant.
     fn may_be_granted(&self, bytes: u64) -> bool {
-        let fits = self.used().saturating_add(bytes) <= self.told.limit;
-        !self.asking.in_vain && (self.reserved == 0 || fits)
+        let fits = self.used().saturating_add(bytes) <= self.report.limit;
+        !self.asking.unanswered && (self.reserved == 0 || fits)
     }
 
     /// How long a write waits for its grant.
@@ -242,7 +242,7 @@ impl WriterQuota {
 
     /// Whether the wait of a thread for `bytes` is over, with or without a grant.
     pub(super) fn answers(&self, bytes: u64, now: MonotonicTime) -> bool {
-        bytes <= self.left(now) || self.asking.in_vain || self.barred(bytes, now).is_some()
+        bytes <= self.left(now) || self.asking.unanswered || self.barred(bytes, now).is_some()
     }
 
     /// Reserves `bytes` of the grant without requesting more.
@@ -275,7 +275,7 @@ impl WriterQuota {
     pub(super) fn adopt(&mut self, granted: u64) {
         if granted > self.granted {
             self.granted = granted;
-            self.asking.in_vain = false;
+            self.asking.unanswered = false;
         }
     }
 
@@ -311,7 +311,7 @@ impl WriterQuota {
     fn refusal(&self) -> Error {
         // A read-only file system and a link are no lack of space: their error says so.
         let no_way = |trouble: &&Error| matches!(trouble.os_code(), Some(EROFS | ELOOP));
-        if let Some(trouble) = self.told.trouble.as_ref().filter(no_way) {
+        if let Some(trouble) = self.report.trouble.as_ref().filter(no_way) {
             return trouble.clone();
         }
         // No write was ever granted, or only this one is not granted now.
@@ -319,7 +319,7 @@ impl WriterQuota {
             0 => ErrorKind::NoSpace,
             _ => ErrorKind::Busy,
         };
-        let text = match self.told.counted {
+        let text = match self.report.counted {
             true => {
                 "the configured storage_capacity is used up, or no more of it is granted yet; \
                  making room"
@@ -327,10 +327,10 @@ impl WriterQuota {
             false => "what lies below the root is still being counted",
         };
         let error = Error::new(kind, text)
-            .with("limit", self.told.limit)
+            .with("limit", self.report.limit)
             .with("used", self.used())
-            .with("root", &self.told.root);
-        match &self.told.trouble {
+            .with("root", &self.report.root);
+        match &self.report.trouble {
             Some(trouble) => error.caused_by(trouble.clone()),
             None => error,
         }
@@ -348,10 +348,10 @@ mod tests {
     fn granted(granted: u64) -> WriterQuota {
         WriterQuota {
             writer: 1,
-            told: Told {
+            report: CollectorReport {
                 root: "/r".to_owned(),
                 limit: 1000,
-                ..Told::default()
+                ..CollectorReport::default()
             },
             granted,
             holds_until: at(300_000),
@@ -378,7 +378,7 @@ mod tests {
         quota.adopt(160);
         assert!(ask(&mut quota, 60, at(1)).unwrap().is_ok() && quota.reserved == 160);
         assert!(ask(&mut quota, 60, at(2)).is_none());
-        quota.asking.in_vain = true;
+        quota.asking.unanswered = true;
         assert_eq!(kind(ask(&mut quota, 60, at(3))), ErrorKind::Busy);
     }
 
@@ -386,7 +386,7 @@ mod tests {
     fn a_write_that_the_limit_has_no_room_for_is_refused_at_once() {
         let mut quota = granted(100);
         ask(&mut quota, 60, at(0)).unwrap().unwrap();
-        quota.told.others = 900;
+        quota.report.others = 900;
         assert_eq!(kind(ask(&mut quota, 60, at(0))), ErrorKind::Busy);
     }
 
@@ -396,7 +396,7 @@ mod tests {
         quota.holds_until = at(300_000);
         assert!(ask(&mut quota, 40, at(0)).is_none());
         assert!(!quota.answers(40, at(0)));
-        quota.asking.in_vain = true;
+        quota.asking.unanswered = true;
         assert!(quota.answers(40, at(0)));
         assert_eq!(kind(ask(&mut quota, 40, at(1))), ErrorKind::NoSpace);
         quota.adopt(60);

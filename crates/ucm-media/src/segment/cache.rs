@@ -113,7 +113,7 @@ impl<B: Blobs> SegmentCache<B> {
         let mut removed = 0;
         for &id in ids {
             removed += usize::from(self.index.remove(id));
-            self.locally_visible.lost(id);
+            self.locally_visible.removed(id);
         }
         removed
     }

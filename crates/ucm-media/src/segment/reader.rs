@@ -153,7 +153,7 @@ impl<B: Blobs> SegmentCache<B> {
                 // Its segment ends before it should.
                 None if filled.bytes < want => return one.done(filled.bytes, filled.bytes as u64),
                 None => return one.done(want, hit.len),
-                Some(error) if !gone => return Outcome::Came(Err(error)),
+                Some(error) if !gone => return Outcome::Read(Err(error)),
                 Some(_) => read = one.read,
             }
         }
@@ -161,10 +161,10 @@ impl<B: Blobs> SegmentCache<B> {
             return Outcome::Moved(read);
         }
         // The scheduler may take it for readable here.
-        self.locally_visible.lost(read.id);
+        self.locally_visible.removed(read.id);
         let text = "this record is in no segment";
         let missing = Error::new(ErrorKind::NotFound, text).with("block", read.id);
-        Outcome::Came(Err(missing))
+        Outcome::Read(Err(missing))
     }
 
     /// Reads parts of a record to their places: the bytes that were read. None where all of it is
@@ -218,7 +218,7 @@ impl Placed {
 
     /// It was read; `stored_len`: where it ends on the medium.
     fn done(self, read: usize, stored_len: u64) -> Outcome {
-        Outcome::Came(Ok(ReadDone {
+        Outcome::Read(Ok(ReadDone {
             slot: self.read.slot,
             read,
             stored_len,

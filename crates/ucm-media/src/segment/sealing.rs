@@ -71,7 +71,7 @@ impl<B: AppendBlobs> SegmentWriter<B> {
         for entry in &contents.entries {
             match error {
                 None => self.cache.locally_visible.published(entry.id, found),
-                Some(_) => self.cache.locally_visible.lost(entry.id),
+                Some(_) => self.cache.locally_visible.removed(entry.id),
             }
         }
         let trouble = error.as_ref().or(contents.trouble.as_ref());

@@ -330,7 +330,7 @@ impl<B: AppendBlobs> SegmentWriter<B> {
         }
         if self.add_newest(open, &entry) {
             // else the index was full, and it cannot be read
-            self.cache.locally_visible.gained(entry.id);
+            self.cache.locally_visible.added(entry.id);
         }
         let (receipt, next) = open.written(number, now, at_once);
         if receipt.is_none() {
@@ -371,7 +371,7 @@ impl<B: AppendBlobs> SegmentWriter<B> {
         let found = self.cache.index.find(id);
         if let Some(hit) = found.filter(|hit| hit.segment == open.number) {
             self.cache.index.drop_copy(id, &hit);
-            self.cache.locally_visible.lost(id);
+            self.cache.locally_visible.removed(id);
         }
     }
 

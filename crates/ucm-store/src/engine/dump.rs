@@ -364,8 +364,8 @@ impl Dumps {
         let layers: Vec<u32> = with_kv.flat_map(|row| records.layers_of(row.1)).collect();
         let mut crcs = Vec::with_capacity(layers.len());
         // Each layer as soon as its last piece is there: its bytes are in the caches then.
-        let mut seal = |record: &mut [u8], landed: usize| {
-            for &layer in &layers[crcs.len()..landed / records.geometry.tensors().len()] {
+        let mut seal = |record: &mut [u8], copied: usize| {
+            for &layer in &layers[crcs.len()..copied / records.geometry.tensors().len()] {
                 crcs.push((layer, records.layout.seal_layer(record, layer)));
             }
         };

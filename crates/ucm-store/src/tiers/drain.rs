@@ -106,7 +106,7 @@ impl Writes {
         let read = move |result: Result<Vec<Outcome>>| {
             let outcome = result.map(|mut read| read.pop());
             // Else it is not there any more.
-            if let Ok(Some(Outcome::Came(Ok(ReadDone { slot, read, .. })))) = outcome {
+            if let Ok(Some(Outcome::Read(Ok(ReadDone { slot, read, .. })))) = outcome {
                 let held = Box::new(under_way);
                 writes.move_down(number, id, slot, (read, false), request, held);
             }

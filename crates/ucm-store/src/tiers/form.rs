@@ -127,11 +127,11 @@ impl StoredForm {
         let ids: Vec<_> = run.iter().map(|read| (read.id, read.sides)).collect();
         let mut outcomes = backend.read(io, run);
         for (outcome, (id, sides)) in outcomes.iter_mut().zip(ids) {
-            if let Outcome::Came(Ok(read)) = outcome
+            if let Outcome::Read(Ok(read)) = outcome
                 && !sides
                 && let Err(error) = self.decode(id, read)
             {
-                *outcome = Outcome::Came(Err(error));
+                *outcome = Outcome::Read(Err(error));
             }
         }
         outcomes
@@ -221,8 +221,8 @@ impl StoredForm {
             ..BlockRead::whole(id, slot, io.deadline())
         };
         let header = match backend.read(io, vec![read]).pop() {
-            Some(Outcome::Came(Ok(read))) => RecordHeader::decode(read.bytes()).ok(),
-            Some(Outcome::Came(Err(error)))
+            Some(Outcome::Read(Ok(read))) => RecordHeader::decode(read.bytes()).ok(),
+            Some(Outcome::Read(Err(error)))
                 if matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Io) =>
             {
                 return Err(error);

@@ -31,13 +31,13 @@ impl LocallyVisibleIds {
         let ids = &mut *guard;
         for (number, changes) in tiers.enumerate() {
             let bit = 1 << number;
-            for id in changes.gained {
+            for id in changes.added {
                 let bits = ids.by_tier.entry(id).or_default();
                 if std::mem::replace(bits, *bits | bit) == 0 {
                     ids.changes.insert(id, true);
                 }
             }
-            for id in changes.lost {
+            for id in changes.removed {
                 let Some(bits) = ids.by_tier.get_mut(&id) else {
                     continue;
                 };
@@ -52,8 +52,8 @@ impl LocallyVisibleIds {
         let some = ids.changes.keys().take(limits::MAX_IDS_PER_CALL);
         for id in some.copied().collect::<Vec<_>>() {
             match ids.changes.remove(&id) {
-                Some(true) => merged.gained.push(id),
-                _ => merged.lost.push(id),
+                Some(true) => merged.added.push(id),
+                _ => merged.removed.push(id),
             }
         }
         merged
@@ -64,11 +64,11 @@ impl LocallyVisibleIds {
 mod tests {
     use super::*;
 
-    fn visible(gained: &[u8], lost: &[u8]) -> LocallyVisible {
+    fn visible(added: &[u8], removed: &[u8]) -> LocallyVisible {
         let ids = |ns: &[u8]| ns.iter().map(|&n| BlockId([n; 16])).collect();
         LocallyVisible {
-            gained: ids(gained),
-            lost: ids(lost),
+            added: ids(added),
+            removed: ids(removed),
         }
     }
 

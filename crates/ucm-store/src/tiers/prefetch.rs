@@ -69,7 +69,7 @@ impl Fetched {
         }
         let read = BlockRead::whole(id, slot, io.deadline());
         match tier.form.read(&*tier.backend, io, vec![read]).pop() {
-            Some(Outcome::Came(read)) => read.map(Self::Read),
+            Some(Outcome::Read(read)) => read.map(Self::Read),
             Some(Outcome::Moved(read)) => Ok(Self::Absent(read.slot, None)),
             None => Err(Error::internal("a read has no outcome")),
         }

@@ -159,7 +159,7 @@ impl TierReads {
             for (at, (sides, request, reader)) in (0..).zip(readers) {
                 let span = share(at).zip(share(at + 1));
                 match outcomes.next() {
-                    Some(Outcome::Came(result)) => {
+                    Some(Outcome::Read(result)) => {
                         if let Ok(read) = &result {
                             this.count(number, sides, read);
                         }

@@ -374,20 +374,20 @@ impl Tenants {
         let (mut owners, mut failed) = (Vec::with_capacity(blocks.len()), None);
         for (&block, outcome) in blocks.iter().zip(outcomes) {
             match outcome {
-                Outcome::Came(Ok(read)) => {
+                Outcome::Read(Ok(read)) => {
                     let owner = match RecordHeader::decode(read.bytes()) {
                         Ok(header) if header.meta.id == block.id => Owner::of(&header.meta),
                         _ => Owner::default(),
                     };
                     owners.push((block, owner));
                 }
-                Outcome::Came(Err(error)) if error.kind() == ErrorKind::Foreign => {
+                Outcome::Read(Err(error)) if error.kind() == ErrorKind::Foreign => {
                     owners.push((block, Owner::default()));
                 }
-                Outcome::Came(Err(error)) if error.kind() != ErrorKind::NotFound => {
+                Outcome::Read(Err(error)) if error.kind() != ErrorKind::NotFound => {
                     failed = Some(error);
                 }
-                Outcome::Came(Err(_)) | Outcome::Moved(_) => {} // removed since
+                Outcome::Read(Err(_)) | Outcome::Moved(_) => {} // removed since
             }
         }
         // A block that cannot be read stops nothing; a tier that cannot be read ends the scan.

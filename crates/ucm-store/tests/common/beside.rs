@@ -20,19 +20,19 @@ use ucm_testkit::FaultyEngine;
 
 use super::media::{engine_config, memory_config, posix_config};
 use super::sides::begin_alone;
-use super::{Device, Layout, Setup, are_busy, eventually};
+use super::{Device, Fixture, Layout, are_busy, eventually};
 
 /// How a test wants several roots.
 #[derive(Clone)]
 pub(crate) struct Several {
     /// Capacity, layout and everything else that each root has.
-    pub(crate) setup: Setup,
+    pub(crate) fixture: Fixture,
     pub(crate) policy: StoragePolicy,
     /// How many roots there are.
     pub(crate) roots: usize,
     /// Each root is a level: one below the other, and not side by side.
     pub(crate) stacked: bool,
-    /// The limit of each, where it is not that of the setup.
+    /// The limit of each, where it is not that of the fixture.
     pub(crate) capacities: Vec<u64>,
     /// Records in a memory above them, and how they are written then.
     pub(crate) memory: Option<(u64, WritePolicy)>,
@@ -42,7 +42,7 @@ impl Several {
     /// This many roots.
     pub(crate) fn new(policy: StoragePolicy, roots: usize) -> Self {
         Self {
-            setup: Setup::default(),
+            fixture: Fixture::default(),
             policy,
             roots,
             stacked: false,
@@ -104,7 +104,7 @@ pub(crate) struct Beside {
     pub(crate) engine: Engine,
     pub(crate) faults: Vec<Arc<FaultyEngine>>,
     pub(crate) roots: Vec<PathBuf>,
-    pub(crate) setup: Setup,
+    pub(crate) fixture: Fixture,
 }
 
 /// The roots below a directory.
@@ -118,7 +118,7 @@ impl Beside {
     /// A store over the roots `root0`, `root1`, ... below `base`.
     pub(crate) fn open(base: &Path, several: &Several) -> Self {
         let several = Several {
-            setup: several.setup.clone().unhurried(),
+            fixture: several.fixture.clone().unhurried(),
             ..several.clone()
         };
         Self::over(roots(base, several.roots), &several, SystemClock::shared())
@@ -127,12 +127,12 @@ impl Beside {
     /// A store over these.
     pub(crate) fn over(roots: Vec<PathBuf>, several: &Several, clock: Arc<dyn Clock>) -> Self {
         log::keep();
-        let setup = several.setup.clone();
+        let fixture = several.fixture.clone();
         let writer = ucm_infra::random_u64();
         let facts: Vec<Arc<RootFacts>> = roots.iter().map(|_| Arc::default()).collect();
         let (mut faults, mut media) = (Vec::new(), Vec::new());
         for (number, root) in roots.iter().enumerate() {
-            let mut config = posix_config(root, &setup, writer);
+            let mut config = posix_config(root, &fixture, writer);
             config.place = RootSlot {
                 number: number as u16,
                 facts: Arc::clone(&facts[number]),
@@ -144,11 +144,11 @@ impl Beside {
             let engine = FaultyEngine::new(PsyncEngine::new(false), 1);
             let options = IoOptions {
                 clock: Arc::clone(&clock),
-                ..IoOptions::with_workers(setup.workers)
+                ..IoOptions::with_workers(fixture.workers)
             };
             let io = IoPool::new(Arc::clone(&engine) as Arc<dyn IoEngine>, &options).unwrap();
             faults.push(engine);
-            let (layout, segments) = match setup.layout {
+            let (layout, segments) = match fixture.layout {
                 Layout::File => (LayoutKind::File, SegmentConfig::default()),
                 Layout::Segment(config) => (LayoutKind::Segment, config),
             };
@@ -166,7 +166,7 @@ impl Beside {
             pool,
             policy,
             compressed: false,
-            max_stuck: setup.breaker.max_stuck,
+            max_stuck: fixture.breaker.max_stuck,
         };
         let tiers = media
             .into_iter()
@@ -180,7 +180,7 @@ impl Beside {
             }]
         };
         if let Some((records, _)) = several.memory {
-            let config = memory_config(&setup, Some(records));
+            let config = memory_config(&fixture, Some(records));
             let config = ucm_media::memory::MemoryConfig {
                 policy: Policy::default(),
                 registry: Some(roots[0].with_file_name("regions")),
@@ -190,14 +190,14 @@ impl Beside {
             let pool = Arc::clone(memory.pool());
             levels.insert(0, tier(memory, pool, WritePolicy::Through).into());
         }
-        let config = engine_config(&setup, writer);
-        let device = super::device::of_this_run(setup.transfer, &clock).unwrap();
+        let config = engine_config(&fixture, writer);
+        let device = super::device::of_this_run(fixture.transfer, &clock).unwrap();
         let engine = Engine::open(config, levels, device, clock).unwrap();
         let store = Self {
             engine,
             faults,
             roots,
-            setup,
+            fixture,
         };
         if store.stat("healthy") == 1 {
             eventually("the roots were counted", || {
@@ -212,7 +212,7 @@ impl Beside {
     pub(crate) fn dump(&self, blocks: &[BlockId]) -> Vec<(BlockId, Error)> {
         let mut failed = Vec::new();
         for &block in blocks {
-            let device = Device::filled(&self.setup, &[block]);
+            let device = Device::filled(&self.fixture, &[block]);
             let mut failures = Vec::new();
             eventually("it is not refused", || {
                 let task = self.engine.dump(device.rows(&[block])).unwrap();
@@ -228,7 +228,7 @@ impl Beside {
     /// Stores side shards of these blocks, each alone, and waits.
     pub(crate) fn dump_alone(&self, blocks: &[BlockId], names: &[&'static str]) {
         eventually("they are stored", || {
-            let task = begin_alone(&self.engine, &self.setup, blocks, names);
+            let task = begin_alone(&self.engine, &self.fixture, blocks, names);
             assert!(task.wait(self.engine.clock(), Until::Published, None));
             let failures = task.failures();
             assert!(failures.is_empty() || are_busy(&failures), "{failures:?}");
@@ -240,7 +240,7 @@ impl Beside {
     pub(crate) fn load(&self, blocks: &[BlockId]) -> Vec<(BlockId, Error)> {
         let mut failed = Vec::new();
         for &block in blocks {
-            let device = Device::blank(&self.setup, &[block]);
+            let device = Device::blank(&self.fixture, &[block]);
             let task = self.engine.load(device.rows(&[block]), None).unwrap();
             assert!(task.wait(self.engine.clock(), Until::Published, None));
             match task.failures().pop() {

@@ -8,13 +8,13 @@ use std::sync::{Arc, Once, OnceLock};
 use parking_lot::{Condvar, Mutex};
 use ucm_core::{BlockId, Error, Result};
 use ucm_device::{
-    CopyDone, DEFAULT_DEVICE, DeviceSpan, Direction, Event, HostDevice, HostSpan, KvLayout,
-    KvPiece, Landed, Piece, Stream, Transfer,
+    Copied, CopyDone, DEFAULT_DEVICE, DeviceSpan, Direction, Event, HostDevice, HostSpan, KvLayout,
+    KvPiece, Piece, Stream, Transfer,
 };
 use ucm_infra::{Clock, MonotonicTime};
 use ucm_store::engine::{Pieces, Row, RowSides};
 
-use super::{Setup, id};
+use super::{Fixture, id};
 
 /// The device of this run: the host, unless `UCM_TEST_DEVICE` names another.
 pub(crate) fn of_this_run(
@@ -211,33 +211,36 @@ impl SoftCuda {
 
 /// Memory that plays the device: one buffer per block, all layers in a row.
 pub(crate) struct Device {
-    setup: Setup,
+    fixture: Fixture,
     blocks: BTreeMap<BlockId, Vec<u8>>,
 }
 
 impl Device {
     /// Blocks filled with what their id stands for.
-    pub(crate) fn filled(setup: &Setup, ids: &[BlockId]) -> Self {
+    pub(crate) fn filled(fixture: &Fixture, ids: &[BlockId]) -> Self {
         Self::of(
-            setup,
-            ids.iter().map(|&id| (id, content(setup, id))).collect(),
+            fixture,
+            ids.iter().map(|&id| (id, content(fixture, id))).collect(),
         )
     }
 
-    fn of(setup: &Setup, blocks: BTreeMap<BlockId, Vec<u8>>) -> Self {
+    fn of(fixture: &Fixture, blocks: BTreeMap<BlockId, Vec<u8>>) -> Self {
         if let Some(driver) = SoftCuda::of_this_run() {
             blocks.values().for_each(|block| driver.accept(block));
         }
         Self {
-            setup: setup.clone(),
+            fixture: fixture.clone(),
             blocks,
         }
     }
 
     /// Blocks filled with rubbish, to be loaded into.
-    pub(crate) fn blank(setup: &Setup, ids: &[BlockId]) -> Self {
-        let len = content(setup, id(0)).len();
-        Self::of(setup, ids.iter().map(|&id| (id, vec![0xee; len])).collect())
+    pub(crate) fn blank(fixture: &Fixture, ids: &[BlockId]) -> Self {
+        let len = content(fixture, id(0)).len();
+        Self::of(
+            fixture,
+            ids.iter().map(|&id| (id, vec![0xee; len])).collect(),
+        )
     }
 
     /// Where a block lies.
@@ -252,7 +255,7 @@ impl Device {
 
     /// One row per shard of each block.
     pub(crate) fn rows(&self, ids: &[BlockId]) -> Vec<Row> {
-        let shards = self.setup.layers / self.setup.layers_per_shard;
+        let shards = self.fixture.layers / self.fixture.layers_per_shard;
         ids.iter()
             .flat_map(|&id| (0..shards).map(move |shard| (id, shard)))
             .map(|(id, shard)| self.row(id, shard))
@@ -264,8 +267,8 @@ impl Device {
     pub(crate) fn row(&self, id: BlockId, shard: u32) -> Row {
         let mut first = self.blocks[&id].as_ptr() as u64;
         let mut all = Vec::new();
-        for _ in 0..self.setup.layers {
-            for &len in &self.setup.tensors {
+        for _ in 0..self.fixture.layers {
+            for &len in &self.fixture.tensors {
                 all.push(KvPiece {
                     first,
                     stride: 0,
@@ -279,7 +282,7 @@ impl Device {
         let pieces = if id.0[0] % 2 == 1 {
             Pieces::Block(Arc::new(layout), 0)
         } else {
-            let count = self.setup.tensors.len() * self.setup.layers_per_shard as usize;
+            let count = self.fixture.tensors.len() * self.fixture.layers_per_shard as usize;
             let first = count * shard as usize;
             Pieces::Listed(layout.spans(0, first..first + count).collect())
         };
@@ -294,17 +297,17 @@ impl Device {
 
     /// What a row brings beside its KV.
     fn sides(&self, id: BlockId, shard: u32) -> RowSides {
-        if self.setup.sides.is_empty() {
+        if self.fixture.sides.is_empty() {
             return RowSides::None;
         }
-        let shards = (self.setup.layers / self.setup.layers_per_shard) as usize;
+        let shards = (self.fixture.layers / self.fixture.layers_per_shard) as usize;
         let share = |(number, (_, len)): (usize, &(&str, u64))| {
             let side = side_content(id, number, *len);
             let share = side.len() / shards;
             side[shard as usize * share..][..share].to_vec()
         };
         RowSides::Beside(
-            self.setup
+            self.fixture
                 .sides
                 .iter()
                 .enumerate()
@@ -315,14 +318,14 @@ impl Device {
 
     /// Whether the block holds what its id stands for.
     pub(crate) fn is_right(&self, id: BlockId) -> bool {
-        self.blocks[&id] == content(&self.setup, id)
+        self.blocks[&id] == content(&self.fixture, id)
     }
 
     /// Whether each shard of it is right, or was not written: what a load of shards that failed may
     /// leave.
     pub(crate) fn is_right_as_far(&self, id: BlockId) -> bool {
-        let (block, right) = (&self.blocks[&id], content(&self.setup, id));
-        let shard = block.len() / (self.setup.layers / self.setup.layers_per_shard) as usize;
+        let (block, right) = (&self.blocks[&id], content(&self.fixture, id));
+        let shard = block.len() / (self.fixture.layers / self.fixture.layers_per_shard) as usize;
         let mut shards = block.chunks(shard).zip(right.chunks(shard));
         shards.all(|(shard, right)| shard == right || shard.iter().all(|&byte| byte == 0xee))
     }
@@ -354,10 +357,10 @@ pub(crate) fn side_content(id: BlockId, number: usize, len: u64) -> Vec<u8> {
 }
 
 /// The bytes an id stands for.
-pub(crate) fn content(setup: &Setup, id: BlockId) -> Vec<u8> {
-    let len = setup.tensors.iter().sum::<u64>() as usize * setup.layers as usize;
+pub(crate) fn content(fixture: &Fixture, id: BlockId) -> Vec<u8> {
+    let len = fixture.tensors.iter().sum::<u64>() as usize * fixture.layers as usize;
     (0..len)
-        .map(|i| match setup.compressed && i % 4 > 1 {
+        .map(|i| match fixture.compressed && i % 4 > 1 {
             true => id.0[i % 2], // half of it compresses well
             false => id.0[i % 16].wrapping_add((i / 16) as u8),
         })
@@ -474,7 +477,7 @@ struct CountedStream {
 }
 
 impl Stream for CountedStream {
-    fn gather(&mut self, src: &[Piece], dst: &mut [u8], _landed: &mut Landed<'_>) -> Result<()> {
+    fn gather(&mut self, src: &[Piece], dst: &mut [u8], _landed: &mut Copied<'_>) -> Result<()> {
         self.transfers.lock().push(src.len());
         self.inner.gather(src, dst, &mut |_, _| {})
     }

@@ -15,7 +15,7 @@ use super::{Layout, Store, of_records};
 impl Store {
     /// The file of a block's record, where it begins there, and its length.
     fn whereabouts(&self, id: BlockId) -> (std::path::PathBuf, usize, usize) {
-        if self.setup.layout == Layout::File {
+        if self.fixture.layout == Layout::File {
             let file = self.file(id);
             let len = std::fs::metadata(&file).unwrap().len();
             return (file, 0, len as usize);
@@ -44,7 +44,7 @@ impl Store {
             drop(bytes.splice(at..at + len, record.clone()))
         });
         assert!(
-            self.setup.layout == Layout::File || record.len() == len,
+            self.fixture.layout == Layout::File || record.len() == len,
             "what lies behind it would move"
         );
         self.forget(id);

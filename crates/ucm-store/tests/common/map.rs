@@ -99,13 +99,13 @@ impl MapBackend {
             }
             match at {
                 Some(at) => drop(inner.records.remove(at)),
-                None => inner.early.gained.push(id),
+                None => inner.early.added.push(id),
             }
             inner.records.push((id, record.to_vec()));
             let full = inner.records.len() > self.limit;
             let victim = full.then(|| inner.records.remove(0));
             victim.map(|(id, record)| {
-                inner.early.lost.push(id);
+                inner.early.removed.push(id);
                 let record = Arc::new(record);
                 self.leaving.lock().push((id, Arc::clone(&record)));
                 Leaving {
@@ -210,7 +210,7 @@ impl Backend for MapTier {
 
     fn read(&self, _io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
         run.into_iter()
-            .map(|read| Outcome::Came(self.read_one(read)))
+            .map(|read| Outcome::Read(self.read_one(read)))
             .collect()
     }
 

@@ -23,7 +23,7 @@ use ucm_store::engine::{EngineConfig, OwnPart};
 use ucm_testkit::FaultyEngine;
 
 use super::servers::{S3, shared_redis, shared_s3};
-use super::{Layout, PartShape, Setup, identity};
+use super::{Fixture, Layout, PartShape, identity};
 
 /// What a test's store keeps its records on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -102,13 +102,13 @@ pub(crate) fn soft3fs() -> String {
 pub(super) fn of_kind(
     word: &str,
     root: &Path,
-    setup: &Setup,
+    fixture: &Fixture,
     writer: u64,
     clock: &Arc<dyn Clock>,
 ) -> ucm_core::Result<(Arc<dyn Backend>, Arc<IoPool>)> {
     let context = BuildContext {
-        scope: scope(setup, writer),
-        slots: usize::try_from(setup.slots).unwrap(),
+        scope: scope(fixture, writer),
+        slots: usize::try_from(fixture.slots).unwrap(),
         processes: 1,
         scheduler_elsewhere: false,
         clock: Arc::clone(clock),
@@ -116,7 +116,7 @@ pub(super) fn of_kind(
     let kind = registry::find(word)?;
     let mut options = sample(&kind, root);
     options.extend(
-        setup
+        fixture
             .options
             .iter()
             .map(|(key, value)| ((*key).to_owned(), value.clone())),
@@ -126,20 +126,24 @@ pub(super) fn of_kind(
 }
 
 /// A store on this.
-pub(crate) fn on(medium: Medium) -> Setup {
-    Setup {
+pub(crate) fn on(medium: Medium) -> Fixture {
+    Fixture {
         medium,
-        ..Setup::default()
+        ..Fixture::default()
     }
 }
 
 /// The sizes of the blocks of a test and of their records.
-pub(crate) fn shape(setup: &Setup) -> (Geometry, RecordLayout) {
-    let geometry =
-        Geometry::new(setup.tensors.clone(), setup.layers, setup.layers_per_shard).unwrap();
+pub(crate) fn shape(fixture: &Fixture) -> (Geometry, RecordLayout) {
+    let geometry = Geometry::new(
+        fixture.tensors.clone(),
+        fixture.layers,
+        fixture.layers_per_shard,
+    )
+    .unwrap();
     let record = RecordLayout::new(&geometry).describing(16, DType::F32);
-    let record = record.with_sides(setup.side_specs()).unwrap();
-    let record = if setup.keys.is_some() {
+    let record = record.with_sides(fixture.side_specs()).unwrap();
+    let record = if fixture.keys.is_some() {
         record.encrypted().unwrap()
     } else {
         record
@@ -148,96 +152,96 @@ pub(crate) fn shape(setup: &Setup) -> (Geometry, RecordLayout) {
 }
 
 /// Bytes of the longest record of a test's store.
-pub(crate) fn slot_len(setup: &Setup) -> u64 {
-    let parts = (0..=setup.own_parts.len()).map(|number| setup.of_part(number));
-    let lens = parts.map(|setup| shape(&setup).1.record_len());
+pub(crate) fn slot_len(fixture: &Fixture) -> u64 {
+    let parts = (0..=fixture.own_parts.len()).map(|number| fixture.of_part(number));
+    let lens = parts.map(|fixture| shape(&fixture).1.record_len());
     lens.max().unwrap() as u64
 }
 
 /// Whose records a test's store keeps.
-pub(crate) fn scope(setup: &Setup, writer: u64) -> Scope {
+pub(crate) fn scope(fixture: &Fixture, writer: u64) -> Scope {
     Scope {
-        identity: identity(setup.weights),
+        identity: identity(fixture.weights),
         labels: BTreeMap::new(),
-        part: setup.part,
-        record: shape(setup).1,
-        other_parts: other_parts(setup),
-        shorter: setup.compressed && matches!(setup.layout, Layout::Segment(_)),
-        lookup_only: setup.lookup_only,
+        part: fixture.part,
+        record: shape(fixture).1,
+        other_parts: other_parts(fixture),
+        shorter: fixture.compressed && matches!(fixture.layout, Layout::Segment(_)),
+        lookup_only: fixture.lookup_only,
         writer,
     }
 }
 
 /// What a test's engine goes by.
-pub(super) fn engine_config(setup: &Setup, writer: u64) -> EngineConfig {
+pub(super) fn engine_config(fixture: &Fixture, writer: u64) -> EngineConfig {
     let own = |number| {
-        let setup = setup.of_part(number);
+        let fixture = fixture.of_part(number);
         OwnPart {
-            part: setup.part,
-            geometry: shape(&setup).0,
+            part: fixture.part,
+            geometry: shape(&fixture).0,
             block_tokens: 16,
             dtype: DType::F32,
         }
     };
     EngineConfig {
-        geometry: shape(setup).0,
-        identity: identity(setup.weights),
-        part: setup.part,
-        own_parts: (1..=setup.own_parts.len()).map(own).collect(),
+        geometry: shape(fixture).0,
+        identity: identity(fixture.weights),
+        part: fixture.part,
+        own_parts: (1..=fixture.own_parts.len()).map(own).collect(),
         block_tokens: 16,
         dtype: DType::F32,
-        sides: setup.side_specs(),
-        staging_bytes: if setup.lookup_only {
+        sides: fixture.side_specs(),
+        staging_bytes: if fixture.lookup_only {
             0
         } else {
-            setup.slots * slot_len(setup)
+            fixture.slots * slot_len(fixture)
         },
-        copy_threads: setup.copy_threads,
-        deadlines: setup.deadlines,
-        breaker: setup.breaker,
+        copy_threads: fixture.copy_threads,
+        deadlines: fixture.deadlines,
+        breaker: fixture.breaker,
         writer,
-        keys: setup.keys.clone(),
-        tenant_quota: setup.tenant_quota,
+        keys: fixture.keys.clone(),
+        tenant_quota: fixture.tenant_quota,
     }
 }
 
 /// The other parts of a test's store, and those that are named to it.
-fn other_parts(setup: &Setup) -> Vec<PartRecord> {
+fn other_parts(fixture: &Fixture) -> Vec<PartRecord> {
     let record = |shape: &PartShape, own| PartRecord {
         part: shape.part,
-        record: self::shape(&setup.shaped(shape)).1,
+        record: self::shape(&fixture.shaped(shape)).1,
         own,
     };
-    let own = setup.own_parts.iter().map(|shape| record(shape, true));
-    let others = setup.other_parts.iter().map(|shape| record(shape, false));
+    let own = fixture.own_parts.iter().map(|shape| record(shape, true));
+    let others = fixture.other_parts.iter().map(|shape| record(shape, false));
     own.chain(others).collect()
 }
 
 /// A memory tier for this many records of a test.
-pub(crate) fn memory_config(setup: &Setup, records: Option<u64>) -> MemoryConfig {
-    let slot_len = slot_len(setup).next_multiple_of(4096);
+pub(crate) fn memory_config(fixture: &Fixture, records: Option<u64>) -> MemoryConfig {
+    let slot_len = slot_len(fixture).next_multiple_of(4096);
     let bytes = |records| records * (slot_len + 64) + 3 * 4096;
     let capacity = records.map(bytes).and_then(std::num::NonZeroU64::new);
     let scope = Scope {
         shorter: false,
-        ..scope(setup, 0)
+        ..scope(fixture, 0)
     };
     MemoryConfig::new(scope, capacity)
 }
 
 /// What a test's root goes by.
-pub(super) fn posix_config(root: &Path, setup: &Setup, writer: u64) -> PosixConfig {
+pub(super) fn posix_config(root: &Path, fixture: &Fixture, writer: u64) -> PosixConfig {
     PosixConfig {
         root: root.to_owned(),
-        scope: scope(setup, writer),
+        scope: scope(fixture, writer),
         direct: false,
-        capacity: setup
+        capacity: fixture
             .capacity
             .and_then(std::num::NonZeroU64::new)
             .map(Capacity::Bytes),
-        rules: setup.rules,
-        process: setup.process.clone(),
-        modes: setup.modes,
+        rules: fixture.rules,
+        process: fixture.process.clone(),
+        modes: fixture.modes,
         place: RootSlot::default(),
     }
 }
@@ -245,23 +249,23 @@ pub(super) fn posix_config(root: &Path, setup: &Setup, writer: u64) -> PosixConf
 /// A backend over files.
 pub(super) fn posix(
     root: &Path,
-    setup: &Setup,
+    fixture: &Fixture,
     writer: u64,
     faults: &Arc<FaultyEngine>,
     clock: &Arc<dyn Clock>,
 ) -> ucm_core::Result<(Arc<dyn Backend>, Arc<IoPool>)> {
-    let posix = posix_config(root, setup, writer);
+    let posix = posix_config(root, fixture, writer);
     let (engine, clock) = (Arc::clone(faults) as Arc<dyn IoEngine>, Arc::clone(clock));
     let options = IoOptions {
         clock: Arc::clone(&clock),
-        ..IoOptions::with_workers(setup.workers)
+        ..IoOptions::with_workers(fixture.workers)
     };
     let io = IoPool::new(engine, &options)?;
     let pool = Arc::clone(&io);
-    if setup.unnamed {
-        return Ok((unnamed(posix, setup, io, clock)?, pool));
+    if fixture.unnamed {
+        return Ok((unnamed(posix, fixture, io, clock)?, pool));
     }
-    let (layout, segments) = match setup.layout {
+    let (layout, segments) = match fixture.layout {
         Layout::File => (LayoutKind::File, SegmentConfig::default()),
         Layout::Segment(config) => (LayoutKind::Segment, config),
     };
@@ -272,16 +276,16 @@ pub(super) fn posix(
 /// test uses.
 fn unnamed(
     posix: PosixConfig,
-    setup: &Setup,
+    fixture: &Fixture,
     io: Arc<IoPool>,
     clock: Arc<dyn Clock>,
 ) -> ucm_core::Result<Arc<dyn Backend>> {
-    let segments = match setup.layout {
+    let segments = match fixture.layout {
         Layout::File => SegmentConfig::default(),
         Layout::Segment(config) => config,
     };
     let new = !posix.scope.lookup_only && !posix.root.join("ucm-root.json").exists();
-    if new && setup.layout == Layout::File {
+    if new && fixture.layout == Layout::File {
         // Where nothing can be written yet nothing is found either.
         drop(std::fs::create_dir_all(
             posix.root.join("0".repeat(32)).join("blocks/00"),

@@ -8,12 +8,12 @@ use ucm_media::backend::{Backend, Written};
 use ucm_media::memory::{MemoryBackend, MemoryConfig, Policy};
 use ucm_record::RecordMeta;
 
-use super::{Medium, Setup, identity, memory_config, shape};
+use super::{Fixture, Medium, identity, memory_config, shape};
 
-pub(crate) fn setup(records: u64) -> Setup {
-    Setup {
+pub(crate) fn fixture(records: u64) -> Fixture {
+    Fixture {
         medium: Medium::Memory(records, Policy::Lru),
-        ..Setup::default()
+        ..Fixture::default()
     }
 }
 
@@ -22,7 +22,7 @@ pub(crate) fn tier(
     records: u64,
     change: impl FnOnce(&mut MemoryConfig),
 ) -> MemoryBackend {
-    let mut config = memory_config(&Setup::default(), (records > 0).then_some(records));
+    let mut config = memory_config(&Fixture::default(), (records > 0).then_some(records));
     config.registry = Some(dir.join("regions"));
     change(&mut config);
     let tier = MemoryBackend::new(config, SystemClock::shared()).unwrap();
@@ -30,9 +30,9 @@ pub(crate) fn tier(
     tier
 }
 
-/// A sealed record of the default setup.
+/// A sealed record of the default fixture.
 pub(crate) fn record(id: BlockId) -> Vec<u8> {
-    let layout = shape(&Setup::default()).1;
+    let layout = shape(&Fixture::default()).1;
     let mut record = vec![id.0[0]; layout.record_len()];
     let meta = RecordMeta {
         id,

@@ -10,33 +10,33 @@ use ucm_media::backend::Flush;
 use ucm_media::segment::{Merging, SegmentConfig};
 
 use super::shared::LONG;
-use super::{Device, Layout, Setup, Store, are_busy, eventually};
+use super::{Device, Fixture, Layout, Store, are_busy, eventually};
 
 /// Looks for segments to merge all the time, and removes them after `grace`.
-pub(crate) fn eager(grace: Duration) -> Setup {
-    Setup {
+pub(crate) fn eager(grace: Duration) -> Fixture {
+    Fixture {
         layout: Layout::merging(Merging {
             rate: u64::MAX,
             look: Duration::from_millis(12),
             grace,
         }),
-        ..Setup::default()
+        ..Fixture::default()
     }
 }
 
 /// Never merges; a segment is sealed at a flush.
-pub(crate) fn filling() -> Setup {
+pub(crate) fn filling() -> Fixture {
     let merging = Merging {
         rate: 0,
         ..Merging::default()
     };
-    Setup {
+    Fixture {
         layout: Layout::Segment(SegmentConfig {
             age: LONG,
             merging,
             ..SegmentConfig::default()
         }),
-        ..Setup::default()
+        ..Fixture::default()
     }
 }
 
@@ -83,9 +83,9 @@ pub(crate) fn seal(store: &Store, device: &Device, blocks: &[BlockId]) {
 }
 
 /// Leaves these blocks below a root, one segment for each.
-pub(crate) fn fill(root: &Path, setup: &Setup, blocks: &[BlockId]) {
-    let store = Store::open(root, setup.clone());
-    let device = Device::filled(setup, blocks);
+pub(crate) fn fill(root: &Path, fixture: &Fixture, blocks: &[BlockId]) {
+    let store = Store::open(root, fixture.clone());
+    let device = Device::filled(fixture, blocks);
     blocks
         .iter()
         .for_each(|block| seal(&store, &device, &[*block]));
@@ -97,7 +97,7 @@ pub(crate) fn finds(store: &Store, blocks: &[BlockId]) -> Vec<bool> {
 }
 
 pub(crate) fn loads(store: &Store, blocks: &[BlockId]) -> bool {
-    let device = Device::blank(&store.setup, blocks);
+    let device = Device::blank(&store.fixture, blocks);
     let loaded = store.load(&device, blocks).is_ok();
     let fine = |block: &BlockId| device.is_right(*block) || device.is_blank(*block);
     assert!(blocks.iter().all(fine), "wrong bytes on the device");

@@ -5,6 +5,7 @@
 
 pub(crate) mod beside;
 pub(crate) mod device;
+pub(crate) mod fixture;
 pub(crate) mod harm;
 pub(crate) mod map;
 pub(crate) mod media;
@@ -15,7 +16,6 @@ pub(crate) mod over;
 pub(crate) mod pages;
 pub(crate) mod segments;
 pub(crate) mod servers;
-pub(crate) mod setup;
 pub(crate) mod shared;
 pub(crate) mod sides;
 pub(crate) mod stored;
@@ -36,11 +36,11 @@ use ucm_store::engine::{Engine, Task, Until};
 use ucm_store::tiers::{TierConfig, WritePolicy};
 use ucm_testkit::{Fault, FaultyEngine, Gate, OpKind, Rule};
 
+#[allow(unused_imports, reason = "each test file uses its part of this")]
+pub(crate) use fixture::{Above, Fixture, Layout, PartShape};
 use map::{MapBackend, MapTier};
 #[allow(unused_imports, reason = "each test file uses its part of this")]
 pub(crate) use over::only_over;
-#[allow(unused_imports, reason = "each test file uses its part of this")]
-pub(crate) use setup::{Above, Layout, PartShape, Setup};
 
 #[allow(unused_imports, reason = "each test file uses its part of this")]
 pub(crate) use device::{Device, SlowDevice, SoftCuda, content};
@@ -53,7 +53,7 @@ pub(crate) struct Store {
     /// The lowest medium.
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) faults: Arc<FaultyEngine>,
-    pub(crate) setup: Setup,
+    pub(crate) fixture: Fixture,
     pub(crate) root: PathBuf,
     /// The map above the root, and the faults of the root above it.
     pub(crate) map: Option<Arc<MapBackend>>,
@@ -84,7 +84,7 @@ fn times(faults: &FaultyEngine, kind: OpKind, file: &PathBuf) -> usize {
 
 fn in_memory(
     root: &Path,
-    setup: &Setup,
+    fixture: &Fixture,
     records: u64,
     policy: Policy,
     clock: &Arc<dyn Clock>,
@@ -92,7 +92,7 @@ fn in_memory(
     let config = MemoryConfig {
         policy,
         registry: Some(root.join("regions")),
-        ..memory_config(setup, (!setup.lookup_only).then_some(records))
+        ..memory_config(fixture, (!fixture.lookup_only).then_some(records))
     };
     Ok(Arc::new(MemoryBackend::new(config, Arc::clone(clock))?))
 }
@@ -126,38 +126,45 @@ pub(crate) fn identity(weights: &str) -> Identity {
 }
 
 impl Store {
-    pub(crate) fn open(root: &Path, setup: Setup) -> Self {
-        Self::with_clock(root, setup.unhurried(), SystemClock::shared())
+    pub(crate) fn open(root: &Path, fixture: Fixture) -> Self {
+        Self::with_clock(root, fixture.unhurried(), SystemClock::shared())
     }
 
-    pub(crate) fn with_clock(root: &Path, setup: Setup, clock: Arc<dyn Clock>) -> Self {
-        Self::build(root, setup, clock, Vec::new(), true).unwrap()
+    pub(crate) fn with_clock(root: &Path, fixture: Fixture, clock: Arc<dyn Clock>) -> Self {
+        Self::build(root, fixture, clock, Vec::new(), true).unwrap()
     }
 
     /// Without waiting for the first count.
-    pub(crate) fn with_clock_now(root: &Path, setup: Setup, clock: Arc<dyn Clock>) -> Self {
-        Self::build(root, setup, clock, Vec::new(), false).unwrap()
+    pub(crate) fn with_clock_now(root: &Path, fixture: Fixture, clock: Arc<dyn Clock>) -> Self {
+        Self::build(root, fixture, clock, Vec::new(), false).unwrap()
     }
 
     /// The same with faults from the first operation on.
     pub(crate) fn faulty_with_clock(
         root: &Path,
-        setup: Setup,
+        fixture: Fixture,
         rules: Vec<Rule>,
         clock: Arc<dyn Clock>,
     ) -> Self {
-        Self::build(root, setup, clock, rules, false).unwrap()
+        Self::build(root, fixture, clock, rules, false).unwrap()
     }
 
     /// With faults from the first operation on.
-    pub(crate) fn open_faulty(root: &Path, setup: Setup, rules: Vec<Rule>) -> Self {
-        Self::build(root, setup.unhurried(), SystemClock::shared(), rules, false).unwrap()
-    }
-
-    pub(crate) fn try_open(root: &Path, setup: Setup) -> ucm_core::Result<Self> {
+    pub(crate) fn open_faulty(root: &Path, fixture: Fixture, rules: Vec<Rule>) -> Self {
         Self::build(
             root,
-            setup.unhurried(),
+            fixture.unhurried(),
+            SystemClock::shared(),
+            rules,
+            false,
+        )
+        .unwrap()
+    }
+
+    pub(crate) fn try_open(root: &Path, fixture: Fixture) -> ucm_core::Result<Self> {
+        Self::build(
+            root,
+            fixture.unhurried(),
             SystemClock::shared(),
             Vec::new(),
             true,
@@ -166,7 +173,7 @@ impl Store {
 
     fn build(
         root: &Path,
-        setup: Setup,
+        fixture: Fixture,
         clock: Arc<dyn Clock>,
         rules: Vec<Rule>,
         counted: bool,
@@ -178,27 +185,29 @@ impl Store {
         }
         let writer = ucm_infra::random_u64();
         let mut memory = None;
-        let (backend, pool) = match setup.medium {
-            Medium::Posix => media::posix(root, &setup, writer, &faults, &clock)?,
+        let (backend, pool) = match fixture.medium {
+            Medium::Posix => media::posix(root, &fixture, writer, &faults, &clock)?,
             Medium::Memory(records, policy) => {
-                of_memory(memory.insert(in_memory(root, &setup, records, policy, &clock)?))
+                of_memory(memory.insert(in_memory(root, &fixture, records, policy, &clock)?))
             }
-            Medium::Kind(word) => media::of_kind(word, root, &setup, writer, &clock)?,
+            Medium::Kind(word) => media::of_kind(word, root, &fixture, writer, &clock)?,
         };
         let in_segments =
-            setup.medium == Medium::Posix && matches!(setup.layout, Layout::Segment(_));
+            fixture.medium == Medium::Posix && matches!(fixture.layout, Layout::Segment(_));
         let tier = |(backend, pool): (Arc<dyn Backend>, _), policy| TierConfig {
-            compressed: setup.compressed && in_segments && backend.features().memory.is_none(),
+            compressed: fixture.compressed && in_segments && backend.features().memory.is_none(),
             backend,
             pool,
             policy,
-            max_stuck: setup.breaker.max_stuck,
+            max_stuck: fixture.breaker.max_stuck,
         };
         let (mut map, mut upper) = (None, None);
-        let above = match setup.above {
-            _ if matches!(setup.medium, Medium::Memory(..)) => None, // it is the top tier
+        let above = match fixture.above {
+            _ if matches!(fixture.medium, Medium::Memory(..)) => None, // it is the top tier
             // `UCM_TEST_TIERS` means directories.
-            of_this_run if setup.medium != Medium::Posix && of_this_run == Above::of_this_run() => {
+            of_this_run
+                if fixture.medium != Medium::Posix && of_this_run == Above::of_this_run() =>
+            {
                 None
             }
             Above::Nothing => None,
@@ -212,7 +221,7 @@ impl Store {
                 Some(((top, IoPool::psync(false, &options)?), policy))
             }
             Above::Memory(records, policy) => {
-                let made = in_memory(root, &setup, records, Policy::default(), &clock)?;
+                let made = in_memory(root, &fixture, records, Policy::default(), &clock)?;
                 Some((of_memory(memory.insert(made)), policy))
             }
             Above::File => {
@@ -221,7 +230,7 @@ impl Store {
                     std::fs::create_dir_all(dir).unwrap();
                 }
                 Some((
-                    media::posix(&above(root), &setup, writer, io, &clock)?,
+                    media::posix(&above(root), &fixture, writer, io, &clock)?,
                     WritePolicy::Through,
                 ))
             }
@@ -231,17 +240,17 @@ impl Store {
             None => vec![tier(lower, WritePolicy::Through)],
             Some((top, policy)) => vec![tier(top, WritePolicy::Through), tier(lower, policy)],
         };
-        let config = media::engine_config(&setup, writer);
-        let device: Arc<dyn ucm_device::Device> = match &setup.device {
+        let config = media::engine_config(&fixture, writer);
+        let device: Arc<dyn ucm_device::Device> = match &fixture.device {
             Some(device) => Arc::clone(device) as Arc<dyn ucm_device::Device>,
-            None => device::of_this_run(setup.transfer, &clock)?,
+            None => device::of_this_run(fixture.transfer, &clock)?,
         };
         let engine = Engine::open(config, tiers, device, clock)?;
         let store = Self {
             engine,
             backend,
             faults,
-            setup,
+            fixture,
             root: root.to_owned(),
             map,
             upper,
@@ -250,7 +259,7 @@ impl Store {
         };
         // So that faults and counts of a test see its own operations only, not those of the first
         // count.
-        if counted && !store.setup.lookup_only && store.stat("healthy") == 1 {
+        if counted && !store.fixture.lookup_only && store.stat("healthy") == 1 {
             eventually("the root was counted", || {
                 store.stat("storage_counted") == 1
             });
@@ -280,7 +289,7 @@ impl Store {
     }
 
     fn file_below(&self, root: &Path, id: BlockId) -> PathBuf {
-        let namespace = root.join(identity(self.setup.weights).namespace());
+        let namespace = root.join(identity(self.fixture.weights).namespace());
         namespace
             .join("blocks")
             .join(format!("{:02x}", id.0[0]))

@@ -5,7 +5,7 @@
 
 use std::io::Write;
 
-use super::{Above, Layout, Setup};
+use super::{Above, Fixture, Layout};
 
 /// What the store of this run must be.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -43,10 +43,10 @@ impl Needs {
     /// Says that a test is skipped, and why: to the log, and to the file that `UCM_TEST_SKIPPED`
     /// names.
     pub(crate) fn skip(self, test: &str, why: &str) {
-        let setup = Setup::default();
+        let fixture = Fixture::default();
         let text = format!(
             "{test} needs {self:?}, not {:?} below {:?}: {why}\n",
-            setup.layout, setup.above
+            fixture.layout, fixture.above
         );
         eprint!("skipped: {text}");
         if let Some(path) = std::env::var_os("UCM_TEST_SKIPPED") {

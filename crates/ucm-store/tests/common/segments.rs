@@ -13,7 +13,7 @@ use ucm_testkit::{Fault, OpKind, Rule};
 
 use super::servers::{BUCKET, shared_s3};
 use super::shared::LONG;
-use super::{Above, Device, Layout, Medium, Setup, Store, eventually, identity};
+use super::{Above, Device, Fixture, Layout, Medium, Store, eventually, identity};
 
 /// Where a record lies.
 #[derive(Clone, Debug, PartialEq)]
@@ -27,16 +27,16 @@ pub(crate) struct Place {
 impl Store {
     /// The directory of a namespace.
     pub(crate) fn namespace(&self) -> PathBuf {
-        self.root.join(identity(self.setup.weights).namespace())
+        self.root.join(identity(self.fixture.weights).namespace())
     }
 
     /// The segments that have a name, by name; of a store on the tests' own S3 server where that
     /// keeps them.
     pub(crate) fn segments(&self) -> Vec<PathBuf> {
-        let namespace = match self.setup.medium {
+        let namespace = match self.fixture.medium {
             Medium::Kind("object") => self
                 .objects()
-                .join(identity(self.setup.weights).namespace()),
+                .join(identity(self.fixture.weights).namespace()),
             _ => self.namespace(),
         };
         files(&namespace.join("segments"))
@@ -50,7 +50,7 @@ impl Store {
             .unwrap();
         let url = options["storage_backends"][0].as_str().unwrap();
         let told = self
-            .setup
+            .fixture
             .options
             .iter()
             .find(|(key, _)| *key == "object_credentials");
@@ -109,17 +109,17 @@ pub(crate) fn places(file: &Path) -> Vec<Place> {
 }
 
 /// Puts blocks into one segment.
-pub(crate) fn write(dir: &Path, setup: &Setup, blocks: &[BlockId]) {
+pub(crate) fn write(dir: &Path, fixture: &Fixture, blocks: &[BlockId]) {
     let store = Store::open(
         dir,
-        Setup {
+        Fixture {
             layout: patient().layout,
             above: Above::Nothing,
             slots: 64, // a quarter of them is never given to dumps
-            ..setup.clone()
+            ..fixture.clone()
         },
     );
-    let device = Device::filled(setup, blocks);
+    let device = Device::filled(fixture, blocks);
     let task = store.engine.dump(device.rows(blocks)).unwrap();
     eventually("the records are written", || {
         store
@@ -146,11 +146,11 @@ pub(crate) fn await_taken_over(store: &Store) {
 /// it.
 pub(crate) fn die_at_seal(
     root: &Path,
-    setup: &Setup,
+    fixture: &Fixture,
     device: &Device,
     blocks: &[BlockId],
 ) -> PathBuf {
-    let store = Store::open(root, setup.clone());
+    let store = Store::open(root, fixture.clone());
     let task = begin(&store, device, blocks);
     store.fault(Rule::on(OpKind::Finish, Fault::Killed { keep: 50 }));
     store.backend.flush(Flush::Now);
@@ -177,27 +177,27 @@ pub(crate) fn change(path: &Path, change: impl FnOnce(&mut Vec<u8>)) {
 }
 
 /// Sealed as soon as nothing is being written.
-pub(crate) fn quick() -> Setup {
-    Setup {
+pub(crate) fn quick() -> Fixture {
+    Fixture {
         layout: Layout::segments(),
-        ..Setup::default()
+        ..Fixture::default()
     }
 }
 
 /// Sealed after an hour, or at a flush.
-pub(crate) fn patient() -> Setup {
-    Setup {
+pub(crate) fn patient() -> Fixture {
+    Fixture {
         layout: Layout::Segment(SegmentConfig {
             age: LONG,
             ..SegmentConfig::default()
         }),
-        ..Setup::default()
+        ..Fixture::default()
     }
 }
 
 /// Loads blocks; whether that went well. Exact, or untouched.
 pub(crate) fn loads(store: &Store, blocks: &[BlockId]) -> bool {
-    let device = Device::blank(&store.setup, blocks);
+    let device = Device::blank(&store.fixture, blocks);
     let loaded = store.load(&device, blocks).is_ok();
     let right = |block: &BlockId| device.is_right(*block);
     assert!(

@@ -9,29 +9,29 @@ use ucm_infra::{Clock, ManualClock, MonotonicTime};
 use ucm_io::Process;
 use ucm_store::engine::Until;
 
-use super::{Device, Setup, Store, eventually};
+use super::{Device, Fixture, Store, eventually};
 
 /// Bytes of a record of a test.
 pub(crate) const RECORD: u64 = 8192;
 
 /// A store with room for this many records.
-pub(crate) fn small(records: u64) -> Setup {
-    Setup {
+pub(crate) fn small(records: u64) -> Fixture {
+    Fixture {
         capacity: Some(records * RECORD),
-        ..Setup::default()
+        ..Fixture::default()
     }
 }
 
 /// The same on another host, whose processes may or may not live.
-pub(crate) fn elsewhere(setup: &Setup) -> Setup {
+pub(crate) fn elsewhere(fixture: &Fixture) -> Fixture {
     let host = "elsewhere".into();
     let process = Process {
         host,
         ..Process::this()
     };
-    Setup {
+    Fixture {
         process,
-        ..setup.clone()
+        ..fixture.clone()
     }
 }
 
@@ -67,8 +67,8 @@ pub(crate) fn documents(dir: &Path, kind: &str) -> Vec<serde_json::Value> {
 pub(crate) const LONG: Duration = Duration::from_secs(3600);
 
 /// A store that has been counted, on a clock of the test's.
-pub(crate) fn on(clock: &Arc<ManualClock>, dir: &Path, setup: &Setup) -> Store {
-    Store::with_clock(dir, setup.clone(), Arc::clone(clock) as Arc<dyn Clock>)
+pub(crate) fn on(clock: &Arc<ManualClock>, dir: &Path, fixture: &Fixture) -> Store {
+    Store::with_clock(dir, fixture.clone(), Arc::clone(clock) as Arc<dyn Clock>)
 }
 
 /// Waits while the clock goes on, twenty times as fast as the real one and for `most` at the

@@ -6,29 +6,29 @@ use ucm_store::tiers::WritePolicy;
 
 use super::device::side_content;
 use super::segments::{Place, change, quick};
-use super::{Above, Device, Layout, Setup, Store, id};
+use super::{Above, Device, Fixture, Layout, Store, id};
 
 pub(crate) const MEAN: &str = "mean-k";
 pub(crate) const CODES: &str = "codes";
 
 /// With two side shards, one of which is longer than a page. The layout is named.
-pub(crate) fn sided(setup: Setup) -> Setup {
-    Setup {
+pub(crate) fn sided(fixture: Fixture) -> Fixture {
+    Fixture {
         sides: vec![(MEAN, 96), (CODES, 6000)],
         unnamed: false,
-        ..setup
+        ..fixture
     }
 }
 
-pub(crate) fn plain(setup: Setup) -> Setup {
-    Setup {
+pub(crate) fn plain(fixture: Fixture) -> Fixture {
+    Fixture {
         sides: Vec::new(),
-        ..setup
+        ..fixture
     }
 }
 
-pub(crate) fn default() -> Setup {
-    sided(Setup::default())
+pub(crate) fn default() -> Fixture {
+    sided(Fixture::default())
 }
 
 /// The id under which a side shard of a block lies alone.
@@ -90,12 +90,12 @@ pub(crate) fn has_all(store: &Store, blocks: &[BlockId]) -> bool {
 
 pub(crate) fn dump(store: &Store, blocks: &[BlockId]) {
     store
-        .dump(&Device::filled(&store.setup, blocks), blocks)
+        .dump(&Device::filled(&store.fixture, blocks), blocks)
         .unwrap();
 }
 
 pub(crate) fn loads(store: &Store, blocks: &[BlockId]) -> bool {
-    let device = Device::blank(&store.setup, blocks);
+    let device = Device::blank(&store.fixture, blocks);
     let loaded = store.load(&device, blocks).is_ok();
     assert!(!loaded || blocks.iter().all(|&block| device.is_right(block)));
     loaded
@@ -130,18 +130,18 @@ pub(crate) fn assert_cut(store: &Store, len: usize) {
 
 /// Side shards of blocks made again, and stored alone.
 pub(crate) fn dump_alone(store: &Store, blocks: &[BlockId], names: &[&'static str]) {
-    let task = begin_alone(&store.engine, &store.setup, blocks, names);
+    let task = begin_alone(&store.engine, &store.fixture, blocks, names);
     store.outcome(&task).unwrap();
 }
 
 /// The same begun in an engine.
 pub(crate) fn begin_alone(
     engine: &Engine,
-    setup: &Setup,
+    fixture: &Fixture,
     blocks: &[BlockId],
     names: &[&'static str],
 ) -> Task {
-    let declared = &setup.sides;
+    let declared = &fixture.sides;
     let bytes = |name: &&'static str| {
         let number = declared.iter().position(|(side, _)| side == name).unwrap();
         let of = |&block: &BlockId| side_content(block, number, declared[number].1);
@@ -156,25 +156,25 @@ pub(crate) fn begin_alone(
     engine.dump_sides(blocks, &sides).unwrap()
 }
 
-pub(crate) fn each_way(setup: &Setup) -> [Setup; 2] {
-    let layerwise = Setup {
+pub(crate) fn each_way(fixture: &Fixture) -> [Fixture; 2] {
+    let layerwise = Fixture {
         layers_per_shard: 1,
-        ..setup.clone()
+        ..fixture.clone()
     };
-    [setup.clone(), layerwise]
+    [fixture.clone(), layerwise]
 }
 
 /// Layouts, codecs and what stands above.
-pub(crate) fn columns() -> Vec<Setup> {
+pub(crate) fn columns() -> Vec<Fixture> {
     let below = [
-        Setup::default(),
-        Setup {
+        Fixture::default(),
+        Fixture {
             layout: Layout::File,
             compressed: false,
-            ..Setup::default()
+            ..Fixture::default()
         },
         quick(),
-        Setup::default().compressed(),
+        Fixture::default().compressed(),
     ];
     let above = [
         Above::Nothing,
@@ -182,11 +182,11 @@ pub(crate) fn columns() -> Vec<Setup> {
         Above::Map(64, WritePolicy::Through),
         Above::File,
     ];
-    let on = |setup: Setup| {
+    let on = |fixture: Fixture| {
         above.map(|above| {
-            sided(Setup {
+            sided(Fixture {
                 above,
-                ..setup.clone()
+                ..fixture.clone()
             })
         })
     };
@@ -194,8 +194,8 @@ pub(crate) fn columns() -> Vec<Setup> {
 }
 
 /// Those in which all that lasts is in one root.
-pub(crate) fn of_one_root() -> impl Iterator<Item = Setup> {
+pub(crate) fn of_one_root() -> impl Iterator<Item = Fixture> {
     columns()
         .into_iter()
-        .filter(|setup| setup.above != Above::File)
+        .filter(|fixture| fixture.above != Above::File)
 }

@@ -12,7 +12,7 @@ use super::{Medium, Store, identity};
 impl Store {
     /// The bytes that are stored under an id.
     pub(crate) fn stored(&self, id: BlockId) -> Option<Vec<u8>> {
-        match self.setup.medium {
+        match self.fixture.medium {
             Medium::Kind("redis") => match self.redis(&[b"GET", self.key(id).as_bytes()]) {
                 Reply::Bytes(bytes) => Some(bytes),
                 Reply::Nil => None,
@@ -24,7 +24,7 @@ impl Store {
 
     /// Others are stored under it.
     pub(crate) fn store_as(&self, id: BlockId, bytes: &[u8]) {
-        match self.setup.medium {
+        match self.fixture.medium {
             Medium::Kind("redis") => {
                 assert_eq!(
                     self.redis(&[b"SET", self.key(id).as_bytes(), bytes]),
@@ -37,7 +37,7 @@ impl Store {
 
     /// Nothing is.
     pub(crate) fn remove_stored(&self, id: BlockId) {
-        match self.setup.medium {
+        match self.fixture.medium {
             Medium::Kind("redis") => _ = self.redis(&[b"DEL", self.key(id).as_bytes()]),
             _ => _ = std::fs::remove_file(self.file(id)),
         }
@@ -47,12 +47,15 @@ impl Store {
     pub(crate) fn key(&self, id: BlockId) -> String {
         let options = registry::find("redis").unwrap().sample(&self.root).unwrap();
         let prefix = options["redis_key_prefix"].as_str().unwrap();
-        format!("{prefix}:{}:{id}", identity(self.setup.weights).namespace())
+        format!(
+            "{prefix}:{}:{id}",
+            identity(self.fixture.weights).namespace()
+        )
     }
 
     /// Reads from the server itself.
     pub(crate) fn redis(&self, words: &[&[u8]]) -> Reply {
-        let address = self.setup.server();
+        let address = self.fixture.server();
         ask(address.strip_prefix("redis://").unwrap(), words)
     }
 }

@@ -4,43 +4,43 @@ use ucm_core::BlockId;
 use ucm_store::tiers::WritePolicy;
 use ucm_testkit::{Fault, OpKind, Rule};
 
-use super::{Above, Device, Setup, Store, directory, ids};
+use super::{Above, Device, Fixture, Store, directory, ids};
 
 /// Memory with room above a root.
-pub(crate) fn with_memory() -> Setup {
-    Setup {
+pub(crate) fn with_memory() -> Fixture {
+    Fixture {
         above: Above::Map(100, WritePolicy::Through),
-        ..Setup::default()
+        ..Fixture::default()
     }
 }
 
 /// A root above a root.
-pub(crate) fn with_file() -> Setup {
-    Setup {
+pub(crate) fn with_file() -> Fixture {
+    Fixture {
         above: Above::File,
-        ..Setup::default()
+        ..Fixture::default()
     }
 }
 
 /// A new store.
-pub(crate) fn open(setup: &Setup) -> (tempfile::TempDir, Store) {
+pub(crate) fn open(fixture: &Fixture) -> (tempfile::TempDir, Store) {
     let dir = directory();
-    let store = Store::open(&dir.path().join("root"), setup.clone());
+    let store = Store::open(&dir.path().join("root"), fixture.clone());
     (dir, store)
 }
 
 /// A new store with the first `n` blocks.
-pub(crate) fn dumped(setup: &Setup, n: u8) -> (tempfile::TempDir, Store) {
-    let (dir, store) = open(setup);
+pub(crate) fn dumped(fixture: &Fixture, n: u8) -> (tempfile::TempDir, Store) {
+    let (dir, store) = open(fixture);
     store
-        .dump(&Device::filled(setup, &ids(n)), &ids(n))
+        .dump(&Device::filled(fixture, &ids(n)), &ids(n))
         .unwrap();
     (dir, store)
 }
 
 /// Loads blocks and looks whether they are right.
 pub(crate) fn load(store: &Store, blocks: &[BlockId]) {
-    let device = Device::blank(&store.setup, blocks);
+    let device = Device::blank(&store.fixture, blocks);
     store.load(&device, blocks).unwrap();
     assert!(blocks.iter().all(|&block| device.is_right(block)));
 }

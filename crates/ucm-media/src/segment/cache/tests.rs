@@ -171,7 +171,7 @@ impl Fixture {
 
 /// The byte that a record is full of.
 fn content(outcome: &Outcome) -> u8 {
-    let Outcome::Came(Ok(done)) = outcome else {
+    let Outcome::Read(Ok(done)) = outcome else {
         panic!("it was not read")
     };
     assert_eq!((done.read, done.stored_len), (2 * PAGE as usize, 2 * PAGE));
@@ -232,7 +232,7 @@ fn neighbours_are_one_read_and_each_has_an_outcome_of_its_own() {
     fixture.put(1, short);
     let read = fixture.read(&[1, 2, 3], false);
     assert_eq!((content(&read[0]), content(&read[1])), (1, 2));
-    let Outcome::Came(Ok(last)) = &read[2] else {
+    let Outcome::Read(Ok(last)) = &read[2] else {
         panic!("it is no miss")
     };
     assert_eq!((last.read, last.stored_len), (PAGE as usize, PAGE));
@@ -254,7 +254,7 @@ fn a_record_of_a_removed_segment_is_read_from_another_copy_or_listed_for_once() 
     );
     let read = fixture.read(&[1], true);
     let missing = |outcome: &Outcome| match outcome {
-        Outcome::Came(Err(error)) => error.kind() == ErrorKind::NotFound,
+        Outcome::Read(Err(error)) => error.kind() == ErrorKind::NotFound,
         _ => false,
     };
     assert!(read.iter().all(missing));

@@ -1,4 +1,4 @@
-//! How a test wants its store: what lies below, what stands above, how large everything is.
+//! The store of a test: what lies below, what stands above, how large everything is.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -51,7 +51,7 @@ impl Above {
 
 /// How a test wants its store.
 #[derive(Clone)]
-pub(crate) struct Setup {
+pub(crate) struct Fixture {
     pub(crate) above: Above,
     pub(crate) medium: Medium,
     pub(crate) tensors: Vec<u64>,
@@ -86,9 +86,9 @@ pub(crate) struct Setup {
     /// ([`super::side_content`]).
     pub(crate) sides: Vec<(&'static str, u64)>,
     /// What makes them shorter, which needs segments and records of more than a page;
-    /// [`Setup::compressed`].
+    /// [`Fixture::compressed`].
     pub(crate) compressed: bool,
-    /// What records are encrypted with below memory; [`Setup::encrypted`].
+    /// What records are encrypted with below memory; [`Fixture::encrypted`].
     pub(crate) keys: Option<Arc<Keys>>,
     /// What each tenant may have below memory.
     pub(crate) tenant_quota: Option<Capacity>,
@@ -160,7 +160,7 @@ const TENSORS: [u64; 2] = [96, 32];
 /// The same of records that can become shorter.
 const LARGE_TENSORS: [u64; 2] = [6144, 2048];
 
-impl Setup {
+impl Fixture {
     /// The address of the Redis server of a store.
     pub(crate) fn server(&self) -> String {
         let given = self
@@ -192,7 +192,7 @@ impl Setup {
         }
     }
 
-    /// The setup of a store of another part alone.
+    /// The fixture of a store of another part alone.
     pub(crate) fn shaped(&self, shape: &PartShape) -> Self {
         Self {
             part: shape.part,
@@ -204,7 +204,7 @@ impl Setup {
         }
     }
 
-    /// The setup of a store of its part of this number alone.
+    /// The fixture of a store of its part of this number alone.
     pub(crate) fn of_part(&self, number: usize) -> Self {
         match number.checked_sub(1) {
             Some(at) => self.shaped(&self.own_parts[at]),
@@ -244,7 +244,7 @@ impl Setup {
     }
 }
 
-impl Default for Setup {
+impl Default for Fixture {
     fn default() -> Self {
         let never = BreakerConfig {
             threshold: u32::MAX,
