@@ -355,7 +355,7 @@ class Store:
         """How many more blocks a dump could take now."""
 
     def early(self) -> tuple[list[bytes], list[bytes]]:
-        """Ids this process can read before others can, gained and lost since the last call."""
+        """Ids this process can read before others can, added and removed since the last call."""
 
     def cc_store(self) -> int:
         """Address of the store's C table (``ucm_store.h``): the same every time, refused to calls

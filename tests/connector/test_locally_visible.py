@@ -38,13 +38,13 @@ def test_ids_named_by_one_rank_extend_the_published_prefix(has_thread: bool) -> 
     rig.store.questions = [] if has_thread else None
     request = rig.request("a", 6 * BLOCK)
     rig.stored(request, 2)
-    rig.report(RankReport(0, ready=True, gained=visible_ids(rig, request, range(2, 4))))
+    rig.report(RankReport(0, ready=True, added=visible_ids(rig, request, range(2, 4))))
     assert claimed_blocks(rig, "b", 6 * BLOCK) == 4
     rig.store.ids.update(
         record_ids(rig.keys(rig.readiness.identity_text).first(request)[4:5], part_mask(0, 0, 0))
     )
     assert claimed_blocks(rig, "c", 6 * BLOCK) == 5, "published, locally visible, published"
-    rig.report(RankReport(0, ready=True, lost=visible_ids(rig, request, range(3, 4))))
+    rig.report(RankReport(0, ready=True, removed=visible_ids(rig, request, range(3, 4))))
     assert claimed_blocks(rig, "d", 6 * BLOCK) == 3
 
 
@@ -52,9 +52,9 @@ def test_every_rank_must_have_a_block_published_or_locally_visible() -> None:
     rig = Rig(ranks=2)
     request = rig.request("a", 6 * BLOCK)
     rig.stored(request, 3, ranks=[0])
-    rig.report(RankReport(1, ready=True, gained=visible_ids(rig, request, range(2), rank=1)))
+    rig.report(RankReport(1, ready=True, added=visible_ids(rig, request, range(2), rank=1)))
     assert claimed_blocks(rig, "b", 6 * BLOCK) == 2
-    rig.report(RankReport(0, ready=True, gained=visible_ids(rig, request, range(6), rank=1)))
+    rig.report(RankReport(0, ready=True, added=visible_ids(rig, request, range(6), rank=1)))
     assert claimed_blocks(rig, "c", 6 * BLOCK) == 2, "a rank speaks for itself"
 
 
@@ -82,8 +82,8 @@ def test_a_block_that_was_just_published_is_a_hit(
         assert take_locally_visible(rank) == (b"", b"")
         dump(rank, record_ids(rig.keys_of(request), part_mask(0, 0, 0)))
         assert list((tmp_path / "root").rglob("*.seg")), "it has its name"
-        gained, lost = take_locally_visible(rank)
-        rig.report(RankReport(0, ready=True, gained=gained, lost=lost))
+        added, removed = take_locally_visible(rank)
+        rig.report(RankReport(0, ready=True, added=added, removed=removed))
         assert claimed_blocks(rig, "b", 4 * BLOCK + 1) == 4
 
 
@@ -95,7 +95,7 @@ def test_the_number_of_remembered_ids_is_bounded() -> None:
     assert hits.run(ids, 0) == 2
     hits.report(0, b"", join_keys(ids[:1]))
     hits.report(0, join_keys(ids[2:]), b"")
-    assert hits.run(ids, 1) == 2, "the room of what was lost is used again"
+    assert hits.run(ids, 1) == 2, "the room of what was removed is used again"
 
 
 def test_a_failing_store_reports_no_ids() -> None:
@@ -111,7 +111,7 @@ def test_a_failing_store_reports_no_ids() -> None:
 def test_a_prefix_ends_where_the_store_does_not_answer(word: str) -> None:
     rig = Rig()
     request = rig.request("a", 4 * BLOCK)
-    rig.report(RankReport(0, ready=True, gained=visible_ids(rig, request, range(4))))
+    rig.report(RankReport(0, ready=True, added=visible_ids(rig, request, range(4))))
 
     def explained(ids: Sequence[bytes]) -> tuple[int, str]:
         return -1, word
@@ -126,5 +126,5 @@ def test_alternations_are_bounded() -> None:
     keys = rig.keys(rig.readiness.identity_text).first(request)
     ids = record_ids(keys, part_mask(0, 0, 0))
     rig.store.ids.update(ids[::2])
-    rig.report(RankReport(0, ready=True, gained=join_keys(ids[1::2])))
+    rig.report(RankReport(0, ready=True, added=join_keys(ids[1::2])))
     assert claimed_blocks(rig, "b", 12 * BLOCK) == 8

@@ -248,8 +248,8 @@ class RankReport:
     staged: list[int] = field(default_factory=list)
     done: list[DumpResult] = field(default_factory=list)
     load_failures: list[LoadFailure] = field(default_factory=list)
-    gained: bytes = b""  # record ids this rank can read before others, since its last report
-    lost: bytes = b""  # and those that others have found by now, or that were removed
+    added: bytes = b""  # record ids this rank can read before others, since its last report
+    removed: bytes = b""  # and those that others have found by now, or that were removed
     wants_touches: bool = False  # its store uses hints about blocks in use
     prefetch_room: int = 0  # blocks that may be prefetched there
     served: list[LoadServed] = field(default_factory=list)

@@ -74,14 +74,14 @@ class LocallyVisible:
         """``readers[p]``: the ranks that read part *p*, in the order of the parts in lookups."""
         self._readers = [list(ranks) for ranks in readers]
 
-    def report(self, rank: int, gained: bytes, lost: bytes) -> None:
+    def report(self, rank: int, added: bytes, removed: bytes) -> None:
         """A rank's report: the record ids it can read from now on, and those now published or
         removed."""
-        if not (gained or lost):
+        if not (added or removed):
             return
         known = self._ranks.setdefault(rank, set())
-        known.update(split_keys(gained)[: max(0, self._limit - len(known))])
-        known.difference_update(split_keys(lost))
+        known.update(split_keys(added)[: max(0, self._limit - len(known))])
+        known.difference_update(split_keys(removed))
 
     def run(self, ids: Sequence[bytes], start: int, parts: Sequence[int] = ()) -> int:
         """How many record ids from ``start`` on are locally visible; ``ids`` holds these parts

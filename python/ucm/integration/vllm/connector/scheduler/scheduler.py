@@ -894,7 +894,7 @@ class UCMConnectorScheduler:
         for rank in report.ranks:
             self.readiness.report(rank)
             self.health.report(rank.rank, rank.healthy)
-            self._locally_visible.report(rank.rank, rank.gained, rank.lost)
+            self._locally_visible.report(rank.rank, rank.added, rank.removed)
             self._rank_hints.report(rank)
             if rank.room is not None and self._offload is None:  # offloaded ones are always stored
                 self._rooms[rank.rank] = rank.room
