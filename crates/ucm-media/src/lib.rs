@@ -27,7 +27,6 @@ mod pending_looks;
 pub mod place;
 pub mod posix;
 pub mod quota;
-mod reading;
 pub mod recency;
 #[cfg(feature = "redis")]
 pub mod redis;
@@ -41,7 +40,6 @@ mod shared;
 pub mod spread;
 mod turns;
 pub mod values;
-mod writing;
 
 /// 128 random bits as 32 hex digits.
 fn random_hex() -> String {

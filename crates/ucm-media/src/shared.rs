@@ -7,11 +7,12 @@ use std::time::Duration;
 
 use tracing::warn;
 use ucm_core::sync::Mutex;
-use ucm_core::{Error, ErrorKind, MissReason, Result};
+use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_infra::Clock;
-use ucm_io::{ELOOP, FileMeta, IoPool, Probe, Process};
+use ucm_io::{ELOOP, FileMeta, IoJob, IoPool, Probe, Process};
+use ucm_record::{RecordHeader, verify_stored};
 
-use crate::backend::{MediumStats, OnSealed, Presence};
+use crate::backend::{MediumStats, OnSealed};
 use crate::layout::{Layout, Modes};
 use crate::layout_kind::{LayoutKind, RootLayout};
 use crate::lengths::Lengths;
@@ -20,6 +21,10 @@ use crate::recency::Recency;
 use crate::scope::Scope;
 use crate::spread::RootFacts;
 
+/// Error numbers of what is there for others but never for us as a record: no permission (of the
+/// file, or of a directory above it), a directory, a link.
+const FORBIDDEN: [i32; 2] = [1, 13];
+const NO_FILE: [i32; 2] = [21, 40];
 /// How long making the namespace's directories again may take.
 pub(crate) const MAKE_DIRS: Duration = Duration::from_secs(5);
 
@@ -166,12 +171,6 @@ impl Shared {
         }
     }
 
-    /// Whether a record is complete, by its file's metadata, or why it is no hit.
-    pub(crate) fn presence(&self, meta: Option<FileMeta>) -> Presence {
-        let file = meta.filter(|meta| !meta.is_dir).ok_or(MissReason::Absent)?;
-        self.lengths.presence(file.len)
-    }
-
     /// Whether writes fill the page cache of a local file system; false while that is not known.
     /// Only one thread at a time can fill the pages of one file there, because ext4 and XFS hold
     /// the inode's lock, and others spin. So several files are written side by side.
@@ -220,9 +219,54 @@ impl Shared {
         let text = "the root lost its marker or changed its device; writing stops";
         Err(Error::new(ErrorKind::Foreign, text).with("root", self.layout.root().display()))
     }
+
+    /// Verifies the bytes of a record that was read, in whatever form it is stored: what is wrong
+    /// with them, if anything. Of one that has KV its side shards are not looked at.
+    pub(crate) fn verify(
+        &self,
+        id: BlockId,
+        bytes: &[u8],
+        stored_len: u64,
+    ) -> Result<RecordHeader, MissReason> {
+        let namespace = *self.config.scope.identity.digest();
+        let expected = self.lengths.expect(id, namespace, bytes);
+        Ok(verify_stored(bytes, stored_len, &expected)?)
+    }
+
+    /// After a write without a directory: the directories were removed, so they are made again for
+    /// the next write, with the manifest. Not if the root is lost: they would be on another file
+    /// system.
+    pub(crate) fn missed(self: &Arc<Self>, error: &Error) {
+        if error.kind() != ErrorKind::NotFound {
+            return;
+        }
+        *self.dirs.lock() = [false; 256];
+        let deadline = self.clock.now().after(MAKE_DIRS);
+        let shared = Arc::clone(self);
+        let make = move || {
+            shared.own_marker(deadline)?;
+            shared.make_namespace(deadline).map(|_| ())
+        };
+        self.space.in_background(deadline, make, |_| {});
+    }
 }
 
 /// Whether an operation failed at a symbolic link below a root.
 pub(crate) fn is_link(error: &Error) -> bool {
     error.kind() == ErrorKind::Foreign && error.os_code() == Some(ELOOP)
+}
+
+/// Why a file could not be read: because of the record alone, or of the medium. A missing
+/// permission is the record's own problem if its directories can be searched.
+pub(crate) fn explain(io: &IoJob, path: PathBuf, error: Error) -> Error {
+    let own = match error.os_code() {
+        Some(code) if NO_FILE.contains(&code) => true,
+        Some(code) if FORBIDDEN.contains(&code) => io.look(path).is_ok(),
+        _ => false,
+    };
+    if !own {
+        return error;
+    }
+    let text = "what has this record's name cannot be read as one";
+    Error::new(ErrorKind::Foreign, text).caused_by(error)
 }

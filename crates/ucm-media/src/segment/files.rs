@@ -17,8 +17,7 @@ use crate::blobs::{
 };
 use crate::layout::SegmentName;
 use crate::quota::Reservation;
-use crate::reading::explain;
-use crate::shared::Shared;
+use crate::shared::{Shared, explain};
 
 #[cfg(test)]
 mod tests;
