@@ -57,7 +57,7 @@ init_none_hash(sha256)
 
 
 class Clock:
-    """Seconds that pass when told."""
+    """Seconds that pass when advanced."""
 
     def __init__(self) -> None:
         self.now = 100.0

@@ -1,7 +1,7 @@
 """An engine and a tier that exist in virtual time only, around the real scheduler side.
 
 The engine is vLLM's: first come first served, chunked prefill within a budget of tokens, one token
-a step for whoever decodes, loads beside the steps and noticed at their end. A step takes
+a step for each request that decodes, loads beside the steps and noticed at their end. A step takes
 ``overhead + tokens * cost``. The tier moves the bytes of its loads one after the other, after a
 latency, at a bandwidth that may change with time; a load past its deadline is given up. Nothing
 depends on the machine: two runs give the same figures.

@@ -483,7 +483,7 @@ def test_a_lookup_returns_the_tier_of_each_block() -> None:
     assert {number: tier.waiting for number, tier in rig.admission._tiers.items()} == {0: 3, 1: 2}
     rig.clock.now += 2.0
     rig.scheduler.step_ended()
-    served = LoadServed("a", (4, 1))  # one had come up meanwhile
+    served = LoadServed("a", (4, 1))  # one had been promoted by then
     rig.report(RankReport(0, ready=True, served=[served]), recved={"a"})
     assert {
         number: (tier.waiting, tier.moved) for number, tier in rig.admission._tiers.items()

@@ -288,7 +288,7 @@ def test_fewer_blocks_than_the_least_are_not_blended() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_any_claim_has_room_for_its_records(seed: int) -> None:
-    """Hits of any length, anywhere in blocks, some of whose records are gone, some in the exact
+    """Hits of any length, anywhere in blocks, some of whose records were evicted, some in the exact
     prefix."""
     source, size = random.Random(seed), source_size(seed)
     chains = [[bytes([chain, at]) * 8 for at in range(40)] for chain in range(3)]
@@ -357,7 +357,7 @@ def test_a_failed_load_is_computed_and_not_tried_again() -> None:
     table = admitted(rig, request, 6 * BLOCK)
     (load,) = rig.step().loads
     rig.report(failed(rig, request, refused=load.keys[:16]), recved={"other"})
-    # vLLM has nothing of it, so it asks again.
+    # vLLM has nothing of it, so it queries again.
     rig.tables.free(request)
     request.num_computed_tokens = 0
     assert asked(rig, request) == (0, False)
@@ -382,7 +382,7 @@ def test_a_load_that_fails_after_its_request_has_ended_is_forgotten() -> None:
 
 
 def test_after_a_failed_load_vllm_goes_on_from_what_it_has() -> None:
-    """It has a prefix of its own: it asks no more, and computes from there on."""
+    """It has a prefix of its own: it queries no more, and computes from there on."""
     rig = rig_with()
     request = other(rig)
     assert rig.blend is not None
@@ -424,7 +424,7 @@ def test_if_vllm_goes_on_behind_a_failed_load_the_workers_compute_all_of_it(rank
 
 def test_vllm_may_take_less_of_a_claim_than_its_chunks() -> None:
     """A part of it is no load, and the connector has it fail: records of chunks are not where its
-    tokens are. Had vLLM gone on behind it, the workers would compute it."""
+    tokens are. Had vLLM continued behind it, the workers would compute it."""
     rig = rig_with()
     assert rig.blend is not None
     for at, external in enumerate((2 * BLOCK, 4 * BLOCK)):

@@ -746,7 +746,7 @@ def test_debug_computes_one_hit_in_n_and_compares_its_blocks(
     for request in requests:
         rig.stored(request, 4)
     rig.later.run()
-    for request in requests * 2:  # vLLM asks at every step until there is room
+    for request in requests * 2:  # vLLM queries at every step until there is room
         hit = (0, False) if request.request_id == "b" else (4 * BLOCK, True)
         assert rig.scheduler.get_num_new_matched_tokens(request, 0) == hit
     request = requests[1]

@@ -79,7 +79,7 @@ def f1(given: str, right: str) -> float:
 
 
 def evaluate(questions: Iterable[Question], ask: Callable[[str, int], str]) -> Scores:
-    """Asks every question; each scores as the right answer that it is closest to."""
+    """Sends every question; each scores as the right answer that it is closest to."""
     found = [
         (question, ask(question.prompt, question.max_tokens).strip()) for question in questions
     ]

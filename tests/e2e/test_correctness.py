@@ -1,4 +1,4 @@
-"""Stage 1: at temperature 0 an answer is the same, wherever the KV of its prompt came from."""
+"""Stage 1: at temperature 0 an answer is the same, wherever the KV of its prompt is from."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def later(call: Callable[[], httpx.Response]) -> Future[httpx.Response]:
 
 
 def request(client: httpx.Client, body: Any) -> socket.socket:
-    """A connection on which a request was sent, and whose answer nobody reads."""
+    """A connection on which a request was sent, and whose answer is not read."""
     raw = json.dumps(body).encode()
     head = f"POST {COMPLETION} HTTP/1.1\r\nhost: a\r\ncontent-length: {len(raw)}\r\n\r\n"
     connection = socket.socket()

@@ -40,7 +40,7 @@ class Medium(Protocol):
         """Where it is."""
 
     def kill(self) -> None:
-        """It is gone, at once."""
+        """It ends at once."""
 
     def start(self) -> None:
         """It is back."""

@@ -161,7 +161,7 @@ def test_restart_of_both(column: Column, server: Server, source: Memory) -> None
 
 
 def test_refused_at_first(column: Column, proxy: Proxy, source: Memory) -> None:
-    """nobody listens when the store is opened, and later somebody does"""
+    """no server when the store is opened, and one later"""
     proxy.become("refuse")
     with opened(column, proxy.at, reached=False) as store:
         assert not store.healthy() and store.trouble()
@@ -249,7 +249,7 @@ def test_full(column: Column, server: Server, proxy: Proxy, source: Memory) -> N
 
 
 def test_below_memory(column: Column, server: Server, source: Memory) -> None:
-    """below memory (and a directory): brought up once, and then nobody asks the server"""
+    """below memory (and a directory): brought up once, and then the server is not used"""
     word = column.store.removeprefix("Ucm").removesuffix("Store").lower()
     keys = dict(column.keys(server.at))
     stages = [{"type": "cache"}, {"type": word, "path": keys.pop("storage_backends"), **keys}]
@@ -274,7 +274,7 @@ def test_no_secret_in_the_log(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """wrong keys: refused, said, and told to nobody"""
+    """wrong keys: refused, logged, and not shown"""
     secret = "very-secret-word"
     keys: dict[str, Any] = {}
     if column.http:

@@ -254,7 +254,7 @@ def test_down_to_a_size(
     stored: Callable[..., None],
     come_back: Callable[..., list[bool]],
 ) -> None:
-    """ucm gc --to: what goes is gone, the rest is loaded"""
+    """ucm gc --to: what it removes is absent, the rest is loaded"""
     stored(6)
     contents.put(contents.foreign, b"mine")
     namespace, each = tools.namespace(), max(contents.records().values())
@@ -290,7 +290,7 @@ def test_down_to_a_size(
 def test_without_a_limit(
     tools: Tools, contents: Values | Objects, stored: Callable[..., None]
 ) -> None:
-    """ucm gc of a server that has no limit: it wants to be told a size"""
+    """ucm gc of a server that has no limit: it requires a size"""
     stored(1)
     for wish in ((), ("--to", "50%")):
         refused = tools.run("gc", *wish, "--yes")
@@ -302,7 +302,7 @@ def test_without_a_limit(
 def test_a_password(
     tools: Tools, server: Server, stored: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ucm of a server with a password: found as an engine finds it, and told to nobody"""
+    """ucm of a server with a password: found as an engine finds it, and not shown"""
     stored(2)
     secret = "very-secret-word"
     redis_says(server, "CONFIG", "SET", "requirepass", secret)
@@ -351,7 +351,7 @@ def test_older_than_on_redis(
     stored: Callable[..., None],
     come_back: Callable[..., list[bool]],
 ) -> None:
-    """ucm gc --older-than of Redis: only where it is said how long the engines let records live"""
+    """ucm gc --older-than of Redis: only where the engines' time of records is given"""
     stored(2)
     place = contents.find(tools.namespace(), ids(2)[1])
     life = 10 * HOUR
@@ -448,7 +448,7 @@ def test_a_namespace(
 def test_changed_since(
     tools: Tools, contents: Values | Objects, stored: Callable[..., None]
 ) -> None:
-    """ucm gc: what is gone, or another, since it was listed is left to itself"""
+    """ucm gc: what was removed or replaced since it was listed is not touched"""
     stored(3)
     names = list(contents.records())
     with tools.open() as root:
@@ -467,7 +467,7 @@ def test_changed_since(
 
 
 def test_a_server_that_is_gone(tools: Tools, server: Server, stored: Callable[..., None]) -> None:
-    """ucm gc: a server that goes meanwhile ends it"""
+    """ucm gc: a server that ends during it ends it"""
     stored(2)
     with tools.open() as root:
         plan = make_plan(root, root.namespaces(), EVERYTHING)

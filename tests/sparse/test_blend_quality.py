@@ -170,7 +170,7 @@ def test_union_is_nearer_to_dense_than_the_deviation(model: Recall, contextual: 
 def test_other_rules_of_scores_differ_in_one_thing_alone(
     model: Recall, few: list[Case], question: int | None
 ) -> None:
-    """That which is the product's, by the code of the others, chooses the same tokens."""
+    """The product's rule, by the code of the others, chooses the same tokens."""
     for case in few:
         given: dict[str, Any] = {"question": question}
         right = blend(model, case, "union", 0.15, **given).chosen

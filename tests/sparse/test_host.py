@@ -590,7 +590,7 @@ def test_latent_attention_is_selected_by_its_absorbed_query(name: str) -> None:
     method = method_of(name, **({"topk_blocks": 4} if name == "GSAOnDevice" else {"ratio": 0.2}))
     method.setup(geometry, ["layers.0"], 64)
     k = torch.randn(tokens := PROMPT + 1, 1, 24, generator=torch.Generator().manual_seed(2)) * 0.1
-    k[5 * BLOCK + 2] = 3.0  # what every query head asks for
+    k[5 * BLOCK + 2] = 3.0  # the best key of every query head
     q = torch.ones(3, 6, 24)
     table = torch.arange(1, 13, dtype=torch.int32)[None]
     decode = SimpleNamespace(block_table=table, seq_lens=torch.tensor([tokens]))

@@ -216,7 +216,7 @@ def test_blocks_come_from_a_store(tmp_path: Path, sizes: dict[str, Any]) -> None
 
 
 def test_the_memory_of_unused_prefetches_is_bounded() -> None:
-    """Of requests that nobody cancels; the last ones are still told from those that were never
+    """Of requests that are not cancelled; the last ones still differ from those that were never
     asked for."""
 
     def fails(_blocks: Any) -> Any:

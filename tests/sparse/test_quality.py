@@ -82,7 +82,7 @@ def test_random_blocks_do_not_answer(model: Recall, records: Filled) -> None:
 def test_a_choice_for_the_token_before_answers_little_but_follows_chains(
     model: Recall, records: Filled, chains: Filled
 ) -> None:
-    """A lag costs what each token asks anew, and less of what stays in one place: both are seen."""
+    """A lag costs what is new for each token, and less of what stays in place: both are seen."""
     late = {"lag": 1, "retrieval_ms": 600_000}
     stale, slow = under(model, records, "oracle", **late), under(model, chains, "oracle", **late)
     assert slow.count() == CHAINS * LINKS

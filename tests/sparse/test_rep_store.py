@@ -1,5 +1,5 @@
-"""Representations by physical block: the same however their tokens came, and scored only when they
-are whole."""
+"""Representations by physical block: the same in any split of their tokens, and scored only when
+they are whole."""
 
 from __future__ import annotations
 

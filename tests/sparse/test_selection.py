@@ -131,7 +131,7 @@ def test_each_head_may_have_a_choice_of_its_own() -> None:
 
 
 def test_blocks_that_were_no_candidates_are_kept_until_the_next_choice() -> None:
-    """A choice of 10 blocks, used when there are 13: the window of then and all that came since are
+    """A choice of 10 blocks, used when there are 13: the window of then and all later ones are
     kept."""
     policy = Policy(init=1, local=2, ratio=0.3)
     assert with_windows(policy, torch.tensor([4, 6]), 10, 13).tolist() == [

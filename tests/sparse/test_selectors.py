@@ -535,7 +535,7 @@ def test_a_selector_may_replace_one_of_ours_and_its_name_means_no_other() -> Non
 
 
 def planted(seed: int, *, common: float = 0.0, outlier: float = 1.0) -> tuple[Tensor, Tensor, int]:
-    """Forty blocks of noise and one key that the query asks for; keys may have a mean, or a channel
+    """Forty blocks of noise and one key that the query is about; keys may have a mean, or a channel
     that is large."""
     wide = Geometry(block_size=16, kv_heads=HEADS, head_dim=64)
     k, generator = keys(40, seed, wide), torch.Generator().manual_seed(seed + 1)

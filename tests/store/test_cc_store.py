@@ -162,7 +162,7 @@ def test_the_table_outlives_the_python_object(common: dict[str, Any], program: c
     store = UcmPosixStore(common | sizes)
     table = store.cc_store()
     assert program.table_round_trip(table, 3) == 0
-    del store  # nobody closed it
+    del store  # it was not closed
     assert program.table_all_return(table, ClosedError.code) == 0
     with UcmPosixStore(common | sizes) as other:
         assert other.cc_store() != table, "an old table never becomes that of another store"

@@ -16,7 +16,7 @@ from ucm.store.nfsstore.nfsstore_connector import UcmNfsStore
 from ucm.store.posix import UcmPosixStore
 
 Open = Callable[..., UcmPosixStore]
-#: So many that each of three roots has some, however they are spread.
+#: Enough that each of three roots has some, however they are spread.
 COUNT = 64
 
 

@@ -64,7 +64,7 @@ def _stored(root: Path) -> int:
     for path in root.glob("*/blocks/*/*.bin"):
         try:
             total += path.stat().st_size
-        except FileNotFoundError:  # removed meanwhile
+        except FileNotFoundError:  # removed since
             continue
     return total
 

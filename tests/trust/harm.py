@@ -276,7 +276,7 @@ def fifo(victim: Victim) -> None:
 
 
 def remove(victim: Victim) -> None:
-    """The file is gone."""
+    """The file is removed."""
     victim.path.unlink()
 
 

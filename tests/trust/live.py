@@ -202,7 +202,7 @@ class Live:
         return [found[record] for record in ids] if all(record in found for record in ids) else []
 
     def is_hit(self, stored: Prompt) -> bool:
-        """Sends the prompt again and checks the answer. True if all of it came from the cache."""
+        """Sends the prompt again and checks the answer. True if all of it is from the cache."""
         before = self.counts()
         answer = self.ask(stored.tokens)
         assert answer.tokens == stored.right.tokens, "wrong tokens"

@@ -134,7 +134,7 @@ def test_a_value_has_three_digits_and_its_unit(value: float, unit: str, text: st
 
 @pytest.mark.parametrize("colour", [*panels.COLOURS, panels.INK, panels.PALE])
 def test_every_colour_is_read_on_the_ground(colour: str) -> None:
-    """The contrast that WCAG asks of text, 4.5."""
+    """The contrast that WCAG requires of text, 4.5."""
 
     def light(text: str) -> float:
         parts = [int(text[at : at + 2], 16) / 255 for at in (1, 3, 5)]

@@ -171,8 +171,8 @@ def keep_frozen() -> None:
 
 
 def inspect_here() -> None:
-    """vLLM asks each model class once for what it can do, in a new process that imports vLLM again,
-    because the class may initialise a device. On a CPU this process asks it."""
+    """vLLM queries each model class once for what it can do, in a new process that imports it all,
+    because the class may initialise a device. On a CPU this process queries it."""
     from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
 

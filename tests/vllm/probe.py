@@ -85,8 +85,8 @@ class Probe:
     """Methods added to the worker; each answers through ``collective_rpc``."""
 
     def probe_runner(self) -> str:
-        """Module of the GPU's model runner, of which the CPU's is made: tells the V1 runner from
-        the V2 runner."""
+        """Module of the GPU's model runner, of which the CPU's is made: that of the V1 or the V2
+        runner."""
         line = type(self.model_runner).__mro__  # type: ignore[attr-defined]
         return next(each.__module__ for each in line if each.__name__ == "GPUModelRunner")
 

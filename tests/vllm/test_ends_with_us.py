@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-#: A server with a child, as vLLM has its engine's process; it ignores what asks it to end.
+#: A server with a child, as vLLM has its engine's process; it ignores requests to end.
 SERVER = """
 import os, signal, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])

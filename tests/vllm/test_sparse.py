@@ -121,7 +121,7 @@ def codes(cold: Life, host: EngineHost) -> Engine:
 
 
 def counted(engine: Engine) -> Counter[str]:
-    """What its worker has counted: of choices, and of blocks whose representations came from the
+    """What its worker has counted: of choices, and of blocks whose representations are from the
     store or from keys."""
     made = "connector._sparse_worker.representations"
     said = f"connector.stats()['sparse'] | {{'loaded': {made}.loaded, 'rebuilt': {made}.rebuilt}}"

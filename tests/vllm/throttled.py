@@ -1,4 +1,4 @@
-"""A tier as slow as a test says: the POSIX store behind a thread that moves its loads at so many
+"""A tier as slow as a test says: the POSIX store behind a thread that moves loads at this number of
 bytes a second.
 
 The speed is read from a file before each load. A load that cannot end by its deadline waits until

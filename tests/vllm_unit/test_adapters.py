@@ -175,7 +175,7 @@ def test_hashing_one_adapter_does_not_delay_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seen for eight seconds: one thread hashed a large adapter, and another one overwritten
-    meanwhile was current."""
+    in that time was current."""
     small, large, clock = make_adapter(tmp_path / "a"), make_adapter(tmp_path / "b"), HandClock()
     digests = AdapterDigests(since_ns=ALWAYS, clock=clock)
     digests.payload(lora(small))

@@ -359,7 +359,7 @@ def test_the_connector_of_blend_by_the_name_of_the_original(
 def test_reused_chunks_are_exact_for_nobody(made: Any) -> None:
     """The answer of a request with reused KV is wrong in this model. None of its blocks behind the
     exact prefix is stored or cached, in its prompt or in its output; the same prompt blends again,
-    and is computed right where its chunks are gone."""
+    and is computed right where its chunks were evicted."""
     engine = made()
     served(engine)
     parts = [DOCS[1], DOCS[0]]

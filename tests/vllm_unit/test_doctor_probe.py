@@ -1,4 +1,4 @@
-"""``ucm doctor`` asks the installed vLLM, in a process of its own, what it makes of arguments."""
+"""``ucm doctor`` has the installed vLLM read arguments, in a process of its own."""
 
 from __future__ import annotations
 

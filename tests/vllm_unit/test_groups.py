@@ -247,7 +247,7 @@ def test_looking_up_what_is_not_known_finds_the_same_hit(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_hit_needs_what_vllm_allocates(name: str) -> None:
-    """A load fills all blocks of a request's table that are not null: the rule asks for these."""
+    """A load fills all blocks of a request's table that are not null: the rule needs these."""
     model = MODELS[name]
     vllm, groups = Coordinator(model), model.groups()
     for hit in range(1, 40):

@@ -181,7 +181,7 @@ def test_the_same_selection_has_the_same_bits(config: Any, rows: Rows) -> None:
 def test_blocks_that_leave_and_are_given_to_another_request_in_one_step(
     config: Any, rows: Rows
 ) -> None:
-    """Their representations are put aside before they count as gone."""
+    """Their representations are put aside before they count as evicted."""
     expected = Rig(config, quest(), rows).attend()
     rig = Offloaded(config, rows)
     plan = rig.leaves()
@@ -537,7 +537,7 @@ def test_a_decoding_request_holds_its_bound(lag_blocks: int) -> None:
 
 
 def test_the_end_of_a_stored_prompt_is_computed_over_chosen_blocks(config: Any) -> None:
-    """Its other blocks were never on the device: their representations came from the store."""
+    """Its other blocks were never on the device: their representations are from the store."""
     rows, queries = Rows.of([TOKENS, 40, 200], [5, 1, 7]), 5
     method = quest()
     rig, kept = Rig(config, method, rows), []

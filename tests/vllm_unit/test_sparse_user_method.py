@@ -96,7 +96,7 @@ class Looking(UcmSparseBase):
         return ALL_TOKENS
 
     def names(self) -> list[str]:
-        """Hooks in the order of their calls; how often vLLM asks for the exact tokens is vLLM's
+        """Hooks in the order of their calls; how often vLLM reads the exact tokens is vLLM's
         affair."""
         return [name for name, _, _ in self.calls if name != "exact_tokens"]
 

@@ -132,7 +132,7 @@ def recorded(engine: ToyEngine) -> list[Any]:
 
 
 def blocks(events: list[Any], medium: str) -> dict[Any, tuple[Any, ...]]:
-    """What is said of each stored block, by its hash, without its medium."""
+    """The events of each stored block, by its hash, without its medium."""
     said: dict[Any, tuple[Any, ...]] = {}
     for event in events:
         if not isinstance(event, BlockStored) or event.medium != medium:

@@ -149,7 +149,7 @@ def test_every_life_of_an_engine_gives_the_right_tokens(
             assert LateStore.blocks
             continue
         assert engine.loads, "nothing was loaded: the test proves nothing"
-        # Some records are gone, of any group, as after an eviction.
+        # Some records are absent, of any group, as after an eviction.
         for key in rng.sample(sorted(LateStore.blocks), len(LateStore.blocks) // 10):
             del LateStore.blocks[key]
 
@@ -277,7 +277,7 @@ def test_blocks_are_read_before_vllm_zeroes_them(
     life: Life, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """It does so before it says which blocks a step hands out. The store reads as late as it may:
-    where it were told then, it would store zeros as the KV of a prompt."""
+    if it were called then, it would store zeros as the KV of a prompt."""
     monkeypatch.setattr(toy_engine, "STAGE_POLLS", 1000)
     rng = random.Random(name)
     prompts = prompts_of(rng, 12)

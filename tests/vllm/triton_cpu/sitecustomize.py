@@ -1,7 +1,7 @@
 """Lets vLLM's V2 model runner start on a machine without an accelerator; on PYTHONPATH of such test
 engines only.
 
-The V2 runner asks for Triton with an active driver. Triton's interpreter (``TRITON_INTERPRET=1``)
+The V2 runner needs Triton with an active driver. Triton's interpreter (``TRITON_INTERPRET=1``)
 can run its kernels on the CPU, but announces no driver; this adds one in name, as soon as
 ``triton.backends`` is imported.
 """
@@ -19,7 +19,7 @@ from instruction_sets import pin
 
 
 class _Driver:
-    """A driver that says it is active; the interpreter never asks it for anything else."""
+    """A driver that says it is active; the interpreter uses nothing else of it."""
 
     @staticmethod
     def is_active() -> bool:
