@@ -50,16 +50,24 @@ def wait_until(condition: Callable[[], T], what: str, deadline: float = CALL_DEA
     return value
 
 
+_lock_of_this_process = threading.Lock()
+
+
 @contextmanager
 def machine_lock() -> Iterator[None]:
     """Held while an engine lives: at most one on a machine. ``UCM_TEST_ENGINE_LOCK=0`` leaves it to
-    the caller."""
+    the caller. A process that holds it would wait for itself, so that is an error."""
     if os.environ.get("UCM_TEST_ENGINE_LOCK") == "0":
         yield
         return
-    with open(Path(tempfile.gettempdir()) / "vllm.lock", "w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+    if not _lock_of_this_process.acquire(blocking=False):
+        raise EngineError("an engine of these tests still runs: call `host.stop()` before")
+    try:
+        with open(Path(tempfile.gettempdir()) / "vllm.lock", "w") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+    finally:
+        _lock_of_this_process.release()
 
 
 def run_program(program: str, environment: Mapping[str, str], log: Path, **arguments: Any) -> Any:

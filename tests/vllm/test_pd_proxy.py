@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import machine_lock, wait_until
+from harness import EngineHost, machine_lock, wait_until
 from lives import LAYERS, new_disk
 from models import MAX_LEN, llama_config, write_model
 from ports import free_port
@@ -69,7 +69,8 @@ def loaded(servers: list[Server]) -> float:
 
 
 @pytest.fixture(scope="module")
-def site(work: Path) -> Iterator[Site]:
+def site(work: Path, host: EngineHost) -> Iterator[Site]:
+    host.stop()
     model = write_model(work / "pd-model", llama_config(LAYERS))
     write_tokenizer(model)
     store = new_disk(work, "pd").store()
