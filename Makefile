@@ -234,7 +234,7 @@ test-long-rust: drivers ## part of test-long: the store's suites over all column
 		$(call tests_in,ucm-store,object rules model)
 
 .PHONY: test-long-stores
-test-long-stores: $(RUN_ENV) drivers ## part of test-long: the trust matrix and the remote stores from Python, without engines
+test-long-stores: $(RUN_ENV) drivers ## part of test-long: the trust matrix, properties and the remote stores from Python, without engines
 	@UCM_TEST_LONG=1 $(STAGE) "trust matrix" $(RUN_BIN)/python -m pytest --timeout 3600 tests/trust \
 		--ignore tests/trust/test_engine.py --trust-table build/trust.md -k "not test_processes"
 	@UCM_TEST_LONG=1 $(STAGE) "properties with more examples" $(RUN_BIN)/python -m pytest --timeout 1800 \

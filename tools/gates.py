@@ -287,7 +287,7 @@ def prose() -> Iterator[tuple[Path, str]]:
             comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
         nodes = list(ast.walk(ast.parse((ROOT / path).read_text())))
         if path.parts[0] == "tests":  # whose other strings are data
-            documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+            documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
             strings = [ast.get_docstring(at) or "" for at in nodes if isinstance(at, documented)]
         else:
             constants = (node.value for node in nodes if isinstance(node, ast.Constant))
@@ -301,7 +301,8 @@ def words(banned: list[str]) -> tuple[int, dict[str, Counter[str]]]:
     """The number of words of prose, and the private ones among them by file."""
     pattern = re.compile(r"\b(" + "|".join(banned) + r")\b", re.IGNORECASE)
     total, where = 0, {}
-    for path, text in prose():
+    for path, lines in prose():
+        text = " ".join(re.sub(r"^#:? ", "", lines, flags=re.MULTILINE).split())
         total += len(re.findall(r"[A-Za-z']+", text))
         if found := Counter(word.lower() for word in pattern.findall(text)):
             where[str(path)] = found

@@ -18,7 +18,7 @@ from ucm.integration.vllm.connector.groups import Group
 from ucm.integration.vllm.connector.guard import throttle
 from ucm.integration.vllm.connector.metadata import RankReport
 from ucm.integration.vllm.connector.scheduler.roles import (
-    MOST_IN_VAIN,
+    MOST_FAILED,
     POLL_S,
     REFRESH_S,
     TRIAL_S,
@@ -250,7 +250,7 @@ def test_after_several_failed_waits_one_request_waits_now_and_then(
         rig.store.ids.clear()
         return waited
 
-    assert [waits() for _ in range(MOST_IN_VAIN + 3)] == [True] * MOST_IN_VAIN + [False] * 3
+    assert [waits() for _ in range(MOST_FAILED + 3)] == [True] * MOST_FAILED + [False] * 3
     rig.clock.now += TRIAL_S
     assert [waits() for _ in range(3)] == [True, False, False]
     rig.clock.now += TRIAL_S

@@ -865,9 +865,8 @@ def test_a_load_that_is_lost_is_reported_as_failed_once() -> None:
     worker.step(loads=[lost])
     store.end("staged", "published")
     worker.step()
-    for _ in range(
-        2
-    ):  # as the end of the load, and again where the bad blocks could not be reported
+    # As the end of the load, and again where the bad blocks could not be reported.
+    for _ in range(2):
         worker.connector.loads.forget(lost)
     assert "a" in making.forgotten, "nothing is made of its blocks, which may be others' by now"
     ended, bad, report = worker.step()

@@ -351,7 +351,7 @@ def test_older_than_on_redis(
     stored: Callable[..., None],
     come_back: Callable[..., list[bool]],
 ) -> None:
-    """ucm gc --older-than of Redis: only where the engines' time of records is given"""
+    """ucm gc --older-than of Redis: only where `expire_after` is given"""
     stored(2)
     place = contents.find(tools.namespace(), ids(2)[1])
     life = 10 * HOUR
@@ -467,7 +467,7 @@ def test_changed_since(
 
 
 def test_a_server_that_is_gone(tools: Tools, server: Server, stored: Callable[..., None]) -> None:
-    """ucm gc: a server that ends during it ends it"""
+    """ucm gc ends if the server ends"""
     stored(2)
     with tools.open() as root:
         plan = make_plan(root, root.namespaces(), EVERYTHING)

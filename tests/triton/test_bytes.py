@@ -124,8 +124,7 @@ def test_representations_of_blocks_are_read_once(traffic: Traffic, vectors: int,
 
 
 def test_keys_are_read_once_and_codes_written_once(traffic: Traffic) -> None:
-    """256 bytes a token and head in, 16 out; directions once a program, of which there are only so
-    many."""
+    """256 bytes a token and head in, 16 out; directions once a program, of which there are few."""
     tokens, heads = 4 * 32 + 5, 2
     keys = torch.zeros((tokens, heads, DIM), dtype=torch.bfloat16)
     codes, slots = torch.zeros((4, BLOCK, heads, WIDTH), dtype=torch.uint8), torch.arange(tokens)

@@ -26,7 +26,7 @@ def bits_of(products: Tensor) -> Tensor:
 
 
 def pool(seed: int, rows: list[int], size: int, blocks: int) -> tuple[Tensor, Tensor]:
-    """Block tables of rows with this number of tokens, out of a pool, and the tokens."""
+    """Block tables of rows with ``rows`` tokens, out of a pool, and the tokens."""
     generator = torch.Generator().manual_seed(seed)
     most = max(-(-tokens // size) for tokens in rows)
     table = torch.stack([torch.randperm(blocks, generator=generator)[:most] for _ in rows]).int()

@@ -230,8 +230,9 @@ def _way() -> list[tuple[list[str], list[str]]]:
 def _defines(text: str, name: str) -> bool:
     """Whether a source has a function: ``fn``, or ``Type::fn`` and ``Type.fn`` with the type."""
     owner, _, function = name.replace("::", ".").rpartition(".")
-    of = re.search(rf"^(impl|class)\b.*\b{owner}\b", text, re.MULTILINE)
-    return bool(of and re.search(rf"\b(def|fn) {function}\b", text))
+    block = rf"^(?:impl|class)\b[^\n]*\b{owner}\b.*?(?=^\S|\Z)"
+    places = re.findall(block, text, re.MULTILINE | re.DOTALL) if owner else [text]
+    return any(re.search(rf"\b(def|fn) {function}\b", place) for place in places)
 
 
 def test_the_way_of_a_block_names_the_files_of_its_functions() -> None:

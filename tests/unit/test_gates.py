@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
-KNOWN = '"private words" = ["told"]\n'
+KNOWN = '"private words" = ["told", "so many"]\n'
 GOOD = {
     "crates/one/src/lib.rs": "mod a;\nmod b;\npub use a::A;\n",
     "crates/one/src/a.rs": "use crate::b::B;\npub struct A(B);\nimpl A {\n    fn f(&self) {}\n}\n",
@@ -57,6 +57,10 @@ def test_a_tree_in_shape_passes(gates: ModuleType) -> None:
             {f"crates/one/src/{n}.rs": "fn g(a: &A) {}\n" for n in ("c", "d")},
         ),
         (
+            "impls: one::A: 3 functions in 3 files",
+            {f"crates/one/src/{n}.rs": "fn g(a: &Arc<A>) {}\n" for n in ("c", "d")},
+        ),
+        (
             "impls: one::A: 41 functions",
             {"crates/one/src/a.rs": f"pub struct A;\nimpl A {{\n{FUNCTIONS}}}\n"},
         ),
@@ -64,6 +68,13 @@ def test_a_tree_in_shape_passes(gates: ModuleType) -> None:
         (
             "circle: crates/one/src/a.rs: import each other: ",
             {"crates/one/src/b.rs": "use super::A;\npub struct B;\n"},
+        ),
+        (
+            "circle: crates/one/src/a.rs: import each other: ",
+            {
+                "crates/one/src/lib.rs": "mod a;\nmod b;\nuse a::A;\npub struct X(A);\n",
+                "crates/one/src/a.rs": "use super::X;\npub struct A;\n",
+            },
         ),
         (
             "circle: python/ucm/one.py: import each other: ",
@@ -75,6 +86,13 @@ def test_a_tree_in_shape_passes(gates: ModuleType) -> None:
         ),
         ("width: docs/page.md: 1 lines", {"docs/page.md": LONG}),
         ("words: docs/page.md: told 1", {"docs/page.md": "It is told.\n"}),
+        ("words: docs/page.md: so many 1", {"docs/page.md": "There are so\nmany.\n"}),
+        ("words: CHANGELOG.md: told 1", {"CHANGELOG.md": "It is told.\n"}),
+        ("words: tests/test_a.py: told 1", {"tests/test_a.py": '"""It is told."""\n'}),
+        (
+            "words: tests/test_a.py: so many 1",
+            {"tests/test_a.py": "# There are so\n# many.\nX = 1\n"},
+        ),
         (
             "words: crates/one/src/b.rs: told 2",
             {"crates/one/src/b.rs": '/// Told.\npub struct B;\nconst T: &str = "it \\" told";\n'},
@@ -103,6 +121,10 @@ def test_a_violation_fails_and_is_named(
 )
 def test_types_alone_and_names_of_variables_pass(gates: ModuleType, text: str) -> None:
     assert not refused(gates, {"python/ucm/two.py": text})
+
+
+def test_data_of_tests_passes(gates: ModuleType) -> None:
+    assert not refused(gates, {"tests/test_a.py": 'X = "told"\n'})
 
 
 def test_in_rust_names_of_variables_and_characters_pass(gates: ModuleType) -> None:

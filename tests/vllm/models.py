@@ -22,7 +22,7 @@ HEAD_SIZE = 32
 INTERMEDIATE = 192
 MAX_LEN = 1024
 
-#: A matrix with random numbers of this number of rows and columns, and a gain.
+#: A matrix of random numbers, by its rows, its columns and a gain.
 Matrix = Callable[..., torch.Tensor]
 
 

@@ -1,5 +1,5 @@
-"""A tier as slow as a test says: the POSIX store behind a thread that moves loads at this number of
-bytes a second.
+"""A tier as slow as a test says: the POSIX store behind a thread that moves loads at a given
+number of bytes a second.
 
 The speed is read from a file before each load. A load that cannot end by its deadline waits until
 that, touches nothing and fails, as the store's own would.

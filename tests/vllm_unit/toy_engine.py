@@ -191,9 +191,8 @@ class Rank:
         """What the connector does in a step, around the computation; what it reports."""
         from vllm.v1.outputs import KVConnectorOutput
 
-        for number in (
-            output.new_block_ids_to_zero or ()
-        ):  # before any connector is called in the step
+        # Before any connector is called in the step.
+        for number in output.new_block_ids_to_zero or ():
             for cache, _, spec in self.layers:
                 if not _keeps_state(spec):
                     cache[number].zero_()

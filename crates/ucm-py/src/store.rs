@@ -59,10 +59,10 @@ pub(crate) struct Store {
 
 #[pymethods]
 impl Store {
-    /// `fixture`: the description as JSON text, see [`Fixture`].
+    /// `setup`: the description as JSON text, see [`StoreSpec`].
     #[new]
-    fn new(py: Python<'_>, fixture: &str) -> CallResult<Self> {
-        let engine = py.detach(|| StoreSpec::parse(fixture)?.open(SystemClock::shared()))?;
+    fn new(py: Python<'_>, setup: &str) -> CallResult<Self> {
+        let engine = py.detach(|| StoreSpec::parse(setup)?.open(SystemClock::shared()))?;
         Ok(Self::of(Arc::new(engine), 0))
     }
 

@@ -26,7 +26,7 @@ use crate::common::{
 };
 
 /// No tenant.
-const NO_STORE: u8 = 0;
+const NO_TENANT: u8 = 0;
 
 /// Blocks whose record is longer than its header by far.
 fn of(medium: Medium) -> Fixture {
@@ -114,7 +114,7 @@ fn a_tenant_keeps_its_newest_and_others_lose_nothing() {
     for fixture in columns() {
         let (dir, what) = (directory(), what(&fixture));
         let store = Store::open(dir.path(), bounded(&fixture, 4));
-        dump(&store, NO_STORE, &blocks(30..36));
+        dump(&store, NO_TENANT, &blocks(30..36));
         dump(&store, 2, &blocks(20..24));
         for upto in 1..=9 {
             dump(&store, 1, &blocks(upto - 1..upto));
@@ -143,7 +143,7 @@ fn what_was_there_before_counts() {
         let before = Store::open(dir.path(), fixture.clone());
         dump(&before, 1, &blocks(0..8));
         dump(&before, 2, &blocks(20..23));
-        dump(&before, NO_STORE, &blocks(30..36));
+        dump(&before, NO_TENANT, &blocks(30..36));
         drop(before);
         if fixture.medium == Medium::Kind("toy") {
             // With the last of its threads that lets it go, which may be a moment later.

@@ -198,7 +198,7 @@ def _read(answer: Answer, event: Mapping[str, Any]) -> None:
 async def run(
     server: Server, scenario: Scenario, seed: str, done: Callable[[], object] = lambda: None
 ) -> Sample:
-    """Runs a scenario; ``done`` is called after each request. Raises :class:`BenchError`."""
+    """Runs a scenario, with ``done`` after each request. :class:`BenchError` if none succeeds."""
     conversations = [Conversation(scenario, seed, number) for number in range(scenario.requests)]
     places = asyncio.Semaphore(scenario.concurrency)
 

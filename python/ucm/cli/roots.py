@@ -173,7 +173,7 @@ class _Root:
         raise NotImplementedError
 
     def document(self, path: str) -> Any:
-        """A JSON document below the root, None if it is absent; raises :class:`ValueError`."""
+        """A JSON document below the root; None if absent, :class:`ValueError` if not JSON."""
         text = self.head(path, _LONGEST_DOCUMENT + 1)
         if text is None:
             return None

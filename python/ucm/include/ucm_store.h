@@ -92,8 +92,8 @@ struct ucm_store {
     /*
      * Starts reading. Row i fills the memory at addrs[i * pieces + 0 .. pieces - 1] with the pieces of shard shards[i]
      * of block ids[16 * i ..]. `pieces` is pieces_per_shard. The memory belongs to the task until `wait` or `check`
-     * reported its end, which it does at the latest shortly after its deadline, `timeout_ns` from now; not one byte
-     * is written after that. What the memory of a failed row holds then is undefined. The arrays themselves may be
+     * reported its end. It ends at the latest shortly after its deadline, `timeout_ns` from now; not one byte is
+     * written after that. What the memory of a failed row holds then is undefined. The arrays themselves may be
      * used again at once. *task is a number other than 0, to be released.
      */
     int32_t (*load)(void *store, const uint8_t *ids, const uint32_t *shards, const uint64_t *addrs, size_t rows,

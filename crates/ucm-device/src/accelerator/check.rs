@@ -246,12 +246,7 @@ fn compare(copied: &[u8], expected: &[u8]) -> Result<()> {
 }
 
 /// Logs that a method is not used.
-pub(super) fn switched_off(
-    runtime: &dyn Runtime,
-    method: Method,
-    direction: Direction,
-    reason: &Error,
-) {
+fn switched_off(runtime: &dyn Runtime, method: Method, direction: Direction, reason: &Error) {
     error!(
         device = runtime.description(),
         method = method.name(),

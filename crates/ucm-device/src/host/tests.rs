@@ -276,7 +276,7 @@ fn a_synchronous_copy_gives_up_on_a_stalled_stream() {
 }
 
 #[test]
-fn what_landed_is_told_while_a_gather_goes_on() {
+fn a_gather_reports_the_pieces_that_it_has_copied() {
     let mut device = Memory::counted(96);
     let spans = [device.span(64, 32), device.span(0, 32), device.span(32, 32)];
     let pieces = end_to_end(8, &spans);

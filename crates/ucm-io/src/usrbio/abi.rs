@@ -146,7 +146,7 @@ impl Library {
     /// The mount point of 3FS above a path.
     pub(super) fn mount_point(&self, path: &CStr) -> Option<CString> {
         let mut found = [0u8; MOUNT_POINT];
-        // SAFETY: the path ends with a zero, and there is room for as many bytes as are passed.
+        // SAFETY: the path ends with a zero, and `found` has the bytes whose number is passed.
         let len = unsafe {
             (self.extract_mount_point)(
                 found.as_mut_ptr().cast(),

@@ -38,7 +38,7 @@ const AT_ONCE: usize = 256;
 pub struct MemoryConfig {
     /// Whose records it keeps.
     pub scope: Scope,
-    /// Bytes of the own region, see [`cache_bytes`]; `None`: it has none.
+    /// Bytes of the own region, see [`cache_bytes`](super::cache_bytes); `None`: it has none.
     pub capacity: Option<NonZeroU64>,
     /// The policy of eviction.
     pub policy: Policy,
@@ -84,7 +84,7 @@ pub struct MemoryCounts {
     pub returned: u64,
     /// Records that were removed by name.
     pub deleted: u64,
-    /// Uses reported by [`Backend::touch`].
+    /// Uses reported by [`Backend::touch`](crate::backend::Backend::touch).
     pub touched: u64,
     /// Reads that took a record where it lies.
     pub lent: u64,

@@ -30,7 +30,7 @@ use crate::layout::SegmentName;
 use crate::lengths::Lengths;
 use crate::segment::writer::check_limit;
 
-/// The lane on which segments are put.
+/// The lane on which segments are put, the last of the backend's.
 pub(super) const LANE_UPLOAD: usize = 3;
 /// Segments that are put at once, while others take records.
 pub(super) const UPLOADS: usize = 2;

@@ -51,7 +51,7 @@ use remote::Remote;
 use space::Space;
 
 /// Lanes of the background threads: one keeps the time of writes and waits, one lists others'
-/// segments, one counts and makes room, some put segments.
+/// segments, one counts and makes room. In [`blobs::LANE_UPLOAD`] segments are put.
 const LANE_TIMER: usize = 0;
 const LANE_DISCOVERY: usize = 1;
 const LANE_SPACE: usize = 2;

@@ -22,8 +22,8 @@ use super::remove::high;
 use super::state::SpaceState;
 use super::writer_quota::{Free, HOLDS};
 
-/// Its lane of the background threads.
-pub(super) const LANE_AGENT: usize = 0;
+/// The first lane of the background threads, which is the quota agent's.
+const LANE_AGENT: usize = 0;
 /// Time between two turns when nothing happens, and while a write waits for an answer.
 const IDLE: Duration = Duration::from_secs(1);
 const ACTIVE: Duration = Duration::from_millis(100);

@@ -19,7 +19,7 @@ use crate::layout::{
     is_quarantined, record_name, shard_name,
 };
 
-/// Lane of everything that may take long.
+/// The second lane of the background threads, for everything that may take long.
 pub(super) const LANE_WORK: usize = 1;
 /// Age at which a private file counts as left behind by a process that ended.
 const STALE: Duration = Duration::from_secs(3600);

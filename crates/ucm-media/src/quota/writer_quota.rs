@@ -391,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn a_first_grant_is_waited_for_but_not_in_vain_twice() {
+    fn a_first_grant_is_waited_for_once() {
         let mut quota = WriterQuota::new(1, 40);
         quota.holds_until = at(300_000);
         assert!(ask(&mut quota, 40, at(0)).is_none());

@@ -24,7 +24,7 @@ impl Writes {
         back.map(|(above, level)| (&self.table.tiers[above.members().start], level))
     }
 
-    /// Has the memory above each of them hand over the records that it evicts.
+    /// Has the memory above each level that is written back to hand over the records it evicts.
     pub(super) fn take_evicted(self: &Arc<Self>) -> Result<()> {
         for (above, level) in self.written_back() {
             let weak = Arc::downgrade(self);

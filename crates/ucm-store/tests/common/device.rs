@@ -477,7 +477,7 @@ struct CountedStream {
 }
 
 impl Stream for CountedStream {
-    fn gather(&mut self, src: &[Piece], dst: &mut [u8], _landed: &mut Copied<'_>) -> Result<()> {
+    fn gather(&mut self, src: &[Piece], dst: &mut [u8], _copied: &mut Copied<'_>) -> Result<()> {
         self.transfers.lock().push(src.len());
         self.inner.gather(src, dst, &mut |_, _| {})
     }

@@ -166,7 +166,7 @@ class Admission:
         compute = self.compute_rate.seconds(whole.tokens, rest)
         allowance = self.compute_rate.allowance(whole.tokens, rest)
         if compute is None or allowance is None:
-            usable = [cut for cut in cuts if not self._hopeless(cut, now)]
+            usable = [cut for cut in cuts if not self._cannot_pay(cut, now)]
             return (usable[-1], Verdict.LOAD) if usable else (None, Verdict.DECLINE)
         last = self._tier(max(whole.sizes, default=0))
         if not again:
@@ -214,7 +214,7 @@ class Admission:
             load += tier.rate.seconds(tier.waiting + size) or 0.0
         return max(max(load, self._behind(cut, now)) + step / 2, step)
 
-    def _hopeless(self, cut: Cut, now: float) -> bool:
+    def _cannot_pay(self, cut: Cut, now: float) -> bool:
         """Whether loads from a cut's tiers were slower than computing can plausibly be, or the
         oldest under way is by now, since it was first in line."""
         if self._at_best(cut) > self.compute_rate.at_most(cut.tokens):

@@ -329,8 +329,8 @@ class BlendPlanner:
     # ----------------------------------------------------------------------------------------------
 
     def asked(self, request: Request) -> None:
-        """What vLLM can load for a request that holds no computed blocks but those of its
-        prefix cache: a claim from before is void."""
+        """vLLM queries what can be loaded for a request that holds no computed blocks but those of
+        its prefix cache: an earlier claim is void."""
         self._claims.pop(request.request_id, None)
         if self._jobs.pop(request.request_id, None) is not None:  # its load failed
             self._banned.add(request.request_id)

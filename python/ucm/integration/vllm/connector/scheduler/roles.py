@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 #: Seconds between two lookups for one request, and between two refreshes of the store.
 POLL_S, REFRESH_S = 0.01, 0.02
 #: Waits in a row that end without the block, after which one request waits in this many seconds.
-MOST_IN_VAIN, TRIAL_S = 4, 10.0
+MOST_FAILED, TRIAL_S = 4, 10.0
 #: Most identities of prefill engines that are compared with the own one in the log.
 MOST_IDENTITIES = 8
 #: Longest manifest in bytes.
@@ -86,7 +86,7 @@ class PublishWaits:
         self._limit_s = wait_ms / 1000
         self._roots, self._background, self._clock = roots, background, clock
         self._refreshed_at = self._trial_at = float("-inf")
-        self._in_vain = 0  # the last waits in a row
+        self._failed = 0  # the last waits in a row
         self._compared: set[str] = set()
 
     def go_on(
@@ -115,11 +115,11 @@ class PublishWaits:
                 return False
             wait.end = whole.keys.index(wait.key) + 1
         if wait.end and lookups.complete(whole, wait.end, seen=wait.seen):
-            self._in_vain = 0
+            self._failed = 0
             return False
         if now >= wait.until:
             wait.is_late = True
-            self._in_vain += 1
+            self._failed += 1
             throttle.warning(
                 "pd_wait_ms",
                 "the blocks of a prefill server were not found within pd_wait_ms (%.0f ms), so the"
@@ -142,7 +142,7 @@ class PublishWaits:
 
     def _allowance(self, now: float) -> float:
         """Seconds that a request may wait: none after several failed waits, except for a trial."""
-        if self._in_vain >= MOST_IN_VAIN and now < self._trial_at:
+        if self._failed >= MOST_FAILED and now < self._trial_at:
             return 0.0
         self._trial_at = now + TRIAL_S
         return self._limit_s
