@@ -82,7 +82,7 @@ class BlockSelector:
     name: str = ""
     #: Number of a request's latest queries for a score.
     queries: int = 1
-    combine: Combine = "sum"
+    combine: Combine = "sum"  # how the scores of heads, and of ranks, become one
     #: Whether scores are integers, which add up the same in any order.
     exact: bool = False
     #: Whether :meth:`encode` encodes each token alone.
