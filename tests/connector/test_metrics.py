@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,8 @@ pytest.importorskip("vllm")
 
 import msgspec
 from parts import BLOCK, Rig
-from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, values
+from prometheus_client.multiprocess import MultiProcessCollector
 from test_transfers import Worker, dump, load
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
@@ -21,7 +24,16 @@ from vllm.v1.outputs import KVConnectorOutput
 from ucm import __version__
 from ucm.integration.vllm.connector import UCMConnector, UCMDirectConnector
 from ucm.integration.vllm.connector.stats import TIMES, MissStats, StoreInfo, Tally, UcmStats
-from ucm.metrics.names import COUNTERS, GAUGES, HISTOGRAMS, MISSED, MISSED_BLOCKS, rows
+from ucm.metrics.names import (
+    AT,
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    MEMORY_NOW,
+    MISSED,
+    MISSED_BLOCKS,
+    rows,
+)
 from ucm.mode import Mode
 from ucm.reasons import MissReason
 
@@ -50,7 +62,8 @@ def test_the_scheduler_reports_new_counts_only() -> None:
     half = connector(scheduler=rig.scheduler, miss_stats=rig.scheduler.miss_stats)
     opened = half.get_kv_connector_stats()
     assert opened is not None
-    (info,) = opened.data
+    info, at = sorted(opened.data, reverse=True)
+    assert at == AT
     assert info.startswith(f"info.{__version__}|")
     assert info.endswith("|read-write")
     assert half.get_kv_connector_stats() is None
@@ -58,6 +71,7 @@ def test_the_scheduler_reports_new_counts_only() -> None:
     stats = half.get_kv_connector_stats()
     assert stats is not None
     assert not stats.is_empty()
+    del stats.data[AT]
     assert stats.data == {
         "asked": 2,
         "asked_requests": 1,
@@ -70,6 +84,7 @@ def test_the_scheduler_reports_new_counts_only() -> None:
     rig.scheduler._mode.now = Mode.OFF
     switched = half.get_kv_connector_stats()
     assert switched is not None
+    del switched.data[AT]
     assert switched.data == {info: 0, info.replace("read-write", "off"): 1}
 
 
@@ -84,6 +99,7 @@ def test_a_connector_that_is_off_counts_why() -> None:
     assert stats is not None
     rates = {"block_hit_rate": 0.0, "prefix_hit_rate": 0.0}
     counts = {"asked": 3, "asked_requests": 1, "missed.unsupported": 3, "requests.success": 1}
+    del stats.data[AT]
     assert stats.data == counts | rates
 
 
@@ -209,6 +225,26 @@ def test_times_are_put_together_logged_as_means_and_exported_as_histograms() -> 
     assert sample("ucm_load_seconds_sum", **labels) == 1.5
     assert sample("ucm_load_seconds_bucket", **labels, le="0.5") == 2
     assert sample("ucm_lookup_seconds_bucket", **labels, le="0.0025") == 1
+
+
+def test_of_several_api_servers_the_newest_report_counts_whichever_is_read_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM sends each report to one of them, and they share a directory of values."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    config: Any = SimpleNamespace(kv_transfer_config=None)
+    for server, at, held in (("busy", 200.0, 0), ("late", 100.0, 7)):
+        kind = values.MultiProcessValue(process_identifier=lambda server=server: server)
+        monkeypatch.setattr(values, "ValueClass", kind)
+        own = CollectorRegistry()
+        types: Any = {each: functools.partial(each, registry=own) for each in TYPES}
+        metrics = UCMConnector.build_prom_metrics(config, types, ["engine"], {0: ["0"]})
+        assert metrics is not None
+        metrics.observe({AT: at, f"{MEMORY_NOW}gpu.scheduler": held}, 0)
+    both = CollectorRegistry()
+    MultiProcessCollector(both)
+    labels = {"engine": "0", "location": "gpu", "side": "scheduler"}
+    assert both.get_sample_value("ucm_memory_usage_bytes", labels) == 0
 
 
 def test_speeds_are_the_newest_and_exported_as_gauges() -> None:

@@ -118,8 +118,7 @@ def ratio(old: float, new: float, better: Better) -> float:
 
 
 def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float] | None:
-    """The interval of the distribution's median with at least that confidence; None with too few
-    values."""
+    """The interval of the median with at least that confidence; None with too few values."""
     count = len(values)
     outside, rank = 0.0, 0
     # outside: that at most `rank` of the values lie on one side of the median, and on the other

@@ -164,8 +164,7 @@ def _others_named_ucm() -> Iterator[Finding]:
 
 
 def devices(wanted: str | None) -> Iterator[Finding]:
-    """Processors, and accelerators by their files; ``wanted`` is ``platform`` of the
-    configuration."""
+    """Processors, and accelerators by their files; ``wanted``: the configured ``platform``."""
     from ucm.config.words import PLATFORM_ROWS
 
     found = {row.name: len(glob.glob(row.files)) for row in PLATFORM_ROWS}
@@ -226,8 +225,7 @@ def _cgroup_limits() -> Iterator[tuple[int, int]]:
 
 
 def limits(needed: Mapping[str, int]) -> Iterator[Finding]:
-    """Memory beside what the configuration needs of it (by key, bytes of this host), shared memory
-    and descriptors."""
+    """Memory beside the configured need (by key, bytes of this host); shared memory; files."""
     have = memory()
     total, free = in_units(have.total), in_units(have.free)
     yield note(f"memory of {have.bound}: {total}, free {free}")

@@ -930,8 +930,7 @@ def _ignore_option(ignored: Layer, option: str, written: str, used: str) -> None
 
 
 def _checked_options(store: str, given: dict[str, Any], written: Values) -> dict[str, Any]:
-    """All keys that this store alone has, checked; ``written`` says where those in ``given``
-    stand."""
+    """All keys that this store alone has, checked; ``written``: the places of ``given`` ones."""
     if store not in STORES:
         return {}
     model = options_of(store)

@@ -249,8 +249,7 @@ class Stage(StoreSettings):
         return self
 
     def written(self) -> dict[str, Any]:
-        """The stage as it can be written in a configuration: given keys, and those of its store
-        alone."""
+        """The stage as in a configuration: given keys, and those of its store alone."""
         given = {
             key: plain(getattr(self, key))
             for key in self.model_fields_set - {"store", "options", *UNUSED}

@@ -91,8 +91,7 @@ def _needs_place(stage: Stage) -> bool:
 def _with_addresses(
     stages: Sequence[Stage], common: Sequence[str]
 ) -> tuple[Sequence[Stage], Sequence[str]]:
-    """Stages that may have an address and need none (Mooncake) get those of their scheme; and the
-    rest."""
+    """Stages whose address is optional (Mooncake) get those of their scheme; and the rest."""
     given: set[str] = set()
     placed = []
     for stage in stages:

@@ -23,6 +23,8 @@ class Series(NamedTuple):
 #: Prefixes of keys that end with a label's value, or with two.
 MISSED, UNSTORED, TIER_PREFIX, TIER_NOW = "missed.", "unstored.", "tier.", "tier_now."
 SPARSE_PREFIX, REQUESTS, MEMORY_NOW, INFO = "sparse.", "requests.", "memory_now.", "info."
+#: When a report was made, in seconds since 1970.
+AT = "at"
 
 # Requests and their blocks
 # --------------------------------------------------------------------------------------------------

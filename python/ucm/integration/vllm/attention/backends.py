@@ -78,8 +78,7 @@ def derive_for_blend(
 
 
 class OwnAttention(ABC):
-    """Stands for the attention metadata of layers that are called outside of a step, and computes
-    their attention."""
+    """Attention, and its metadata, of layers that are called outside of a step."""
 
     @abstractmethod
     def attend(
@@ -244,8 +243,7 @@ class _Grouped:
 
 
 class _Latent:
-    """Multi-head latent attention: prompts and single tokens are computed by two calls, over one
-    latent key."""
+    """Multi-head latent attention: two calls, for prompts and single tokens, over one key."""
 
     def do_kv_cache_update(
         self,

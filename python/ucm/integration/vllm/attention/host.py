@@ -153,8 +153,7 @@ class SparseHost:
         self._context = self._written = None
 
     def _batch(self, plan: SparsePlan, context: Any) -> Any:
-        """The metadata of the step for the method: its own, or the rows in the order of the
-        batch."""
+        """The metadata for the method: its own, or the rows in the order of the batch."""
         batch = plan.metadata if plan.metadata is not None else SparseBatch()
         if not isinstance(batch, SparseBatch):
             return batch
@@ -202,8 +201,7 @@ class SparseHost:
 
     def to_rewrite(self, call: LayerCall) -> Written | None:
         """What is written again after a user's hook before attention, which may have changed keys
-        and values: all that was written, into the same slots, so that representations are made
-        again."""
+        and values: all that was written, in place, so that representations are made again."""
         written = self._written
         ours = self.changes and written is not None and written.name == call.name
         return written if ours else None
@@ -314,8 +312,7 @@ class SparseHost:
     def latent_prompt_begin(
         self, call: LayerCall, query: Tensor, latent: Tensor, rope: Tensor, output: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The same for the rows of prompts with latent attention, from which no blocks are
-        chosen."""
+        """The same for rows of prompts with latent attention, where no blocks are chosen."""
         given, codes = (query, latent, rope, output), self._codes(call.name)
         if not self.changes:
             return given
@@ -549,8 +546,7 @@ class EagerHooks:
         return self._call("ffn_begin", *output) if pair else None
 
     def _call(self, hook: str, *given: Any) -> tuple[Any, ...]:
-        """The results of a hook; its arguments where it raises, or returns another number of
-        values."""
+        """The results of a hook; its arguments if it raises, or their number is wrong."""
         method = type(self._method).__name__
         try:
             found = getattr(self._method, hook)(*given)

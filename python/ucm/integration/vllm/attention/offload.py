@@ -131,8 +131,7 @@ class Offload:
     # ----------------------------------------------------------------------------------------------
 
     def begin_step(self, changes: Sequence[OffloadChange], ended: Sequence[str]) -> None:
-        """Process blocks that have left, or will be written by others, before anything of the step
-        is computed."""
+        """Process blocks that have left, or will be written by others, before the step."""
         given_back: set[int] = set()  # layers of requests that have ended, by identity
         for request_id in ended:
             request = self._requests.pop(request_id, None)
@@ -202,8 +201,7 @@ class Offload:
             throttle.warning("unselectable", text, len(missing))
 
     def rows_of(self, request_id: str) -> Sequence[int]:
-        """The rows of the representations of a request's blocks that are not on the device, in
-        order."""
+        """The rows, in order, of representations of a request's blocks beyond the device."""
         request = self._requests.get(request_id)
         return () if request is None else request.rows
 

@@ -48,6 +48,7 @@ from ucm.integration.vllm.connector.worker.transfers import PendingLoads
 from ucm.integration.vllm.connector.worker.worker import UCMConnectorWorker
 from ucm.integration.vllm.early import refuse_wrong
 from ucm.logger import init_logger
+from ucm.metrics.names import AT
 from ucm.profiling import profile
 from ucm.reasons import MissReason
 from ucm.store.factory import UcmConnectorFactoryV1
@@ -610,7 +611,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             news |= self._sparse(self._sparse_worker.take_counts) or {}
         if self._scheduler is not None:
             news |= self._scheduler.take_tiers()
-        return UcmStats(data=news) if news and self._exports_metrics else None
+        return UcmStats(data={AT: time.time(), **news}) if news and self._exports_metrics else None
 
     @classmethod
     @harmless(None)

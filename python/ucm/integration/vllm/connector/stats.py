@@ -21,6 +21,7 @@ value counts. Nothing here raises into vLLM.
 from __future__ import annotations
 
 import functools
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -370,7 +371,7 @@ Sinks: TypeAlias = tuple[Callable[[Any], None], ...]
 
 def _is_newest(name: str) -> bool:
     """Whether the newest value of a name counts; others are added up."""
-    if name in names.GAUGES or name in names.SHARES or name == names.RATIO:
+    if name in names.GAUGES or name in names.SHARES or name in (names.RATIO, names.AT):
         return True
     return name.startswith((names.TIER_NOW, names.MEMORY_NOW, names.INFO))
 
@@ -418,7 +419,8 @@ class UcmStats(KVConnectorStats):
 
     def is_empty(self) -> bool:
         """Whether nothing was counted."""
-        return not any(value or _is_newest(name) for name, value in self.data.items())
+        found = (name for name, value in self.data.items() if value or _is_newest(name))
+        return all(name == names.AT for name in found)
 
 
 class UcmPromMetrics(KVConnectorPromMetrics):
@@ -443,7 +445,7 @@ class UcmPromMetrics(KVConnectorPromMetrics):
         )
         self._histogram = functools.partial(_metric, metric_types[PrometheusHistogram])
         self._values = per_engine_labelvalues
-        self._sparse = sparse
+        self._sparse, self._at = sparse, 0.0
         #: By engine and name: what takes a value.
         self._sinks = {
             engine: dict(self._known(values)) for engine, values in per_engine_labelvalues.items()
@@ -453,11 +455,20 @@ class UcmPromMetrics(KVConnectorPromMetrics):
         """The child of a metric for these values of vLLM's labels and of its own."""
         return kind(*series, (*self._labels, *more)).labels(*values, *more.values())
 
+    def _latest(self, series: names.Series, values: list[object], **more: str) -> Any:
+        """Sets a gauge as of its report's time: of the API servers that share its file the one with
+        the newest report counts, whichever reads its report last."""
+        gauge = self._made(self._gauge, series, values, **more)
+        value = getattr(gauge, "_value", None)
+        if value is None:  # not prometheus_client's
+            return gauge.set
+        return lambda number: value.set(float(number), timestamp=self._at)
+
     def _known(
         self, values: list[object]
     ) -> Iterator[tuple[str, tuple[Callable[[Any], None], ...]]]:
         """The series whose labels' values are known."""
-        made, counter, gauge = self._made, self._counter, self._gauge
+        made, counter, latest = self._made, self._counter, self._latest
         for key, series in (names.COUNTERS | (_SPARSE if self._sparse else {})).items():
             yield key, (made(counter, series, values).inc,)
         for reason in MissReason:
@@ -470,14 +481,14 @@ class UcmPromMetrics(KVConnectorPromMetrics):
             ended = made(counter, names.REQUESTS_TOTAL, values, status=status)
             yield names.REQUESTS + status, (ended.inc,)
         for key, series in names.GAUGES.items():
-            yield key, (made(gauge, series, values).set,)
+            yield key, (latest(series, values),)
         for key, (series, label, value) in names.SHARES.items():
-            sinks = [made(gauge, series, values, **{label: value}).set]
+            sinks = [latest(series, values, **{label: value})]
             if key == "block_hit_rate":
-                sinks.append(made(gauge, names.KV_CACHE_HIT_RATE, values).set)
+                sinks.append(latest(names.KV_CACHE_HIT_RATE, values))
             yield key, tuple(sinks)
         if self._sparse:
-            yield names.RATIO, (made(gauge, names.SPARSE_RATIO, values).set,)
+            yield names.RATIO, (latest(names.SPARSE_RATIO, values),)
         fewer = functools.partial(self._histogram, buckets=names.LATENCY_BUCKETS)
         every = functools.partial(self._histogram, buckets=names.BUCKETS)
         for key, series in names.HISTOGRAMS.items():
@@ -502,15 +513,15 @@ class UcmPromMetrics(KVConnectorPromMetrics):
                 for counted in names.TIER_COUNTERS.values():  # from 0, so that a first one is seen
                     self._made(self._counter, counted, values, tier=tier)
                 series = names.TIER_GAUGES[key]
-                return (self._made(self._gauge, series, values, tier=tier, side=side).set,)
+                return (self._latest(series, values, tier=tier, side=side),)
         elif name.startswith(names.MEMORY_NOW):
             location, _, side = name.removeprefix(names.MEMORY_NOW).partition(".")
             labels = {"location": location, "side": side}
-            return (self._made(self._gauge, names.MEMORY_USAGE, values, **labels).set,)
+            return (self._latest(names.MEMORY_USAGE, values, **labels),)
         elif name.startswith(names.INFO):
             texts = name.removeprefix(names.INFO).split("|")
             labels = dict(zip(names.INFO_LABELS, texts, strict=True))
-            return (self._made(self._gauge, names.INFO_GAUGE, values, **labels).set,)
+            return (self._latest(names.INFO_GAUGE, values, **labels),)
         return ()
 
     @harmless(None)
@@ -518,7 +529,7 @@ class UcmPromMetrics(KVConnectorPromMetrics):
         """Add what one engine counted and measured."""
         if engine_idx not in self._values:
             return
-        sinks = self._sinks[engine_idx]
+        sinks, self._at = self._sinks[engine_idx], transfer_stats_data.get(names.AT) or time.time()
         for name, news in transfer_stats_data.items():
             if name not in sinks:
                 sinks[name] = self._late(name, self._values[engine_idx])
