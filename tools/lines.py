@@ -33,8 +33,8 @@ ROOT = Path(__file__).resolve().parents[1]
 #: an engine: 1,500 and 2 files; its chunks alone: 20. Room in the proxy before an answer ends: 15.
 #: Ranks that agree on an error before they blend: 10. Pages of Blend that are read whole: 60. What
 #: one lookup sees of directories: Rust 40. The mode in metrics, blocks that vLLM had, roots that
-#: take no writes: 30, Rust 20.
-BUDGETS = {"Rust": 56_889, "Python": 41_992, "Python files": 132, "benches": 8_145}
+#: take no writes: 30, Rust 20. Requests of the proxy that were never sent: 5.
+BUDGETS = {"Rust": 56_889, "Python": 41_997, "Python files": 132, "benches": 8_145}
 #: Least share of comment lines, in percent.
 LEAST_COMMENTS = 13.0
 #: Longest file of Python that only re-exports.

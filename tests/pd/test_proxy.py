@@ -301,6 +301,15 @@ def test_nothing_listens(site: Site) -> None:
         assert client.put("/other").status_code == 503
 
 
+def test_a_request_that_was_never_sent_is_unreachable_whenever_a_check_fails(site: Site) -> None:
+    """Failed checks end the wait for answers, also while another request connects."""
+    d = site.stand_in()
+    site.stop(d.at)
+    with site.proxy(mixed=[d], retry_for=0.01, health_interval=0.001) as client:
+        wait_until(lambda: client.get("/health").status_code == 503, "the proxy knows of it")
+        assert {client.put("/other").status_code for _ in range(100)} == {503}
+
+
 def test_an_unknown_request_is_sent_once(site: Site) -> None:
     async def breaks(scope: Any, receive: Any, send: Any) -> None:
         seen.append(scope["path"])

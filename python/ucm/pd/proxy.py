@@ -347,7 +347,12 @@ class Proxy:
         )
         try:
             async with asyncio.timeout(self.settings.decode_timeout) as limit:
-                server.unanswered.add(limit)
+
+                async def trace(event: str, _: object) -> None:  # of httpx
+                    if event.endswith("send_request_headers.started"):
+                        server.unanswered.add(limit)  # before, it is unreachable
+
+                request.extensions["trace"] = trace
                 try:
                     response = await server.client.send(request, stream=True)
                     stack.push_async_callback(response.aclose)

@@ -48,7 +48,7 @@ class Server:
         self.in_flight, self.work = 0, 0
         #: Number of the last request that it got.
         self.turn = 0
-        #: Limits of requests that have seen no byte of its answer yet.
+        #: Limits of requests that were sent and have seen no byte of its answer yet.
         self.unanswered: set[asyncio.Timeout] = set()
         self._refuses_until = 0.0
         self._failed_checks = 0
