@@ -370,9 +370,10 @@ class Rig:
         salt: str | None = None,
         params: Any = None,
         tokens: list[int] | None = None,
+        hashed: bool = True,
     ) -> Request:
         """A new request of ``length`` tokens, or of these, of the tenant with this salt; ``params``
-        are its ``kv_transfer_params``."""
+        are its ``kv_transfer_params``. ``hashed``: vLLM hashes its blocks, as for its events."""
         tokens = tokens or [(seed * 131 + index) % 1000 for index in range(length)]
         request = Request(
             name,
@@ -381,7 +382,7 @@ class Rig:
             None,
             lora_request=adapter,
             cache_salt=salt,
-            block_hasher=get_request_block_hasher(BLOCK, sha256),
+            block_hasher=get_request_block_hasher(BLOCK, sha256) if hashed else None,
         )
         self.scheduler.on_new_request(request)
         return request

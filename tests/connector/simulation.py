@@ -159,7 +159,8 @@ class Simulation:
         """All requests, to their last token."""
         self.random = random.Random(self.seed)
         # nothing is dumped here
-        settings = {"step_tokens": self.engine.budget, "blocks": 1 << 15, "dump": "none"}
+        blocks = min(sum(arrival.blocks + 2 for arrival in self.arrivals), 1 << 12)
+        settings = {"step_tokens": self.engine.budget, "blocks": blocks, "dump": "none"}
         self.rig = Rig(admission=self.mode, **settings)
         self.rig.readiness.block_bytes = BLOCK_BYTES
         self.rig.report(RankReport(0, ready=True))
@@ -190,7 +191,7 @@ class Simulation:
 
     def _arrive(self, arrival: Arrival, number: int) -> None:
         tokens = arrival.blocks * BLOCK + 1
-        request = self.rig.request(f"r{number}", tokens, seed=number + 1)
+        request = self.rig.request(f"r{number}", tokens, seed=number + 1, hashed=False)
         self.rig.stored(request, arrival.stored)
         if arrival.below:
             keys = self.rig.keys_of(request)[arrival.stored - arrival.below : arrival.stored]

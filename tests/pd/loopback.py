@@ -50,6 +50,8 @@ class Site:
             self._held.append(held_port())
         port = int(at.rpartition(":")[2]) if at else int(self._held[-1].getsockname()[1])
         listening = socket.create_server(("127.0.0.1", port))
+        # Of the connections: small, so that a reader that is too slow is noticed soon.
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
         at = f"http://127.0.0.1:{port}"
         config = uvicorn.Config(
             app, log_config=None, lifespan=lifespan, timeout_graceful_shutdown=1

@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -275,6 +276,14 @@ def case_of(model: Recall, seed: int, *, cut: bool, contextual: bool) -> Case:
     return Case(prompt.tokens, prompt.queries.tokens, prompt.queries.kinds, hits, cached)
 
 
+@cache
+def dense(model: Recall, seed: int) -> Tensor:
+    """The dense logits of the suffix of prompt ``seed``, whatever its chunks are."""
+    prompt = recall(seed, LENGTH, RECORDS)
+    tokens = torch.tensor([*prompt.tokens, *prompt.queries.tokens])
+    return prefill(model, tokens)[0][len(prompt.tokens) :]
+
+
 def _before(seed: int, number: int) -> list[int]:
     """The text before a chunk in the stored prompt that has it."""
     size, found = LENGTH // CHUNKS, list[int]()
@@ -336,7 +345,7 @@ class Setting:
             case_of(model, seed, cut=cut, contextual=contextual)
             for seed in range(first, first + prompts)
         ]
-        self.dense = [prefill(model, case.tokens)[0][len(case.context) :] for case in self.cases]
+        self.dense = [dense(model, seed) for seed in range(first, first + prompts)]
 
     def measure(self, select: Select, ratio: float, **given: Any) -> Figures:
         """All prompts under one rule."""

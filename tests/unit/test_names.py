@@ -89,6 +89,7 @@ CORE = [
 
 #: Names of sparse attention that compute, and so need torch.
 TORCH = [
+    "ucm.integration.vllm.connector.identity.tenant.TenantTags",
     "ucm.sparse.blend.hkvd.HKVDCalculator",
     "ucm.sparse.esa.esa.ESA",
     "ucm.sparse.esa.esa.ESASparse",

@@ -83,6 +83,16 @@ impl Files {
 
     /// Writes the end of a private file and renames it to its final name.
     pub(crate) fn finish(&self, job: &Finish<'_>, wanted: StillWanted<'_>) -> Result<FileMeta> {
+        let named = self.end_and_name(job, wanted);
+        if named.is_err()
+            && let Ok(private) = self.roots.walk().at(job.private)
+        {
+            let _ = private.unlink(); // best effort: swept by its age
+        }
+        named
+    }
+
+    fn end_and_name(&self, job: &Finish<'_>, wanted: StillWanted<'_>) -> Result<FileMeta> {
         let mut walk = self.roots.walk();
         let target = walk
             .at(job.target)
@@ -94,13 +104,9 @@ impl Files {
             Err(e) => return Err(no_private(e)),
         };
         let private = walk.at(job.private).map_err(no_private)?;
-        let named = end(file, job)
-            .and_then(|len| name(&private, &target, (len, false), Some(job.mtime_ns), wanted))
-            .and_then(|meta| meta.ok_or_else(|| failed(Errno::EXIST, CANNOT_NAME, job.target)));
-        if named.is_err() {
-            let _ = private.unlink(); // best effort: swept by its age
-        }
-        named
+        let len = end(file, job)?;
+        let named = name(&private, &target, (len, false), Some(job.mtime_ns), wanted)?;
+        named.ok_or_else(|| failed(Errno::EXIST, CANNOT_NAME, job.target))
     }
 }
 
@@ -164,10 +170,14 @@ mod tests {
         }
 
         fn finish(&self, wanted: bool) -> Result<FileMeta> {
-            let (private, target) = (self.private(), self.target());
+            self.finish_as(&self.target(), wanted)
+        }
+
+        fn finish_as(&self, target: &Path, wanted: bool) -> Result<FileMeta> {
+            let private = self.private();
             let job = Finish {
                 private: &private,
-                target: &target,
+                target,
                 footer: b"foot",
                 offset: 8192,
                 mtime_ns: 5_000_000_000,
@@ -209,6 +219,15 @@ mod tests {
         std::fs::write(place.target(), b"other").unwrap();
         assert!(place.finish(true).is_err() && !place.private().exists());
         assert_eq!(std::fs::read(place.target()).unwrap(), b"other");
+    }
+
+    #[test]
+    fn without_a_directory_for_its_name_nothing_is_left() {
+        let place = Place::new();
+        let missing = place.dir.path().join("not made yet").join("target");
+        let error = place.finish_as(&missing, true).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotFound);
+        assert!(!place.private().exists());
     }
 
     #[test]

@@ -373,15 +373,15 @@ impl Shared {
             .with("root", self.layout.root().display()))
     }
 
-    /// Makes the directories of the namespace; again after they were removed.
+    /// Makes the directories of the namespace; again after they were removed. That of private files
+    /// comes last: once there is one, it can get its name.
     pub(crate) fn make_dirs(&self, deadline: MonotonicTime) -> Result<()> {
         let namespace = self.layout.namespace();
         let kind = self.root.lock().kind;
         let records = kind.map(|kind| namespace.join(kind.directory()));
-        for dir in [namespace, self.layout.tmp()].into_iter().chain(records) {
-            self.make_dir(dir, deadline)?;
-        }
-        Ok(())
+        let dirs = [Some(namespace), records, Some(self.layout.tmp())];
+        let mut dirs = dirs.into_iter().flatten();
+        dirs.try_for_each(|dir| self.make_dir(dir, deadline))
     }
 
     /// The root, the engine and the file system in words.

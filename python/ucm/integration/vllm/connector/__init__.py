@@ -1,24 +1,23 @@
 """The vLLM connector: ``UCMConnector`` picks the configured mode, ``UCMDirectConnector`` names the
-direct one.
+direct one. Only these need vLLM: the names of blocks and the tags of tenants are made without it.
 
-vLLM makes one connector in its scheduler and one in every worker. In this order, each part imports
-only parts above it:
-
-- ``guard``, ``platforms``, ``stores``, ``stats``: what both sides need, and what they count
-- ``identity``: the names under which KV is stored: ``weights``, ``engine_identity``, and the
-  ``keys`` of blocks
-- ``metadata``: what the scheduler side and the workers send each other in every step
-- ``admission``: which hits are worth loading: ``rates``, ``admission``
-- ``scheduler`` and ``worker``: the two sides, which do not import each other. The scheduler side:
-  ``lookup``, ``requests``, ``readiness``, ``dumps``, ``hints``, ``offload``, ``sparse``, ``blend``,
-  ``scheduler``; the worker side: ``transfers``, ``sparse``, ``blend``, ``worker``
-- ``factory``: makes a side from the configuration; ``connector``: the class that vLLM calls
+vLLM makes one connector in its scheduler and one in every worker. Each part imports only parts
+before it: ``guard``, ``platforms``, ``stores``, ``stats``; ``identity``, the names under which KV
+is stored; ``metadata``, what the two sides send each other in every step; ``admission``, which hits
+are worth loading; ``scheduler`` and ``worker``, the two sides; ``factory``, which makes a side from
+the configuration; ``connector``, the class that vLLM calls.
 """
 
-from ucm.integration.vllm.connector.connector import (
-    UCMBlendConnector,
-    UCMConnector,
-    UCMDirectConnector,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .connector import UCMBlendConnector, UCMConnector, UCMDirectConnector
 
 __all__ = ["UCMBlendConnector", "UCMConnector", "UCMDirectConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.connector"), name)
