@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Ranks that agree on an error before they blend: 10. Pages of Blend that are read whole: 60. What
 #: one lookup sees of directories: Rust 40. The mode in metrics, blocks that vLLM had, roots that
 #: take no writes: 30, Rust 20. Requests of the proxy that were never sent: 5.
-BUDGETS = {"Rust": 56_895, "Python": 41_996, "Python files": 132, "benches": 8_145}
+BUDGETS = {"Rust": 56_895, "Python": 41_999, "Python files": 132, "benches": 8_145}
 #: Least share of comment lines, in percent.
 LEAST_COMMENTS = 13.0
 #: Longest file of Python that only re-exports.

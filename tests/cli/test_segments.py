@@ -119,8 +119,9 @@ def test_what_the_store_reads_back(segments: Written) -> None:
 def lying(file: Path, places: list[tuple[int, int]], start: int) -> int:
     """Gives the file a footer at ``start`` with these places (offset, length); its bytes on
     disk."""
-    data = file.read_bytes()
-    trailer = bytearray(data[-segment.TRAILER_LEN :])
+    with open(file, "rb") as whole:
+        whole.seek(-segment.TRAILER_LEN, os.SEEK_END)
+        trailer = bytearray(whole.read())
     listed = b"".join(
         struct.pack("<16sQQ", bytes([n % 256]) * 16, *place) for n, place in enumerate(places)
     )

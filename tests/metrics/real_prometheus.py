@@ -62,13 +62,12 @@ def panels_of(picture: Path) -> dict[str, str]:
 class Prometheus:
     """A running one."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, url: str, client: httpx.Client) -> None:
+        self.url, self._client = url, client
 
     def get(self, path: str, **parameters: str) -> Any:
         """The data of an answer of its API."""
-        url = f"{self.url}/api/v1/{path}"
-        answer = httpx.get(url, params=parameters, trust_env=False, timeout=DEADLINE)
+        answer = self._client.get(f"{self.url}/api/v1/{path}", params=parameters)
         return answer.raise_for_status().json()["data"]
 
     def values(self, expression: str) -> list[float]:
@@ -117,8 +116,8 @@ def prometheus(directory: Path, *targets: str, every: str = "200ms") -> Iterator
     ]
     with (directory / "prometheus.log").open("wb") as log:
         group = Group(words, stdout=log, stderr=log)
-    with group:
-        made = Prometheus(f"http://127.0.0.1:{port}")
+    with group, httpx.Client(trust_env=False, timeout=DEADLINE) as client:
+        made = Prometheus(f"http://127.0.0.1:{port}", client)
 
         def answers() -> bool:
             text = (directory / "prometheus.log").read_text()

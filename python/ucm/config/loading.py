@@ -694,17 +694,20 @@ def read_environment(environ: Mapping[str, str]) -> Layer:
     """The layer of the environment. Empty variables count as unset."""
     layer = Layer("the environment")
     for name, text in sorted(environ.items()):
-        value = text.strip()
-        if not value:
+        if not (value := text.strip()):
             continue
         if name in ENVIRONMENT:
             _read_variable(layer, name, value)
         elif name in MEANINGLESS_ENVIRONMENT:
             layer.ignore(MEANINGLESS_ENVIRONMENT[name], name)
         elif name.startswith("UCM_") and name not in ELSEWHERE:
-            known = [*(n for n in ENVIRONMENT if n.startswith("UCM_")), *ELSEWHERE]
-            layer.warnings.append(f"environment {name} is unknown and ignored{hint(name, known)}")
+            layer.warnings.append(f"environment {name} is unknown and ignored{_meant(name)}")
     return layer
+
+
+@functools.cache
+def _meant(name: str) -> str:
+    return hint(name, (*(n for n in ENVIRONMENT if n.startswith("UCM_")), *ELSEWHERE))
 
 
 def _read_variable(layer: Layer, name: str, value: str) -> None:
