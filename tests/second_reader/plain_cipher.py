@@ -14,10 +14,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from google_crc32c import value
+
 from ucm.reasons import MissReason
 
 if TYPE_CHECKING:
-    from plain_record import Crc, Header
+    from plain_record import Header
 
 #: The flag of a record whose layers and side shards are encrypted.
 ENCRYPTED = 2
@@ -54,7 +56,7 @@ class Keys:
         """True if a record can be decrypted here."""
         return header.key_id in self.keys
 
-    def decrypt(self, data: bytes, header: Header, crc: Crc) -> bytes:
+    def decrypt(self, data: bytes, header: Header) -> bytes:
         """The plaintext record, up to the length of ``data``. A side shard that was modified
         becomes zeros, which its checksum shows: the rest is of use without it.
 
@@ -93,7 +95,7 @@ class Keys:
                 plain[piece.crc : piece.crc + 4] = used_crc
                 plain[piece.secret_crc : piece.secret_crc + 4] = bytes(4)
             else:
-                stored = crc(seen[piece.start : piece.end])
+                stored = value(bytes(seen[piece.start : piece.end]))
                 plain[piece.crc : piece.crc + 4] = stored.to_bytes(4, "little")
                 plain[piece.secret_crc : piece.secret_crc + 4] = used_crc
         flags = int.from_bytes(plain[_FLAGS : _FLAGS + 4], "little") & ~ENCRYPTED
@@ -102,9 +104,8 @@ class Keys:
         plain[SALT : SALT + 16] = bytes(16)
         seals = SEAL * (1 + shards) + SIDE_SEAL * len(header.sides)
         plain[tag_at : tag_at + seals] = bytes(seals)
-        plain[_PREAMBLE_CRC : _PREAMBLE_CRC + 4] = crc(seen[:_PREAMBLE_CRC]).to_bytes(4, "little")
-        end = head - _CRC_LEN
-        plain[end:head] = crc(seen[:end]).to_bytes(4, "little")
+        for end in (_PREAMBLE_CRC, head - _CRC_LEN):
+            plain[end : end + _CRC_LEN] = value(bytes(seen[:end])).to_bytes(4, "little")
         return bytes(plain)
 
     def _open(self, key: bytes, number: int, sealed: bytes, aad: bytes, what: str) -> bytes:

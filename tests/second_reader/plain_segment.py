@@ -12,7 +12,7 @@ import struct
 from dataclasses import dataclass
 from itertools import pairwise
 
-from plain_record import MAX_RECORD, PAGE, Crc, Part, Refused, crc32c
+from plain_record import MAX_RECORD, PAGE, Part, Refused, crc32c
 
 from ucm.reasons import MissReason
 
@@ -56,21 +56,21 @@ class Footer:
         return f"{self.writer:016x}-{self.sequence:016x}.seg"
 
 
-def footer_length(tail: bytes, file_len: int, crc: Crc = crc32c) -> int:
+def footer_length(tail: bytes, file_len: int) -> int:
     """Bytes of the footer, by the last bytes of a file of ``file_len``; raises
     :class:`~plain_record.Refused`."""
-    return _trailer(tail, file_len, crc)[1]
+    return _trailer(tail, file_len)[1]
 
 
-def parse_footer(footer: bytes, file_len: int, crc: Crc = crc32c) -> Footer:
+def parse_footer(footer: bytes, file_len: int) -> Footer:
     """Verifies a whole footer, the last bytes of a file of ``file_len``; raises
     :class:`~plain_record.Refused`."""
-    start, length, count = _trailer(footer, file_len, crc)
+    start, length, count = _trailer(footer, file_len)
     if len(footer) < length:
         raise Refused(MissReason.TRUNCATED, f"{len(footer)} bytes of a footer of {length}")
     footer = footer[len(footer) - length :]
     listed, trailer = footer[:-TRAILER_LEN], footer[-TRAILER_LEN:]
-    _check(crc, listed, _u32(trailer, 104), MissReason.BAD_CHECKSUM, "entries")
+    _check(listed, _u32(trailer, 104), MissReason.BAD_CHECKSUM, "entries")
     entries = []
     for at in range(0, count * ENTRY_LEN, ENTRY_LEN):
         entry = Entry(*struct.unpack_from("<16sQQ", listed, at))
@@ -100,14 +100,14 @@ def parse_footer(footer: bytes, file_len: int, crc: Crc = crc32c) -> Footer:
     )
 
 
-def _trailer(tail: bytes, file_len: int, crc: Crc) -> tuple[int, int, int]:
+def _trailer(tail: bytes, file_len: int) -> tuple[int, int, int]:
     """Start and length of the footer, and how many entries it has."""
     if len(tail) < TRAILER_LEN:
         raise Refused(MissReason.TRUNCATED, f"{len(tail)} bytes")
     trailer = tail[-TRAILER_LEN:]
     if trailer[:4] != TRAILER_MAGIC:
         raise Refused(MissReason.NOT_A_RECORD, f"magic {trailer[:4]!r} of the trailer")
-    _check(crc, trailer[:124], _u32(trailer, 124), MissReason.BAD_HEADER, "trailer")
+    _check(trailer[:124], _u32(trailer, 124), MissReason.BAD_HEADER, "trailer")
     version, flags = _u32(trailer, 4), _u32(trailer, 100)
     if version == 0:
         raise Refused(MissReason.BAD_HEADER, "version 0")
@@ -136,8 +136,8 @@ def _trailer(tail: bytes, file_len: int, crc: Crc) -> tuple[int, int, int]:
     return start, length, count
 
 
-def _check(crc: Crc, data: bytes, written: int, reason: MissReason, what: str) -> None:
-    if (found := crc(data)) != written:
+def _check(data: bytes, written: int, reason: MissReason, what: str) -> None:
+    if (found := crc32c(data)) != written:
         raise Refused(reason, f"{what}: CRC-32C {found:08x}, written was {written:08x}")
 
 

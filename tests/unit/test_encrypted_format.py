@@ -73,9 +73,9 @@ def test_the_words_of_the_page_make_the_frozen_bytes() -> None:
 def test_the_second_reader_gives_the_record_back() -> None:
     header = verify(FROZEN, keys=KEYS)
     assert header.key_id == key_id(KEY)
-    assert KEYS.decrypt(FROZEN, header, crc32c) == PLAIN
+    assert KEYS.decrypt(FROZEN, header) == PLAIN
     assert lost_sides(FROZEN, header) == {}
-    plain = KEYS.decrypt(FROZEN[: header.kv_len], header, crc32c)  # a copy without its side shard
+    plain = KEYS.decrypt(FROZEN[: header.kv_len], header)  # a copy without its side shard
     assert plain == PLAIN[: header.kv_len]
     assert verify(FROZEN) == header  # without a key: by the checksums of the ciphertext
     other = Keys({key_id(bytes(32)): bytes(32)}, KEYS.open)
