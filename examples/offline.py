@@ -5,7 +5,8 @@
     python examples/offline.py --set storage_backends=/mnt/kv
 
 Prints a line of JSON for each answer: the tokens of the prompt that were not computed, the seconds
-to the first token, and the answer. Needs ``ucm-kv[vllm]``.
+to the first token, and the answer. A slow medium may still be writing some blocks when the second
+answer begins; these are computed. Needs ``ucm-kv[vllm]``.
 """
 
 from __future__ import annotations
