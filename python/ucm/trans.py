@@ -306,8 +306,7 @@ class Device:
         self._copies().host_to_device(address_of(src), dst, bytes_of(src))
 
     def d2h_transfer(self, src: int | Memory, dst: Any) -> None:
-        """Copy from the device into a contiguous array or tensor on the host, as many bytes as that
-        has."""
+        """Fill a contiguous array or tensor on the host with bytes of the device."""
         if not getattr(getattr(dst, "flags", None), "writeable", True):
             raise InvalidInputError("the array to copy to is read-only")
         self._copies().device_to_host(src, address_of(dst), bytes_of(dst))

@@ -158,8 +158,9 @@ class Simulation:
     def run(self) -> Outcome:
         """All requests, to their last token."""
         self.random = random.Random(self.seed)
-        # nothing is dumped here
+        # Enough for all requests that run at once.
         blocks = min(sum(arrival.blocks + 2 for arrival in self.arrivals), 1 << 12)
+        # Nothing is dumped here.
         settings = {"step_tokens": self.engine.budget, "blocks": blocks, "dump": "none"}
         self.rig = Rig(admission=self.mode, **settings)
         self.rig.readiness.block_bytes = BLOCK_BYTES

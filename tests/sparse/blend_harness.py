@@ -277,7 +277,7 @@ def case_of(model: Recall, seed: int, *, cut: bool, contextual: bool) -> Case:
 
 
 @cache
-def dense(model: Recall, seed: int) -> Tensor:
+def dense_logits(model: Recall, seed: int) -> Tensor:
     """The dense logits of the suffix of prompt ``seed``, whatever its chunks are."""
     prompt = recall(seed, LENGTH, RECORDS)
     tokens = torch.tensor([*prompt.tokens, *prompt.queries.tokens])
@@ -345,7 +345,7 @@ class Setting:
             case_of(model, seed, cut=cut, contextual=contextual)
             for seed in range(first, first + prompts)
         ]
-        self.dense = [dense(model, seed) for seed in range(first, first + prompts)]
+        self.dense = [dense_logits(model, seed) for seed in range(first, first + prompts)]
 
     def measure(self, select: Select, ratio: float, **given: Any) -> Figures:
         """All prompts under one rule."""

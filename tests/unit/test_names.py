@@ -87,7 +87,7 @@ CORE = [
     "ucm.sparse.factory.UcmSparseFactory",
 ]
 
-#: Names of sparse attention that compute, and so need torch.
+#: Names that need torch, but not vLLM: tags of tenants, and sparse attention where it computes.
 TORCH = [
     "ucm.integration.vllm.connector.identity.tenant.TenantTags",
     "ucm.sparse.blend.hkvd.HKVDCalculator",
@@ -178,7 +178,7 @@ def test_names_of_the_core_import_neither_vllm_nor_torch() -> None:
     assert not imported & {"vllm", "torch"}
 
 
-def test_names_of_sparse_attention_do_not_import_vllm() -> None:
+def test_names_that_need_torch_do_not_import_vllm() -> None:
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("ucm._core") is None:
         pytest.skip("torch or the core is missing here")
     wrong, imported = importable(TORCH)

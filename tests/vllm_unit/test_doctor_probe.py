@@ -1,5 +1,4 @@
-"""``ucm doctor`` has the installed vLLM read arguments, in a process of its own. That imports vLLM,
-so the last test has them read here."""
+"""``ucm doctor`` has the installed vLLM read arguments, in a process of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ sys.path.append(str(Path(__file__).parents[1] / "vllm"))
 
 from models import llama_config
 
-from ucm.cli.checks import Arguments, _engine, ask
+from ucm.cli.checks import Arguments, ask
 
 
 def test_the_known_part_of_an_identity(tmp_path: Path) -> None:
@@ -42,6 +41,5 @@ def test_a_backend_that_ucm_does_not_serve(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     (tmp_path / "config.json").write_text(json.dumps(llama_config(2)))
     words = [str(tmp_path), "--attention-backend", "TRITON_MLA", "--skip-tokenizer-init"]
-    words = Arguments.read(words).words
-    found = _engine(words, {"storage_backends": str(tmp_path / "root")})
+    found = ask(Arguments.read(words), {"storage_backends": str(tmp_path / "root")})
     assert "choose another" in found["why_off"], found

@@ -84,6 +84,7 @@ impl Files {
     /// Writes the end of a private file and renames it to its final name.
     pub(crate) fn finish(&self, job: &Finish<'_>, wanted: StillWanted<'_>) -> Result<FileMeta> {
         let named = self.end_and_name(job, wanted);
+        // By a walk of its own: the other may have failed before it got there.
         if named.is_err()
             && let Ok(private) = self.roots.walk().at(job.private)
         {
@@ -224,6 +225,7 @@ mod tests {
     #[test]
     fn without_a_directory_for_its_name_nothing_is_left() {
         let place = Place::new();
+        place.files.roots.add(place.dir.path());
         let missing = place.dir.path().join("not made yet").join("target");
         let error = place.finish_as(&missing, true).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NotFound);

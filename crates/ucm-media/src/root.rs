@@ -374,14 +374,16 @@ impl Shared {
     }
 
     /// Makes the directories of the namespace; again after they were removed. That of private files
-    /// comes last: once there is one, it can get its name.
+    /// comes last: a segment that could be created there finds the directory of its final name.
     pub(crate) fn make_dirs(&self, deadline: MonotonicTime) -> Result<()> {
         let namespace = self.layout.namespace();
         let kind = self.root.lock().kind;
         let records = kind.map(|kind| namespace.join(kind.directory()));
-        let dirs = [Some(namespace), records, Some(self.layout.tmp())];
-        let mut dirs = dirs.into_iter().flatten();
-        dirs.try_for_each(|dir| self.make_dir(dir, deadline))
+        self.make_dir(namespace, deadline)?;
+        if let Some(records) = records {
+            self.make_dir(records, deadline)?;
+        }
+        self.make_dir(self.layout.tmp(), deadline)
     }
 
     /// The root, the engine and the file system in words.

@@ -701,13 +701,9 @@ def read_environment(environ: Mapping[str, str]) -> Layer:
         elif name in MEANINGLESS_ENVIRONMENT:
             layer.ignore(MEANINGLESS_ENVIRONMENT[name], name)
         elif name.startswith("UCM_") and name not in ELSEWHERE:
-            layer.warnings.append(f"environment {name} is unknown and ignored{_meant(name)}")
+            known = [*(n for n in ENVIRONMENT if n.startswith("UCM_")), *ELSEWHERE]
+            layer.warnings.append(f"environment {name} is unknown and ignored{hint(name, known)}")
     return layer
-
-
-@functools.cache
-def _meant(name: str) -> str:
-    return hint(name, (*(n for n in ENVIRONMENT if n.startswith("UCM_")), *ELSEWHERE))
 
 
 def _read_variable(layer: Layer, name: str, value: str) -> None:

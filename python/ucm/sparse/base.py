@@ -95,8 +95,7 @@ class UcmSparseBase:
         return 0 if any(self.overrides(hook) for hook in CHANGING_HOOKS) else ALL_TOKENS
 
     def update_state_after_alloc(self, request: Any, num_blocks: int) -> None:
-        """``request`` was admitted and holds ``num_blocks`` blocks now. Not called for later
-        blocks."""
+        """``request`` was admitted with ``num_blocks`` blocks. Not called for later blocks."""
 
     def build_sparse_meta(
         self,

@@ -199,8 +199,7 @@ class OpenBlocks:
         return rows, full
 
     def _row(self, block: int, now: Container[int]) -> int | None:
-        """The row of a block, perhaps taken from another block; None where all are in use by this
-        step."""
+        """The row of a block, perhaps taken from another; None where this step uses all."""
         if (row := self._rows.get(block)) is not None:
             self._rows.move_to_end(block)
             return row

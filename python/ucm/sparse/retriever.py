@@ -164,8 +164,7 @@ class _Track:
 
 
 class Retriever:
-    """Keeps each request's choices, by layer, and makes new ones when they are due. For one
-    thread."""
+    """Keeps each request's choices, by layer, and makes new ones when due. For one thread."""
 
     def __init__(
         self,

@@ -54,8 +54,7 @@ class RotationTable:
     ``c`` turns with channel ``c + d / 2``. An amplitude other than 1 (YaRN's) is part of them."""
 
     def __init__(self, cos_sin: Tensor) -> None:
-        """``cos_sin [places, d]``: the cosines of each place, then the sines, as vLLM keeps
-        them."""
+        """``cos_sin [places, d]``: cosines of each place, then sines, as vLLM keeps them."""
         self.amplitude = float(cos_sin[0, 0])
         self.table = cos_sin.float().contiguous()
         self.cos, self.sin = self.table.chunk(2, dim=-1)
