@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from google_crc32c import value as crc32c
+from plain_checksum import crc32c
 
 from ucm.reasons import MissReason
 
@@ -95,7 +95,7 @@ class Keys:
                 plain[piece.crc : piece.crc + 4] = used_crc
                 plain[piece.secret_crc : piece.secret_crc + 4] = bytes(4)
             else:
-                stored = crc32c(bytes(seen[piece.start : piece.end]))
+                stored = crc32c(seen[piece.start : piece.end])
                 plain[piece.crc : piece.crc + 4] = stored.to_bytes(4, "little")
                 plain[piece.secret_crc : piece.secret_crc + 4] = used_crc
         flags = int.from_bytes(plain[_FLAGS : _FLAGS + 4], "little") & ~ENCRYPTED
@@ -105,7 +105,7 @@ class Keys:
         seals = SEAL * (1 + shards) + SIDE_SEAL * len(header.sides)
         plain[tag_at : tag_at + seals] = bytes(seals)
         for end in (_PREAMBLE_CRC, head - _CRC_LEN):
-            plain[end : end + _CRC_LEN] = crc32c(bytes(seen[:end])).to_bytes(4, "little")
+            plain[end : end + _CRC_LEN] = crc32c(seen[:end]).to_bytes(4, "little")
         return bytes(plain)
 
     def _open(self, key: bytes, number: int, sealed: bytes, aad: bytes, what: str) -> bytes:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from google_crc32c import value
+from plain_checksum import crc32c
 from plain_cipher import ENCRYPTED, KEY_ID, Keys, NotAuthenticError, seals_len
 from plain_planes import LZ4, WIDTHS, Unpack, Zstd, decode_layer
 
@@ -233,11 +233,6 @@ class Expect:
     namespace: bytes | None = None
     part: Part | None = None
     shape: Shape | None = None
-
-
-def crc32c(data: bytes | bytearray | memoryview) -> int:
-    """CRC-32C (Castagnoli) of ``data``."""
-    return value(bytes(data))  # it takes no ``bytearray``
 
 
 def parse_header(data: bytes) -> Header:

@@ -9,10 +9,9 @@ The names are imported when they are first used: a part of ucm that the configur
 :mod:`ucm.config.fields`.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from ucm.lazy import lazy
 
 if TYPE_CHECKING:
     from ucm.config.fields import Capacity, parse_capacity, parse_flag, parse_paths, parse_size
@@ -52,14 +51,9 @@ __all__ = [
     "warn_once",
 ]
 
-_FIELDS = frozenset({"Capacity", "parse_capacity", "parse_flag", "parse_paths", "parse_size"})
-_LOADING = frozenset({"UCMConfig", "load", "parse", "warn_once"})
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "fields" if name in _FIELDS else "loading" if name in _LOADING else "model"
-    found = getattr(importlib.import_module(f"ucm.config.{module}"), name)
-    globals()[name] = found  # once only
-    return found
+_FIELDS = ("Capacity", "parse_capacity", "parse_flag", "parse_paths", "parse_size")
+_LOADING = ("UCMConfig", "load", "parse", "warn_once")
+_WHERE = dict.fromkeys(__all__, "ucm.config.model")
+_WHERE |= dict.fromkeys(_FIELDS, "ucm.config.fields")
+_WHERE |= dict.fromkeys(_LOADING, "ucm.config.loading")
+__getattr__ = lazy(__name__, _WHERE)

@@ -4,10 +4,9 @@
 the ids of one part. The names are imported when they are first used.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from ucm.lazy import lazy
 
 if TYPE_CHECKING:
     from ucm._core import BlockHasher, part_mask, record_ids
@@ -41,11 +40,4 @@ _MODULES = {
     "ucm.store.ucmstore_v1": ("SidesTask", "Task", "UcmKVStoreBaseV1"),
 }
 _WHERE = {name: module for module, names in _MODULES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(_WHERE[name]), name)
-    globals()[name] = found  # once only
-    return found
+__getattr__ = lazy(__name__, _WHERE)

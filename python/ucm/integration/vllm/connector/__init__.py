@@ -9,10 +9,9 @@ sides, which do not import each other; ``factory``, which makes a side from the 
 ``connector``, the class that vLLM calls.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from ucm.lazy import lazy
 
 if TYPE_CHECKING:
     from ucm.integration.vllm.connector.connector import (
@@ -22,11 +21,4 @@ if TYPE_CHECKING:
     )
 
 __all__ = ["UCMBlendConnector", "UCMConnector", "UCMDirectConnector"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"{__name__}.connector"), name)
-    globals()[name] = found  # once only
-    return found
+__getattr__ = lazy(__name__, dict.fromkeys(__all__, f"{__name__}.connector"))
