@@ -173,7 +173,7 @@ fn too_many_stuck_operations_open_it_until_they_return() {
     store.faults.clear();
     gate.open();
     eventually("they return", || store.stat("workers_stuck") == 0);
-    // Jobs of the background that a jump of the time makes late count as stuck until they return.
+    // After a jump of the time other jobs may be late too, and count as stuck until they return.
     eventually("the cool-down ends", || {
         clock.advance(10 * SECOND);
         store.engine.lookup(&[id(2)]).unwrap() == [true]
